@@ -4,6 +4,7 @@
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
 # make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
+# make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
 # make test    run the tests that need no service      make test-services    those with Slurm, S3, EC2, images, several machines
 # make lint    style and types        make bench    the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
@@ -19,9 +20,11 @@ TEST_ARGS ?=
 PEERS = $(VENV)/peers
 ENGINES = $(VENV)/engines
 NEWEST = $(VENV)/newest
+LOWEST = $(VENV)/lowest
 # Engines, loop, checkpoints, tasks and compilation.
 NEWEST_TESTS ?= pipeline fsdp slow_links engine equality ranks loop optim precision memory checkpoints \
     sharded_checkpoints saver save_kills export masking models heads classify qa finetune new_task predict samples compiled
+LOWEST_TESTS ?= config raw tables models optim loop checkpoints export predict docs
 # Columns text and labels, all fields quoted. The few made-up lines that come along only show that it works.
 TWEETS ?= tests/data/tweets.csv
 TWEETS_DIR ?= runs/tweets
@@ -29,7 +32,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm engines test test-services test-newest lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm engines test test-services test-newest test-lowest lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -84,6 +87,17 @@ $(NEWEST)/.ready: $(VENV)/.ready
 test-newest: $(NEWEST)/.ready
 	@$(NEWEST)/bin/python -m pip list | grep -E '^(torch|transformers|datasets) '
 	@PYTHONWARNINGS=error::FutureWarning $(NEWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(NEWEST_TESTS:%=tests/test_%.py)
+
+# The rest is that of the environment, its torch too: 2.9.1, where 2.9.0 would do.
+$(LOWEST)/.ready: $(VENV)/.ready
+	@$(PYTHON) -m venv $(LOWEST)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(LOWEST)/lib/python*/site-packages)/rest.pth
+	@sed -n '/^dependencies/,/^]/s/^  "\([a-z0-9-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml | grep -v ^torch== > $(LOWEST)/lowest.txt
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r $(LOWEST)/lowest.txt
+	@touch $@
+
+test-lowest: $(LOWEST)/.ready
+	@$(LOWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(LOWEST_TESTS:%=tests/test_%.py)
 
 lint: setup
 	@$(BIN)/ruff check .
