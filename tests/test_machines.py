@@ -41,14 +41,20 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "rendezvous", "killed", "late"),
-    [("ddp", "static", 1, 0), ("xla", "c10d", 0, 1)],
+    ("given", "rendezvous", "killed", "late"),
+    [
+        ("", "static", 1, 0),
+        ("backend=xla", "c10d", 0, 1),
+        ("parallel=pipeline parallel.stages=2 parallel.micro_batches=2", "static", 1, 0),
+        ("parallel=fsdp", "static", 0, 1),
+    ],
 )
 def test_ranks_of_two_machines_meet_again_after_one_was_killed(
-    machines, prepared, tmp_path, backend: str, rendezvous: str, killed: int, late: int
+    machines, prepared, tmp_path, given: str, rendezvous: str, killed: int, late: int
 ):
-    arguments = ["backend=xla"] if backend == "xla" else []
-    assert run(train_overrides(tmp_path / "whole", prepared, *arguments), ranks=2).returncode == 0
+    arguments = given.split()
+    whole = run(train_overrides(tmp_path / "whole", prepared, *arguments), ranks=2)
+    assert whole.returncode == 0, whole.stderr
     disturbed(machines, prepared, tmp_path / "run", arguments, rendezvous, killed, late)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
