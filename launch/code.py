@@ -25,8 +25,9 @@ from train.storage.schema import RelativePath
 
 PACKAGES = (train, conf, launch, ami)  # of ami, train.host.versions reads versions.yaml
 START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
-START_CODE = b"""import runpy, sys
+START_CODE = b"""import os, runpy, sys
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # also where PYTHONSAFEPATH is set
 if __name__ == "__main__":  # not in the processes that a data loader spawns
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
