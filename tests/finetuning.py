@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from running import TINY
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from train import loop
 from train.attempt.preempt import StopRequest
@@ -42,6 +45,14 @@ def tuned(run_dir: Path, tokenizer: Path, *overrides: str) -> Path:
     return run_dir
 
 
+def asking(folder: Path, texts: Sequence[str], *, train: int, dev: int, v2: bool = False) -> list[str]:
+    """Settings of a task that learns from so many questions, which are written into a folder."""
+    for seed, (name, questions) in enumerate({"train": train, "dev": dev}.items()):
+        (folder / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=questions, v2=v2)))
+    task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", f"task.unanswerable={str(v2).lower()}"]
+    return [*task, "data=records", f"data.path={folder}", "data.train=train.json", "data.validation=dev.json"]
+
+
 def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) -> dict[str, Any]:
     """A SQuAD file: contexts of several sentences, answers of some words of theirs; in v2 every third has none."""
     rng = random.Random(seed)
@@ -56,3 +67,16 @@ def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) 
         question = {"id": f"q{number}", "question": f"  {rng.choice(words)} ?", "answers": answers}
         paragraphs.append({"context": context, "qas": [question | ({"is_impossible": not answers} if v2 else {})]})
     return {"version": "2.0" if v2 else "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """As RoBERTa's: bytes and the word " in", a space belongs to the word behind it, two separators in a pair."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pieces = [*names, *sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120i", "\u0120in"]
+    merges = [("\u0120", "i"), ("\u0120i", "n")]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), names, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,6 +1,6 @@
 """torch.compile: the same numbers as without, no graph more than the shapes need, and none compiled in silence.
 
-TorchInductor takes many seconds for a graph on a CPU, so there are few runs here, each of which shows several things.
+TorchInductor takes many seconds for a graph on a CPU: where kernels are not what is shown, there are none (`traced`).
 """
 
 import json
@@ -8,25 +8,27 @@ import os
 import shutil
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from finetuning import tuned
 from forks import run_forked
 from run_results import assert_same_run, losses
-from running import lines, run, train_config, train_overrides
+from running import ROOT, lines, run, train_config, train_overrides
+from traced import without_kernels
 
-from train import loop
+from train import loop, precompile
 from train.attempt.preempt import StopRequest
-from train.backend.kernel_cache import KernelCache
-from train.cli.command import DONE, FAILED, REJECTED
-from train.config import InputError, ModelConfig
+from train.backend.compiled import KernelCache
+from train.cli.command import DONE, REJECTED
+from train.config import BackendConfig, InputError, ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]
 WIDE = "model.intermediate_size=8192"  # a layer of 2 MB: above DDP's first bucket, at which torch would cut graphs
-SHALLOW = "model.num_layers=1"  # compiled as a whole, a model takes seconds for each layer
+SHALLOW = "model.num_layers=1"
 
 
 def summary(run_dir):
@@ -40,11 +42,10 @@ def plain(tmp_path_factory, prepared):
     return run_dir
 
 
-@compiles
 def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     """Two ranks, accumulation, activation checkpointing; ALBERT's shared layer is compiled once for each mode."""
     settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers", *RECOMPUTED, WIDE)
-    result = run(settings, ranks=2)
+    result = run(settings, ranks=2, module="traced", env={"PYTHONPATH": str(ROOT / "tests")})
     assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "run", plain)
     assert summary(tmp_path / "run")["graphs"] == 2 and summary(tmp_path / "run")["compile_s"] > 0
@@ -84,20 +85,20 @@ def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, grap
 
 
 @compiles
-def test_a_compiled_model_resumes_bit_for_bit_with_dropout(prepared, tmp_path):
+def test_a_compiled_model_resumes_bit_for_bit_with_dropout(toy):
     """The masks of compiled dropout follow the run's random state."""
-    options = ["backend=ddp", "backend.compile=model", "model.hidden_dropout=0.2", "eval_every=null", "max_steps=4"]
-    options += [SHALLOW]
-    loop.run(train_config(tmp_path / "whole", prepared, *options), StopRequest())
-    asked = StopRequest()
-    asked.ask("SIGTERM")  # as if a signal had come during the first step
-    assert loop.run(train_config(tmp_path / "cut", prepared, *options), asked) == ("SIGTERM", 1)
-    assert loop.run(train_config(tmp_path / "cut", prepared, *options), StopRequest()) == ("done", 4)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    options = {"backend": BackendConfig(device="cpu", precision="fp32", compile="model"), "eval_every": None}
+    toy.train("whole", **options)
+    toy.stopped_at_once("cut", **options)
+    assert toy.train("cut", **options) == ("done", 6)
+    assert toy.values("train", "loss", "cut") == toy.values("train", "loss", "whole")
+    assert toy.weights(6, "cut") == toy.weights(6, "whole") and toy.lines("summary", "whole")[0]["graphs"] == 2
 
 
-@compiles
-def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_is_named(tokenizer_folder, tmp_path):
+def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_is_named(
+    tokenizer_folder, tmp_path, monkeypatch
+):
+    without_kernels(monkeypatch.setattr)
     for part, word in (("train", "ba"), ("dev", "na")):
         rows = [(f"{word} " * size, label) for size in (2, 20) for label in ("good", "bad")] * 20
         (tmp_path / f"{part}.csv").write_text(
@@ -116,59 +117,45 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
     assert "graph 4 was compiled, 3 are expected" in warning
 
 
-def test_a_machine_without_a_compiler_is_named(prepared, tmp_path):
-    settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
-    result = run(settings, env={**os.environ, "CXX": "no-such-compiler"})
-    assert result.returncode == REJECTED and "there is no no-such-compiler here: apt-get install g++" in result.stderr
-
-
 @compiles
-def test_precompile_fills_the_cache_of_a_run_and_writes_nothing_else(prepared, tmp_path):
+def test_precompile_fills_the_cache_of_a_run_which_trains_as_without(finished, prepared, tmp_path, capfd):
     settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
-    cache = f"backend.compile_cache={tmp_path / 'cache'}"
-    words = [*settings, "--nproc-per-node=1"]
-    for more, code in (([], REJECTED), ([cache], DONE)):
-        done = run([*words, *more], module="train.precompile")
-        assert done.returncode == code, done.stderr
-        assert code == DONE or done.stderr.startswith("error: give backend.compile_cache, the folder or s3://")
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".bin"]
-    assert not (tmp_path / "run").exists()
-    done = run([*words, "backend.compile_cache=/proc/no"], module="train.precompile")
-    assert done.returncode == FAILED and "error: cannot write /proc/no/torch_compile_" in done.stderr
-    assert "the graphs of this run are in" not in done.stdout
+    assert precompile.main([*settings, "--nproc-per-node=1"]) == REJECTED
+    assert "error: give backend.compile_cache, the folder or s3://" in capfd.readouterr().err
+    settings.append(f"backend.compile_cache={tmp_path / 'cache'}")
+    done = run([*settings, "--nproc-per-node=1"], module="train.precompile")
+    assert done.returncode == DONE, done.stderr
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert kept.suffix == ".bin" and not (tmp_path / "run").exists()
+    done = run(settings)
+    assert done.returncode == DONE, done.stderr
+    assert [*(tmp_path / "cache").iterdir()] == [kept]  # it had all
+    assert_same_run(tmp_path / "run", finished)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["backend=xla", "backend.compile=layers"], "backend.compile=layers is for backend=ddp; backend=xla compiles"),
-        (["backend.cuda_graphs=true"], "backend.cuda_graphs=true is for compiled kernels; set backend.compile=layers"),
-        (["backend=ddp", "backend.compile=layers", "backend.cuda_graphs=true"], "needs a CUDA"),
-        (["backend.compile=all"], "backend.compile=all is not known; choose one of: none, layers, model"),
-    ],
-)
-def test_settings_that_cannot_work_are_one_line(prepared, tmp_path, settings, message):
-    with pytest.raises(InputError, match=message):
-        loop.run(train_config(tmp_path / "run", prepared, *settings), StopRequest())
+def test_graphs_that_cannot_be_kept_are_an_error_of_precompile_alone(monkeypatch, log):
+    made = b"graphs", SimpleNamespace(artifacts={"inductor": ["key"]})
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: made)
+    KernelCache("/proc/no", S3Config(), may_write=True).save()
+    assert "compiled graphs are not kept for others: cannot write /proc/no/" in log.text
+    with pytest.raises(InputError, match="cannot write /proc/no/"):
+        KernelCache("/proc/no", S3Config(), may_write=True, must_write=True).save()
 
 
 @compiles
 def test_graphs_are_kept_for_other_machines_and_a_damaged_file_is_no_obstacle(bucket, tmp_path):
-    """What one process compiled, training and evaluation, another one that has no cache of its own loads from S3, also
-    where a process of other shapes came between.
-    """
+    """What one process compiled, training and evaluation, another one that has no cache of its own loads from S3."""
     code = """if True:
         import json, sys, torch
         from torch._dynamo.utils import counters
-        from train.backend.compiled import TorchCompiler
-        from train.backend.kernel_cache import KernelCache
+        from train.backend.compiled import KernelCache, TorchCompiler
         from train.config import BackendConfig, S3Config
         cache = KernelCache(sys.argv[1], S3Config(**json.loads(sys.argv[2])), may_write=True)
         compiler = TorchCompiler(BackendConfig(compile="model"), {"device": "cpu"}, cache)
         class Model(torch.nn.Linear):
             def forward(self, values):
                 return super().forward(values).tanh()
-        model, values = Model(4, 4), torch.ones(int(sys.argv[3]), 4)
+        model, values = Model(4, 4), torch.ones(2, 4)
         compiler.compile(model)
         for _ in range(2):
             model(values).sum().backward()
@@ -177,18 +164,16 @@ def test_graphs_are_kept_for_other_machines_and_a_damaged_file_is_no_obstacle(bu
         compiler.close()
         print("HITS", counters["aot_autograd"]["autograd_cache_hit"], compiler.compiled)
     """
-    hits, keys = [], []
-    for machine, size in (("first", 2), ("second", 3), ("third", 2)):
+    hits = []
+    for machine in ("first", "second"):
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / machine)}
-        words = ["-c", code, bucket.location("kernels"), json.dumps(asdict(bucket.config())), str(size)]
-        if machine == "third":
-            (damaged,) = set(keys[1]) - set(keys[0])  # the second's, of which this one has no need
-            bucket.put(damaged, bucket.get(damaged)[:-1] + b"?")
-        done = run_forked(words, env)
+        done = run_forked(["-c", code, bucket.location("kernels"), json.dumps(asdict(bucket.config()))], env)
         assert "HITS" in done.stdout, done.stderr
         hits.append(done.stdout.split("HITS ")[1].strip())
-        keys.append(bucket.keys())
-    assert hits == ["0 2", "0 2", "2 2"] and [len(some) for some in keys] == [1, 2, 2]
+        if machine == "first":
+            (kept,) = bucket.keys()
+            bucket.put(kept.replace(".bin", "0.bin"), bucket.get(kept)[:-1] + b"?")
+    assert hits == ["0 2", "2 2"] and len(bucket.keys()) == 2  # nothing was written again
     assert "is damaged; its graphs are compiled again" in done.stderr
 
 

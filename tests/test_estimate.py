@@ -228,10 +228,7 @@ def test_only_the_last_attempt_that_ended_counts(tmp_path):
         ([*LINES[:-1], {**END, "world_size": "2"}], "world_size holds '2', not a count"),
         ([trained(10, 25.0), trained(10, 30.0), END], "examples goes from 500 to 500: the run was rolled back"),
         ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s holds None"),
-        (
-            [trained(10, 25.0), {**trained(30, 1.0), "examples": 1e300}, END],
-            "examples goes from 500 to 1e.300: ",
-        ),
+        ([trained(10, 25.0), {**trained(30, 1.0), "examples": 1e300}, END], "examples goes from 500 to 1e.300: "),
         (
             [trained(10, 25.0), {**trained(30, 30.0), "tokens": 16001}, END],
             "tokens in 1000 sequences on 2 ranks are not those",

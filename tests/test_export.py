@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from finetuning import FP32, squad, tuned
+from finetuning import FP32, asking, tuned
 from running import SYLLABLES, train_config
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -33,14 +33,12 @@ def finetuned(request, prepared, tmp_path_factory):
     if kind == "classify":
         rows = [f"{SYLLABLES[i % 20]} {SYLLABLES[i % 7]},{('good', 'bad', 'fair')[i % 3]}" for i in range(60)]
         (data / "data.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-        given = [f"data.path={data / 'data.csv'}", "data.validation_fraction=0.3", "seq_len=16"]
+        given = ["task=classify", "data=records", f"data.path={data / 'data.csv'}"]
+        given += ["data.validation_fraction=0.3", "seq_len=16"]
     else:
         texts = [" ".join(SYLLABLES[i : i + 8]) for i in range(20)]
-        for name, seed in (("train", 1), ("dev", 2)):
-            (data / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=12)))
-        given = [f"data.path={data}", "data.train=train.json", "data.validation=dev.json", "seq_len=48"]
-        given += ["task.stride=8", "task.max_question_tokens=12"]
-    run = tuned(folder / "run", prepared / "tokenizer", f"task={kind}", "data=records", *given)
+        given = [*asking(data, texts, train=12, dev=12), "seq_len=48"]
+    run = tuned(folder / "run", prepared / "tokenizer", *given)
     shutil.rmtree(data)
     shutil.rmtree(folder / "cache")
     return kind, run

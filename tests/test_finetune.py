@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetuning import squad, tuning
+from finetuning import asking, tuning
 from running import ROOT, lines, run
 from transformers import AutoModelForSequenceClassification
 
@@ -90,10 +90,7 @@ def test_training_and_evaluation_are_the_same_on_three_ranks(overrides, train, t
 
 def test_answers_are_the_same_on_three_ranks(overrides, train, tmp_path):
     texts = TWEETS.read_text().replace('"', "").splitlines()
-    for name, seed, number in (("train", 1, 20), ("dev", 2, 11)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=number)))
-    given = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "data=squad_json", f"data.path={tmp_path}"]
-    given += ["data.train=train.json", "data.validation=dev.json", "data.validation_fraction=0.1", *STILL]
+    given = [*asking(tmp_path, texts, train=20, dev=11), "data.validation_fraction=0.1", *STILL]
     train(tmp_path / "one", *given)
     done = run(overrides(tmp_path / "three", *given), ranks=3)
     assert done.returncode == 0, done.stderr
@@ -124,7 +121,7 @@ def test_on_xla_each_length_has_graphs_to_train_to_accumulate_and_to_evaluate(ov
     done = run(overrides(tmp_path / "run", "backend=xla", "eval_every=6", "max_steps=10"))
     assert done.returncode == 0, done.stderr
     summary = lines(tmp_path / "run", "summary")[0]
-    assert summary["graphs"] <= 3 * 3
+    assert summary["graphs"] == 2 * 3  # no text here needs the third length
     assert summary["tokens"] < 12 * 10 * 64 and 0 < summary["padding_share"] < 1  # real ones
 
 
@@ -144,26 +141,6 @@ def test_the_best_evaluation_is_what_is_kept_and_exported(best):
     assert "f1" in (best / "export" / "README.md").read_text().lower()
 
 
-def test_a_best_evaluation_that_was_owed_is_the_best(train, tmp_path):
-    """Asked to stop where an evaluation is due, the run evaluates when it goes on; the checkpoint is there already."""
-    given = [
-        *BEST,
-        "eval_every=2",
-        "checkpoint.keep=2",
-        "checkpoint.every=2",
-        "optim.lr=1e-30",
-    ]  # the first is the best
-    asked = StopRequest()
-    asked.reason = "SIGTERM"
-    for _ in range(2):
-        train(tmp_path / "run", *given, stop=asked)
-    assert train(tmp_path / "run", *given, "max_steps=12") == ("done", 12)
-    assert best_step(tmp_path / "run") == 2
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step*")) == [
-        step_name(step) for step in (2, 10, 12)
-    ]
-
-
 def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):
     given = [*BEST, "eval_every=2", "checkpoint.every=2"]
     train(tmp_path / "run", *given, "max_steps=4", "best.metric=f1_macro", "optim.lr=0.02")
@@ -172,13 +149,15 @@ def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):
     assert best_step(tmp_path / "run") == min(losses, key=losses.get)
 
 
-def test_a_best_checkpoint_that_is_gone_does_not_lose_the_run(train, tmp_path, caplog):
+def test_a_best_checkpoint_that_is_gone_does_not_lose_the_run(train, tmp_path):
     given = [*BEST, "eval_every=2", "checkpoint.every=2", "optim.lr=1e-30"]
     train(tmp_path / "run", *given, "max_steps=6")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / step_name(2))
     shutil.rmtree(tmp_path / "run" / "export")
     assert train(tmp_path / "run", *given, "max_steps=6") == ("done", 6)
     assert (tmp_path / "run" / "export" / "config.json").is_file()
+    said = "the best evaluation was at step 2, whose checkpoint cannot be loaded: exporting step"
+    assert said in (tmp_path / "run/log/rank_0000.txt").read_text()
 
 
 def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkeypatch):
@@ -230,8 +209,6 @@ def best_step(run_dir):
         (["data.columns.label=stars"], "stars"),
         (["data.path=nowhere.csv"], "nowhere.csv"),
         (["model.tokenizer=null"], "model.tokenizer is not set"),
-        (["task.class_weights=[1,2]"], "task.class_weights has 2 numbers for 3 labels"),
-        (["data.lengths=[24,80]"], "data.lengths has 80, which is more than seq_len=64"),
         (["data.labels=[a,b]"], "150"),
         (["model.freeze_layers=1"], "share"),
         (["hub.push_to=nobody"], "hub.push_to=nobody"),

@@ -1,20 +1,15 @@
 """What PyTorch/XLA sends to the compiler, step and evaluation of every task, holds nothing that Trainium's rejects or
 does one number at a time. The graphs are those of the CPU; Trainium's compiler never saw them.
-
-In a process of its own this file is also a program that trains as if on Trainium, see `train_on_neuron`.
 """
 
-import json
 import re
-import sys
 
 import pytest
 import torch
-from finetuning import squad, tuning
+from finetuning import asking, tuning
 from running import ROOT, run, train_overrides
 
-from train import __main__ as program
-from train.models.encoder import products_at, rows_at
+from train.models.encoder import states_at
 from train.tasks.topk import topk
 
 torch_xla = pytest.importorskip("torch_xla")
@@ -71,9 +66,8 @@ def test_what_is_rejected_is_found():
     assert " reduce(" in rejected(graph(scores.argmax(-1)))[0]
     assert rejected("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
     assert not rejected(graph(*topk(scores, 3)))
-    assert not rejected(graph(*picked(rows_at))) and not rejected(graph(*picked(products_at)))
-    text = graph(*picked(products_at))
-    assert " gather(" not in text and " scatter(" not in text
+    text = graph(*picked(states_at))
+    assert not rejected(text) and " gather(" not in text and " scatter(" not in text
 
 
 def mlm(run_dir, prepared, texts):
@@ -86,16 +80,25 @@ def classify(run_dir, prepared, texts):
 
 
 def qa(run_dir, prepared, texts):
-    for seed, name in enumerate(("train", "dev")):
-        (run_dir.parent / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=9)))
-    data = ["data=records", f"data.path={run_dir.parent}", "data.train=train.json", "data.validation=dev.json"]
-    task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "task.n_best=3"]
-    return tuning(run_dir, prepared / "tokenizer", *task, *data, "seq_len=48")
+    given = asking(run_dir.parent, texts, train=9, dev=9)
+    return tuning(run_dir, prepared / "tokenizer", *given, "task.n_best=3", "seq_len=48")
+
+
+def ner(run_dir, prepared, texts):
+    data = ["data=records", f"data.path={ROOT / 'tests/data/entities.conll'}", "data.validation_fraction=0.3"]
+    return tuning(run_dir, prepared / "tokenizer", "task=ner", *data, "seq_len=32")
 
 
 @pytest.mark.parametrize(
     ("task", "architecture"),
-    [(mlm, "albert"), (classify, "albert"), (classify, "roberta"), (classify, "distilbert"), (qa, "bert")],
+    [
+        (ner, "albert"),
+        (mlm, "albert"),
+        (classify, "albert"),
+        (classify, "roberta"),
+        (classify, "distilbert"),
+        (qa, "bert"),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, texts, tmp_path):
@@ -103,7 +106,7 @@ def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, tex
     model = [] if architecture == "albert" else [f"model.architecture={architecture}", "model.embedding_size=null"]
     arguments = [*task(tmp_path / "run", prepared, texts), *short, *model, "backend=xla", "backend.layers=unrolled"]
     env = {"XLA_SAVE_TENSORS_FILE": str(tmp_path / "graphs"), "XLA_SAVE_TENSORS_FMT": "hlo"}
-    done = run(arguments, module="test_hlo", env={**env, "PYTHONPATH": str(ROOT / "tests")})
+    done = run(arguments, env=env)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "graphs.0").read_text()
     step, *evaluations = [part for part in text.split("[ScheduleSyncTensorsGraph]") if " gather(" in part]
@@ -111,22 +114,3 @@ def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, tex
     assert rejected(text) == []
     lookups = 2 if architecture == "distilbert" else 3  # of tokens, positions and, mostly, segments
     assert step.count(" gather(") == step.count(" scatter(") == evaluations[-1].count(" gather(") == lookups
-
-
-def train_on_neuron():
-    """Train with the model arranged as on Trainium."""
-    from train.backend.xla import XLA
-
-    arrange = XLA._arrange_layers
-
-    def as_on_neuron(self, model):
-        self.is_neuron = True
-        arrange(self, model)
-        self.is_neuron = False
-
-    XLA._arrange_layers = as_on_neuron
-    return program.main()
-
-
-if __name__ == "__main__":
-    sys.exit(train_on_neuron())

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hostile import quick
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -15,14 +16,7 @@ from transformers import (
 )
 
 from train.config import HeadSize, InputError, ModelConfig
-from train.models.model_sizes import (
-    DEFAULTS,
-    PUBLISHED,
-    Shape,
-    find_shape,
-    knows_vocabulary,
-    shape_of,
-)
+from train.models.model_sizes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
 from train.storage.schema import BadContent
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
@@ -114,6 +108,7 @@ VALUES = (
 KEYS = st.sampled_from([*NAMES, "type_vocab_size", "embedding_size", "num_hidden_groups", "dim", "n_layers", "x"])
 
 
+@quick
 @given(st.dictionaries(KEYS, VALUES), st.sampled_from([*DEFAULTS, "x", None]))
 def test_any_configuration_gives_a_shape_nothing_or_a_rejection(values: dict[str, object], kind: object):
     try:

@@ -1,7 +1,5 @@
 """The masked-position head is the model's own, exports are plain transformers, FLOPs are counted right."""
 
-import json
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,7 +7,7 @@ from transformers import AlbertConfig, AutoModelForMaskedLM
 from transformers.activations import ACT2FN
 
 from train.config import HeadSize, InputError, ModelConfig
-from train.models.encoder import build_masked_lm, products_at, rows_at
+from train.models.encoder import build_masked_lm, states_at
 from train.models.model_sizes import shape_of
 
 S, P, V = 24, 5, 101
@@ -54,7 +52,7 @@ def test_logits_are_those_of_transformers_at_the_positions_asked_for(architectur
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_states_are_picked_by_rows_and_by_products_as_by_gather_bit_for_bit(dtype):
+def test_states_are_picked_as_by_gather_bit_for_bit(dtype):
     torch.manual_seed(0)
     hidden, grad = torch.randn(3, S, 8).to(dtype), torch.randn(3, P, 8).to(dtype)
     _, _, positions = batch()
@@ -66,12 +64,7 @@ def test_states_are_picked_by_rows_and_by_products_as_by_gather_bit_for_bit(dtyp
         return states.detach(), leaf.grad
 
     wanted = outcome(lambda hidden, positions: hidden.gather(1, positions[..., None].expand(-1, -1, 8)))
-    for pick in (rows_at, products_at):
-        assert all(torch.equal(*pair) for pair in zip(outcome(pick), wanted, strict=True)), pick
-    model = build("albert")
-    by_rows = model(*batch())
-    model.pick_by_products()
-    assert model.pick is products_at and torch.equal(model(*batch()), by_rows)
+    assert all(torch.equal(*pair) for pair in zip(outcome(states_at), wanted, strict=True))
 
 
 def test_the_head_of_albert_sees_the_asked_positions_its_decoder_is_the_embedding_and_its_activation_is_fused():
@@ -128,13 +121,3 @@ def test_a_model_that_does_not_fit_is_rejected(changes, says):
     with pytest.raises(InputError, match=says.replace("(", r"\(")):
         cfg = ModelConfig(**{"architecture": "albert", **COMMON, **ARCHITECTURES["albert"], **changes})
         build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S)
-
-
-def test_a_checkpoint_of_transformers_is_trained_further(tmp_path):
-    model = build("bert")
-    model.export(tmp_path)
-    again = build_masked_lm(ModelConfig(pretrained=str(tmp_path)), vocab_size=V, pad_id=0, seq_len=S).eval()
-    torch.testing.assert_close(again(*batch()), model(*batch()))
-    with pytest.raises(InputError, match="model.hidden_size=64, but"):
-        build_masked_lm(ModelConfig(pretrained=str(tmp_path), hidden_size=64), vocab_size=V, pad_id=0, seq_len=S)
-    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == V

@@ -19,7 +19,6 @@ from train.attempt.preempt import StopRequest
 from train.backend import neuron
 from train.backend.base import load
 from train.backend.ddp import DDP
-from train.cli import compose as cli
 from train.config import BackendConfig, InputError
 from train.host import machine, rank_setup
 from train.telemetry import monitor_neuron
@@ -95,14 +94,6 @@ def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch):
     assert losses(tmp_path / "run") == pytest.approx(losses(by_ddp), rel=TOLERANCE)
     for name, tensor in weights(by_ddp).items():
         torch.testing.assert_close(weights(tmp_path / "run")[name], tensor, rtol=1e-3, atol=2e-5)
-
-
-def test_a_checkpoint_of_neuron_goes_on_under_ddp(versions, by_ddp, prepared, tmp_path, monkeypatch):
-    asked = StopRequest()
-    asked.reason = "SIGTERM"  # as if a signal had come during the first step
-    assert loop.run(train_config(tmp_path / "run", prepared, *NEURON), asked) == ("SIGTERM", 1)
-    monkeypatch.setattr(DDP, "adamw", neuron.Neuron.adamw)
-    assert losses(train(tmp_path / "run", prepared)) == losses(by_ddp)
 
 
 def test_ranks_that_do_not_reach_each_other_are_rejected(versions, monkeypatch):
@@ -189,11 +180,7 @@ def test_the_device_of_each_rank_draws_other_numbers(device):
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [
-        (None, "has none; set backend=xla"),
-        ("2.9.0.2.15.32035+abc", "2.9.0.2.15.32035+abc"),
-        ("1.0", "1.0"),
-    ],
+    [(None, "has none; set backend=xla"), ("2.9.0.2.15.32035+abc", "2.9.0.2.15.32035+abc"), ("1.0", "1.0")],
     ids=["none", "the XLA build", "the stub"],
 )
 def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
@@ -229,14 +216,6 @@ def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, chan
         change(monkeypatch)
     with pytest.raises(InputError, match=said):
         neuron.Neuron(BackendConfig(**settings))
-
-
-def test_a_rejection_is_one_line_and_exit_code_2(prepared, tmp_path, monkeypatch, capfd):
-    """On this machine as it is."""
-    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *NEURON)])
-    assert program.main() == cli.REJECTED
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("starting ")]
-    assert line.startswith("error: backend=neuron needs native PyTorch")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shutil
 import pytest
 from finetuning import tuning
 from forks import launch, run_forked
+from run_results import losses
 from running import ROOT, lines
 
 EXAMPLE = re.compile(r"`([\w/.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)  # path and content
@@ -71,6 +72,7 @@ def run(tree, *arguments, module="train", ranks=1):
 def settings(prepared, tmp_path_factory):
     data = ["data=tweets", f"data.path={ROOT / 'tests/data/tweets.csv'}", "data.validation_fraction=0.3", "seq_len=64"]
     given = ["task=focal", "task.gamma=1", "optim=sgd", "optim.momentum=0.8", "optim.lr=0.1", *data]
+    given += ["optim.schedule=constant"]  # on XLA a rate that is a Python number is one more graph
     given += ["max_steps=4", "eval_every=2", "watchdog.enabled=false"]
     return tuning(tmp_path_factory.mktemp("cache") / "run", prepared / "tokenizer", *given)
 
@@ -94,21 +96,16 @@ def test_a_task_that_resembles_none_is_a_package_a_line_and_a_yaml():
     assert len(lines) == 2  # the import, and the line of the table
 
 
-def test_it_learns_on_two_ranks_as_on_one(tree, settings, trained, tmp_path):
+def test_it_learns_on_two_ranks_and_on_xla_as_on_one(tree, settings, trained, tmp_path):
     run(tree, *settings, f"run_dir={tmp_path / 'one'}")
     for kind, keys in (("train", ("loss", "grad_norm")), ("eval", ("loss", "accuracy"))):
         one, two = ([[line[key] for key in keys] for line in lines(r, kind)] for r in (tmp_path / "one", trained))
         assert len(one) == (4 if kind == "train" else 2) and one != one[:1] * len(one)
         for ours, theirs in zip(one, two, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
-
-
-def test_it_learns_on_xla(tree, settings, trained, tmp_path):
     pytest.importorskip("torch_xla")
-    run(tree, *settings, "backend=xla", "optim.schedule=constant", f"run_dir={tmp_path / 'xla'}")
-    run(tree, *settings, "optim.schedule=constant", f"run_dir={tmp_path / 'ddp'}")
-    xla, ddp = ([line["loss"] for line in lines(tmp_path / name, "train")] for name in ("xla", "ddp"))
-    assert xla == pytest.approx(ddp, rel=1e-3)
+    run(tree, *settings, "backend=xla", f"run_dir={tmp_path / 'xla'}")
+    assert losses(tmp_path / "xla") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
 def test_its_checkpoint_is_exported_and_asked(tree, trained, tmp_path):

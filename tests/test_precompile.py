@@ -139,13 +139,6 @@ def test_a_cache_on_nfs_is_rejected_before_anything_runs(tool, monkeypatch, capf
     assert "/shared/home/me/cache is on nfs4" in line
 
 
-def test_a_cache_in_s3_is_taken(tool, monkeypatch, capfd):
-    results(tool, "compiled_again")
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/cache")
-    assert precompile.main(RUN) == cli.DONE
-    assert "cache: s3://bucket/cache" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetuning import FP32, squad, tuned
+from finetuning import FP32, asking, tuned
 from running import train_config
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
@@ -23,7 +23,7 @@ from train.run_folder.samples import MOST_CHARS, Answer, Guess, Sample, Samples
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
 from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed, spread
-from train.tasks.mlm.blanks import Blank, Spelling
+from train.tasks.mlm.task import Blank, Spelling
 
 
 def of(run: Path) -> Samples:
@@ -87,11 +87,8 @@ def test_a_classifier_labels_as_predict_does_some_right_some_wrong(texts, tokeni
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_answers_to_questions_are_those_of_predict(texts, tokenizer_folder, tmp_path, v2):
-    for name, seed in (("train", 0), ("dev", 1)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=12, v2=v2)))
-    files = ["data=records", f"data.path={tmp_path}", "data.train=train.json", "data.validation=dev.json"]
-    task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", f"task.unanswerable={v2}", "seq_len=48"]
-    written = of(tuned(tmp_path / "run", tokenizer_folder, *task, *files, "samples=12")).samples
+    given = asking(tmp_path, texts, train=12, dev=12, v2=v2)
+    written = of(tuned(tmp_path / "run", tokenizer_folder, *given, "seq_len=48", "samples=12")).samples
     out = tmp_path / "out.jsonl"
     flags = ["--input", str(tmp_path / "dev.json"), "--output", str(out), *FP32]
     assert predict.main([str(tmp_path / "run"), *flags]) == 0

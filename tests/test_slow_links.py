@@ -17,15 +17,13 @@ import torch
 import torch.distributed as dist
 from forks import launch, run_forked
 from run_results import grad_norms, losses, weights
-from running import run, train_config, train_overrides
+from running import run, train_overrides
 from torch import nn
 from toy import NAN
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.backend import slow_links
 from train.backend.ddp import DDP
-from train.config import BackendConfig, InputError
+from train.config import BackendConfig
 
 RANKS, PER_MACHINE, STEPS = 4, 2, 4
 SIDE, LOW, ENOUGH = 40, 1, 8  # a weight [SIDE, SIDE]; the gradient of one row on each of 4 ranks has rank 4 at most
@@ -115,11 +113,7 @@ def feed_back(backend, wanted):
     kept = made.sync.memory.error_dict[0].clone()
     dist.all_reduce(kept)
     whole, stats = sum(wanted), made.sync.memory.compression_stats()
-    return {
-        "fed back": furthest(got + kept / RANKS, whole),
-        "left out": furthest(got, whole),
-        "rate": stats[0],
-    }
+    return {"fed back": furthest(got + kept / RANKS, whole), "left out": furthest(got, whole), "rate": stats[0]}
 
 
 def skip(backend):
@@ -128,10 +122,7 @@ def skip(backend):
     for number in range(3):
         calm.step(number), disturbed.step(number)
     bad, _ = disturbed.step(3, NAN if backend.world.rank == 1 else 1.0)
-    return {
-        "skipped": bool(bad.isnan().all()),
-        "after a skip": furthest(disturbed.step(4)[0], calm.step(4)[0]),
-    }
+    return {"skipped": bool(bad.isnan().all()), "after a skip": furthest(disturbed.step(4)[0], calm.step(4)[0])}
 
 
 def forget(backend):
@@ -193,24 +184,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
     assert grad_norms(tmp_path / "cut")[6:] == grad_norms(tmp_path / "whole")[3:]
     for name, tensor in weights(tmp_path / "cut").items():
         assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
-
-
-# ---- what is rejected -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["backend.grad_compression=half"], "grad_compression=half is not known"),
-        (["backend.powersgd_rank=0"], "backend.powersgd_rank=0 must be 1 or more"),
-        (["backend.powersgd_start_step=1"], "backend.powersgd_start_step=1 must be 2 or more"),
-        (["backend.grad_compression=powersgd", "backend.precision=fp16"], "set bf16 or fp32"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_rejected_in_one_line(prepared, tmp_path, overrides, message):
-    with pytest.raises(InputError) as rejection:
-        loop.run(train_config(tmp_path / "run", prepared, *overrides), StopRequest())
-    assert message in str(rejection.value) and "\n" not in str(rejection.value)
 
 
 if __name__ == "__main__":

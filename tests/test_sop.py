@@ -134,10 +134,8 @@ def test_the_export_is_a_masked_language_model_with_a_pooler(whole):
     assert AlbertForPreTraining.from_pretrained(whole / "export").sop_classifier.classifier.out_features == 2
 
 
-@pytest.mark.parametrize("backend", ["ddp", "xla"])
-def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tmp_path, backend):
-    options = train_overrides(tmp_path / "run", prepared, SOP, f"backend={backend}")
-    done = run(options, ranks=2)
+def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tmp_path):
+    done = run(train_overrides(tmp_path / "run", prepared, SOP, "backend=xla"), ranks=2)
     assert done.returncode == 0, done.stderr
     for kind, keys in {"train": ["loss"], "eval": ["mlm_loss", "sop_loss", "sop_accuracy"]}.items():
         for key in keys:

@@ -67,47 +67,30 @@ FUNCTIONALIZATION_OFF = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}  # as Neuron has 
 # One graph to train, two to accumulate, and one to evaluate.
 @pytest.mark.parametrize(
     ("micro", "expected", "env", "options"),
-    [
-        (8, 2, {}, []),
-        (4, 3, FUNCTIONALIZATION_OFF, []),
-        (8, 2, FUNCTIONALIZATION_OFF, ["optim=lamb", "backend.layers=unrolled"]),
-    ],
-    ids=["one", "accumulating, functionalization off", "lamb, functionalization off"],
+    [(24, 2, {}, []), (12, 3, FUNCTIONALIZATION_OFF, ["optim=lamb", "backend.layers=unrolled"])],
+    ids=["one", "accumulating, functionalization off, lamb"],
 )
 def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     prepared, tmp_path, micro, expected, env, options
 ):
     # Two numbers that become 1.0 to the last bit, and were a constant of a new graph if Python held them: Adam's bias
-    # corrections after 17 steps with these betas, 1 - lr * weight_decay once the rate falls below 3e-6.
-    arguments = train_overrides(
-        tmp_path / "run",
-        prepared,
-        *XLA,
-        f"micro_batch_size={micro}",
-        *options,
-        "optim.betas=[0.1,0.1]",
-        "optim.lr=1e-5",
-        "log_every=3",
-        "eval_every=7",
-        "checkpoint.every=5",
-        "export=false",
-    )
-    for steps in (12, 40):
+    # corrections after 9 steps with these betas, 1 - lr * weight_decay once the rate falls below 3e-6.
+    arguments = train_overrides(tmp_path / "run", prepared, *XLA, *options, f"micro_batch_size={micro}")
+    arguments += ["global_batch_size=24", "optim.betas=[0.01,0.01]", "optim.lr=1e-5", "log_every=3"]
+    arguments += ["eval_every=4", "checkpoint.every=5", "export=false"]
+    for steps in (6, 14):
         result = run([*arguments, f"max_steps={steps}"], env=env)
         assert result.returncode == 0, result.stderr
     first, second = lines(tmp_path / "run", "summary")
     assert (first["graphs"], second["graphs"]) == (expected, expected)
-    assert (first["step"], second["step"]) == (12, 40)
-    last = lines(tmp_path / "run", "train")[-1]
-    assert last["epoch"] > 1
-    assert second["compile_s"] > 0
+    assert (first["step"], second["step"]) == (6, 14)
+    assert lines(tmp_path / "run", "train")[-1]["epoch"] > 1 and second["compile_s"] > 0
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ["backend.layers=unrolled"],
-        ["micro_batch_size=4"],
+        ["backend.layers=unrolled", "micro_batch_size=4"],
         ["backend.layers=unrolled", "micro_batch_size=4", "backend.precision=bf16_stochastic"],
         ["optim=lamb"],
     ],
@@ -116,6 +99,7 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
 def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb, prepared, tmp_path, options):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
     assert result.returncode == 0, result.stderr
+    assert lines(tmp_path / "run", "summary")[0]["graphs"] == (3 if "micro_batch_size=4" in options else 2)
     if "bf16" in options[-1]:
         assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2**-8)
     else:
@@ -129,9 +113,8 @@ def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
     assert_same_curve(tmp_path / "xla", tmp_path / "ddp")
 
 
-@pytest.mark.parametrize("micro", [4, 2])
-def test_two_ranks_are_one_with_the_double_batch(finished, prepared, tmp_path, micro):
-    result = run(train_overrides(tmp_path / "run", prepared, *XLA, f"micro_batch_size={micro}"), ranks=2)
+def test_two_ranks_are_one_with_the_double_batch(finished, prepared, tmp_path):
+    result = run(train_overrides(tmp_path / "run", prepared, *XLA, "micro_batch_size=2"), ranks=2)
     assert result.returncode == 0, result.stderr
     assert_same_curve(tmp_path / "run", finished)
     summary = lines(tmp_path / "run", "summary")[0]
@@ -176,7 +159,6 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path
 @pytest.mark.parametrize(
     "options",
     [
-        ["backend.layers=unrolled"],
         ["backend.layers=unrolled", "backend.activation_checkpointing=true"],
         ["micro_batch_size=2", "backend.batches_per_execution=2"],
     ],
@@ -193,15 +175,14 @@ def test_how_it_is_computed_does_not_change_what(xla, prepared, tmp_path, option
         ("bf16", "adamw"),
         ("bf16_master", "adamw"),
         ("bf16_stochastic", "adamw"),
-        ("fp32", "lamb"),
         ("bf16_stochastic", "lamb"),
     ],
 )
 def test_bf16_policies_train_and_keep_the_optimizer_in_fp32(finished, with_lamb, prepared, tmp_path, precision, optim):
     train(tmp_path / "run", prepared, *XLA, f"backend.precision={precision}", f"optim={optim}")
     wanted = losses(with_lamb if optim == "lamb" else finished)
-    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=LOSS if precision == "fp32" else 2**-8)  # bf16's bits
-    assert (losses(tmp_path / "run") == pytest.approx(wanted, rel=LOSS)) == (precision == "fp32")
+    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=2**-8)  # bf16's bits
+    assert losses(tmp_path / "run") != pytest.approx(wanted, rel=LOSS)
     saved = state(tmp_path / "run")
     weights = {tensor.dtype for tensor in saved["model"].values() if tensor.is_floating_point()}
     assert weights == {torch.bfloat16 if precision == "bf16_stochastic" else torch.float32}
@@ -238,7 +219,7 @@ def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(prepare
         return metrics.metric_data("ExecuteTime")[0]
 
     four = ["micro_batch_size=2"]
-    for name, options, wanted in (("a", [], 1), ("b", four, 4), ("c", [*four, "backend.batches_per_execution=4"], 1)):
+    for name, options, wanted in (("a", four, 4), ("b", [*four, "backend.batches_per_execution=4"], 1)):
         counts = read_after_each_step(monkeypatch, executed, tmp_path / name, prepared, "log_every=6", *options)
         assert [after - before for before, after in itertools.pairwise(counts)] == [wanted] * 5
 
@@ -255,49 +236,6 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monke
     assert reads[2][0] < reads[3][0]  # the line of step 3
     assert reads[3] == reads[4] == reads[5]
     assert reads[5][1] == reads[0][1]
-
-
-def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
-    """As the unrolled encoder does: same values, same gradients, with a float mask."""
-    import torch_xla
-    from torch_xla.experimental.scan import _scan_impl_pytree
-    from transformers import AlbertConfig, AlbertModel
-
-    from train.backend.shared_layer import scanned
-    from train.models.network import Network
-
-    torch.manual_seed(0)
-    config = AlbertConfig(
-        vocab_size=50,
-        embedding_size=8,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model = AlbertModel(config).to(torch_xla.device())
-    ids = torch.randint(0, 50, (2, 6)).to(torch_xla.device())
-    mask = torch.zeros(2, 1, 1, 6)
-    mask[1, ..., 4:] = -1e4
-
-    def outcome():
-        model.zero_grad()
-        hidden = model(input_ids=ids, attention_mask=mask.to(torch_xla.device())).last_hidden_state
-        (hidden**2).sum().backward()
-        torch_xla.sync()
-        return hidden.detach().cpu(), [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-
-    wanted, wanted_grads = outcome()
-    assert Network(model).loop_layers(lambda layer, depth: scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
-    result, found_grads = outcome()
-    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
-    assert len(found_grads) == len(wanted_grads) > 10
-    for a, b in zip(found_grads, wanted_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    ids[1, 4:] = 3  # hidden: what stands there must not matter elsewhere
-    torch.testing.assert_close(outcome()[0][1, :4], result[1, :4], rtol=1e-6, atol=1e-6)
 
 
 def test_the_export_is_the_trained_model(xla):
@@ -338,34 +276,28 @@ def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepar
 # ---- that a setting takes effect: equal numbers would not show that it was ignored ---------------------------------
 
 
-def calls_of_the_layer(prepared, run_dir, monkeypatch, *options):
-    """How often the shared layer is called while a step of depth 5 is made."""
+UNROLLED, AGAIN = [*XLA, "backend.layers=unrolled"], "backend.activation_checkpointing=true"
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [(XLA, 2), (UNROLLED, 5), ([*UNROLLED, AGAIN], 10), (["backend=ddp", AGAIN], 10)],  # a loop: forward and backward
+    ids=["looped", "unrolled", "unrolled again", "ddp again"],
+)
+def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path, monkeypatch, options, calls):
+    """In a step of depth 5."""
     from transformers.models.albert.modeling_albert import AlbertLayer
 
-    calls, original = [], AlbertLayer.forward
+    trained, original = [], AlbertLayer.forward
 
     def forward(self, *args, **kwargs):
-        if self.training:
-            calls.append(1)
+        trained.extend([1] * self.training)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(AlbertLayer, "forward", forward)
     once = ["model.num_layers=5", "max_steps=1", "optim.warmup_steps=1", "export=false"]
-    train(run_dir, prepared, *once, *options)
-    monkeypatch.undo()
-    return len(calls)
-
-
-def test_a_looped_layer_is_traced_once_forward_and_once_backward(prepared, tmp_path, monkeypatch):
-    assert calls_of_the_layer(prepared, tmp_path / "scan", monkeypatch, *XLA) == 2
-    assert calls_of_the_layer(prepared, tmp_path / "unrolled", monkeypatch, *XLA, "backend.layers=unrolled") == 5
-
-
-@pytest.mark.parametrize("backend", [["backend=xla", "backend.layers=unrolled"], ["backend=ddp"]], ids=["xla", "ddp"])
-def test_checkpointed_layers_are_computed_twice(prepared, tmp_path, monkeypatch, backend):
-    again = "backend.activation_checkpointing=true"
-    assert calls_of_the_layer(prepared, tmp_path / "kept", monkeypatch, *backend) == 5
-    assert calls_of_the_layer(prepared, tmp_path / "again", monkeypatch, *backend, again) == 10
+    train(tmp_path / "run", prepared, *once, *options)
+    assert len(trained) == calls
 
 
 def test_the_prefetch_sizes_reach_the_loader(prepared, tmp_path, monkeypatch):

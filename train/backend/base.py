@@ -47,9 +47,7 @@ class Work:
 
 
 class GradSync:
-    """Adds the gradients of a replicated model over the ranks, once a step. This one, which the others extend, is for a
-    single rank.
-    """
+    """Adds the gradients of a replicated model over the ranks, once a step. This one is for a single rank."""
 
     module: nn.Module  # the model as forward passes call it
     count: Tensor  # [1], on the device
@@ -66,9 +64,7 @@ class GradSync:
         return nullcontext()
 
     def finish(self) -> Tensor:
-        """Reduce what is not yet reduced. Returns the divisor [1], on the device, that makes the gradients those of the
-        mean over the labels of all ranks; 0 if there are no labels.
-        """
+        """Reduce the rest. Returns the divisor [1] that makes sums means over the labels of all ranks; 0 if none."""
         return self.count
 
     def state(self) -> State:
@@ -83,9 +79,7 @@ class GradSync:
 
 
 class Backend(Protocol):
-    """What engines and loop need of a device. Backends extend it. All ranks call the methods that are collectives, in
-    the same order.
-    """
+    """What engines and loop need of a device. All ranks call the collectives, in the same order."""
 
     name: str
     device: torch.device
@@ -108,9 +102,7 @@ class Backend(Protocol):
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
-        """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device.
-        `accumulation`: micro batches of a step; `lengths`: how many shapes batches have.
-        """
+        """Put the model on the device, weights tied. `accumulation`: micro batches a step; `lengths`: their shapes."""
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         """What sums the gradients of a model that is set up and is the same on all ranks."""
@@ -126,15 +118,11 @@ class Backend(Protocol):
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """A group of some of the ranks, in which tensors of the device are sent and added up. All ranks make the same
-        groups, in the same order. InputError for a device whose collectives join all ranks only.
-        """
+        """A group of some ranks; all ranks make each, in order. InputError if collectives join all ranks only."""
         raise InputError(f"parallel=pipeline runs with backend=ddp, not backend={self.name}; set parallel=data")
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Called once weights and optimizer are as the first step finds them. Raises RuntimeError unless the optimizer
-        holds exactly these parameters.
-        """
+        """Called before the first step. RuntimeError unless the optimizer holds exactly these parameters."""
 
     def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches with their inputs on the device."""
@@ -146,9 +134,7 @@ class Backend(Protocol):
         """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen what is stored in bf16."""
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        """Step and clear the gradients, after `unscale`. `norm`: that of the gradients, [] on the device. If it is NaN
-        or infinite, weights, moments and step counts stay as they are, on all ranks.
-        """
+        """Step, unless `norm` [] is NaN or infinite: then nothing changes, on all ranks. Clear the gradients."""
 
     def mark_step(self) -> None:
         """Bring weights and optimizer to the device after a rollback, before the next step begins."""
@@ -177,9 +163,8 @@ class Backend(Protocol):
     def set_rng_state(self, state: State) -> None: ...
 
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write tensors and plain containers that are on the host, for `train.backend.base.load`. A thread calls it
-        while the ranks train, on rank 0 and wherever else a part of the state is: it may not touch the device.
-        """
+        """Write tensors and plain containers that are on the host, for `load`; in a thread beside the training."""
+        torch.save(state, file)
 
     def close(self) -> None:
         """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and
@@ -218,17 +203,13 @@ def widen(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
-    """Round the parameters back once, on Trainium stochastically, so that small updates are not lost
-    (NEURON_RT_STOCHASTIC_ROUNDING_EN). The gradients are None afterwards.
-    """
+    """Round once, on Trainium stochastically, so that small updates are not lost. The gradients are None then."""
     for parameter in parameters:
         parameter.grad = None
         parameter.data = parameter.data.bfloat16()
 
 
 def load(path: Path) -> State:
-    """Tensors and plain containers that a backend has saved, on the host. The file is mapped: the ranks of a machine
-    share its pages, and none of them copies what it only reads.
-    """
+    """What a backend has saved, on the host. The file is mapped: the ranks of a machine share its pages."""
     state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state

@@ -1,4 +1,5 @@
-"""torch.compile with TorchInductor: the layers of a model, or all of it, as kernels for the shapes that occur.
+"""torch.compile with TorchInductor: the layers of a model, or all of it, as kernels for the shapes that occur. And a
+folder of compiled graphs, on disk or in S3, that outlives a machine.
 
 Compiled by layers, what is repeated is compiled once: ALBERT's shared layer, and the one graph that equal layers of
 other encoders have in common. Shapes are static: each length of a batch has a graph of its own for training and one
@@ -8,22 +9,25 @@ back to uncompiled code: what cannot be compiled is an error.
 
 from __future__ import annotations
 
+import logging
+import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo.config
 from torch._dynamo import lookup_backend
 from torch._dynamo.callback import callback_handler
 
-from train.backend.graphs import GraphBudget, Graphs, Watched
+from train.backend.graphs import GraphBudget, Graphs
+from train.config import BackendConfig, InputError, S3Config, Unreachable
+from train.storage.folders import open_folder, sha256_bytes, sha256_json
 
-if TYPE_CHECKING:
-    from train.backend.kernel_cache import KernelCache
-    from train.config import BackendConfig
-    from train.data.batches.loader import Batch
-
+logger = logging.getLogger("train")
+DIGEST_BYTES = 64  # of the sha256 before the content, in hexadecimal digits
+KEY_DIGITS = 20
+FAULTS = (InputError, Unreachable, OSError)  # of the folder, without which a run can do
 MOST_GRAPHS = 1024  # of one function, for torch itself, which then goes on uncompiled: the budget speaks much earlier
 WHOLE_MODEL_GRAPHS = 2  # of one length: training and evaluation
 
@@ -63,12 +67,6 @@ class TorchCompiler:
         self.budget.limit = self.max_graphs or self.graphs_per_length * lengths
         self.budget.start()
 
-    def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; a graph too many is explained by how their shapes changed."""
-        source = Watched(batches, self.budget)
-        yield from source
-        source.raise_failure()
-
     def optimised(self, function: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(function, **self.options())
         return compiled
@@ -107,3 +105,51 @@ class TorchCompiler:
         callback_handler.remove_end_callback(self.end)
         if self.cache is not None:
             self.cache.save()
+
+
+class KernelCache:
+    """A folder of files with the entries that a run added, as torch.compiler.save_cache_artifacts writes them, behind
+    their sha256. A name says whose they are and which: nothing is written twice. They are code: whoever may write to
+    the folder may run code in the training (docs/security.md). Kernels of CPUs are compiled by the C++ compiler again.
+    """
+
+    def __init__(self, location: str, s3: S3Config, *, may_write: bool, must_write: bool = False) -> None:
+        """`may_write`: on one of the ranks that compile the same; `must_write`: an error if graphs cannot be kept."""
+        self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
+        self.prefix = ""  # of the files' names; known with the model
+        self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
+
+    def load(self, key: dict[str, Any]) -> None:
+        """Load a model's graphs. `key`: what makes code another. Raises nothing: other ranks would wait for this."""
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
+        try:
+            for name in self.folder.names(self.prefix):
+                content = self.folder.read(name)
+                digest, entries = content[:DIGEST_BYTES].decode(errors="replace"), content[DIGEST_BYTES:]
+                if digest != sha256_bytes(entries):
+                    logger.warning("%s/%s is damaged; its graphs are compiled again", self.folder.location, name)
+                elif info := torch.compiler.load_cache_artifacts(entries):
+                    self.kept |= entries_of(info)
+        except FAULTS as error:
+            logger.warning("kept graphs cannot be read and are compiled again: %s", error)
+
+    def save(self) -> None:
+        """Write what this process has compiled and no file holds. Call it once, at the end: of several contents that
+        torch makes in one process, it loads what came last only.
+        """
+        artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
+        if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):
+            return
+        name = f"{self.prefix}{sha256_json(sorted(new))[:KEY_DIGITS]}.bin"
+        try:
+            self.folder.write(name, sha256_bytes(artifacts[0]).encode() + artifacts[0])
+        except FAULTS as error:
+            if self.must_write:
+                raise
+            logger.warning("compiled graphs are not kept for others: %s", error)  # the run has what it needs
+
+
+def entries_of(info: Any) -> set[tuple[str, str]]:
+    """Kind and key of the entries that torch has saved or loaded."""
+    return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}

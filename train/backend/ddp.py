@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,7 @@ class DDP(Backend):
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
 
     def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
-        from train.backend.compiled import TorchCompiler  # late: it imports Inductor
-        from train.backend.kernel_cache import KernelCache
+        from train.backend.compiled import KernelCache, TorchCompiler  # late: it imports Inductor
 
         cxx = os.environ.get("CXX", "g++")
         check(
@@ -133,7 +132,7 @@ class DDP(Backend):
         return group
 
     def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches if self.compiler is None else self.compiler.watched(batches):
+        for batch in batches if self.compiler is None else self.compiler.budget.watched(batches):
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
             if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
                 del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention takes none
@@ -196,9 +195,6 @@ class DDP(Backend):
         torch.set_rng_state(state["cpu"])
         if self.device.type != "cpu" and self.device.type in state:
             torch.get_device_module(self.device).set_rng_state(state[self.device.type], self.device)
-
-    def save(self, state: State, file: BinaryIO) -> None:
-        torch.save(state, file)
 
 
 class DDPSync(GradSync):

@@ -49,6 +49,14 @@ class GraphBudget:
         if self.base is not None:
             self.base += number
 
+    def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; a graph too many is explained by how their shapes changed."""
+        shapes = Shapes()
+        for batch in batches:
+            if "failure" not in batch and shapes.see(batch["inputs"]):
+                self.shapes = shapes
+            yield batch
+
     def check(self) -> None:
         """Raise RuntimeError (or warn, once a graph) and name the likely cause if too many graphs were compiled."""
         used = self.used
@@ -93,20 +101,16 @@ class Compilers:
             self.others_compile = before is not None and self.signs > before
 
 
-class Watched:
+class ThreadSource:
     """Batches for a loader thread, which would silently take an exception for the end of the data."""
 
-    def __init__(self, batches: Iterable[Batch], budget: GraphBudget) -> None:
-        self.batches, self.budget = batches, budget
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
         self.failure: BaseException | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        shapes = Shapes()
         try:
-            for batch in self.batches:
-                if "failure" not in batch and shapes.see(batch["inputs"]):
-                    self.budget.shapes = shapes
-                yield batch
+            yield from self.batches
         except Exception as error:
             self.failure = error
 

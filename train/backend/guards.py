@@ -24,14 +24,16 @@ def tied_names(model: nn.Module) -> Tied:
 
 
 def tie(model: nn.Module, tied: Tied) -> None:
-    """Make each group one parameter again. A module that is moved to an XLA device has a copy for each name,
-    https://github.com/pytorch/xla/issues/2719.
-    """
+    """Make each group one parameter again: after a move to XLA each name has a copy (pytorch/xla issue 2719)."""
     for first, *others in tied:
-        parameter = model.get_parameter(first)
-        for name in others:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, parameter)
+        replace(model, dict.fromkeys(others, model.get_parameter(first)))
+
+
+def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give a model other parameters under these names."""
+    for name, parameter in parameters.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, parameter)
 
 
 def check_tied(model: nn.Module, tied: Tied) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,10 +58,6 @@ class Neuron(DDP):
 
     mesh = Backend.mesh  # nobody has seen torch's split of a model run on these devices
     subgroup = Backend.subgroup  # whether its collectives send from rank to rank is not documented
-
-    def setup_model(self, model: Any, **sizes: int) -> None:
-        super().setup_model(model, **sizes)
-        model.pick_by_products()
 
 
 def check_machine(cfg: BackendConfig) -> None:

@@ -18,9 +18,7 @@ def is_finite(norm: Tensor) -> Tensor:
 
 
 class Skips:
-    """Skipped steps, counted where the decision is made: on the device, so that no step waits for the host, or on the
-    host, which then knows of each skip at once.
-    """
+    """Skipped steps, counted where the decision is made: on the device, for which no step waits, or on the host."""
 
     def __init__(self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
         self.to_host = to_host

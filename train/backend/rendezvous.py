@@ -42,9 +42,7 @@ Result = TypeVar("Result")
 
 
 def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> dist.Store:
-    """Wait for the other ranks and make the default process group, of which `timeout_s` is the timeout. See
-    `wait_for_ranks` for `device`, for what is raised and for the store.
-    """
+    """Wait for the other ranks (see `wait_for_ranks`) and make the default process group with this timeout."""
     launch, store = launched(), wait_for_ranks(device, join_timeout_s)
     make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
     # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
@@ -56,9 +54,7 @@ def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) ->
 def connect(
     make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make a process group, of which `timeout_s` will be the timeout. A rank that dies once all have arrived is waited
-    for until `connect_timeout_s`, as one that never came.
-    """
+    """Make a process group. A rank that dies once all have arrived is waited for until `connect_timeout_s`."""
     with without_stdout():  # gloo prints how many ranks each has connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
     if connect_timeout_s < timeout_s:
@@ -81,9 +77,7 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
 
 
 def announce(reason: str, timeout_s: float) -> None:
-    """Let the other machines know that this rank is rejected, so that none waits for it. The machine of rank 0 stays
-    until all know, as the store in which they read it ends with it.
-    """
+    """Let other machines know that this rank is rejected. Rank 0's, which has the store, stays until all do."""
     here = Rendezvous(launched(), timeout_s)
     with suppress(Absent, dist.DistError):  # where the store is out of reach nobody is left who waits
         here.poll(partial(here.reject, reason))
@@ -104,9 +98,7 @@ class Rendezvous:
         self.store: dist.Store | None = None
 
     def poll(self, action: Callable[[], Result]) -> Result:
-        """Returns what an action does once it raises no Absent, which it may do until the timeout. Rank 0 logs
-        who is absent, or the first rank of each machine if that is rank 0.
-        """
+        """Run an action until it raises no Absent, or the timeout. Rank 0, or machines that miss it, log who is."""
         began_s, next_report_s = time.monotonic(), REPORT_EVERY_S
         while True:
             try:
@@ -117,11 +109,10 @@ class Rendezvous:
                     raise
                 if waited_s >= next_report_s:
                     next_report_s += REPORT_EVERY_S
-                    text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
-                    if self.launch.rank == 0:
-                        logger.warning(text)
-                    elif self.launch.local_rank == 0 and str(absent).startswith("rank 0 "):
-                        logger.error(text)  # the terminal shows errors of every rank
+                    is_first = self.launch.rank == 0
+                    if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
+                        text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
+                        logger.log(logging.WARNING if is_first else logging.ERROR, text)  # terminals show all errors
             time.sleep(POLL_S)
 
     def arrive(self) -> dist.Store:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, rendezvous
 from train.backend.base import RANK_STRIDE, Backend, GradSync, State, all_reduce_flat, round_to_bf16, widen
-from train.backend.graphs import Compilers, GraphBudget, Graphs, Watched
+from train.backend.graphs import Compilers, GraphBudget, Graphs, ThreadSource
 from train.backend.shared_layer import scanned
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
@@ -164,8 +164,6 @@ class XLA(Backend):
         return XLASync(self, model)
 
     def _arrange_layers(self, model: Any) -> None:
-        if self.is_neuron:
-            model.pick_by_products()
         is_looped = False
         if self.cfg.layers == "scan" or (self.cfg.layers == "auto" and not self.is_neuron):
 
@@ -202,7 +200,7 @@ class XLA(Backend):
         if self.budget.base is None:
             self.executed_before = metric("ExecuteTime")[0]
         self.budget.start()
-        source = Watched(batches, self.budget)
+        source = ThreadSource(self.budget.watched(batches))
         device_loader = pl.MpDeviceLoader(
             source,
             self.device,
@@ -290,10 +288,6 @@ class XLA(Backend):
         torch.set_rng_state(state["cpu"])
         if "xla" in state:
             xm.set_rng_state(state["xla"])
-
-    def save(self, state: State, file: BinaryIO) -> None:
-        # Only rank 0 calls this, in a thread beside the training: the state is on the host, so that no graph is cut.
-        xm.save(state, file, global_master=True)
 
     def close(self) -> None:
         self.model = None

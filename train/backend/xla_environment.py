@@ -17,9 +17,7 @@ PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 
 
 def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
-    """Choose the device and set what the runtime reads at its start. Raises InputError for packages that do not fit
-    together, a device that does not exist, a variable that would change what is computed, and a cache that cannot work.
-    """
+    """Choose the device and set what the runtime reads at its start. InputError for what could not work or compute."""
     versions = machine.installed_versions(*PACKAGES)
     faults = machine.package_faults(versions)
     check(not faults, "; ".join(faults))

@@ -6,18 +6,11 @@ Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabula
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
 
 from train.config import HeadSize, InputError, ModelConfig, check
 from train.host.memory import total_memory_bytes
@@ -49,21 +42,15 @@ class MaskedLM(Network):
     architecture whose head reads the encoder's last hidden state.
     """
 
-    pick: Callable[[Tensor, Tensor], Tensor]
-
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
         super().__init__(network, new)
         self._positions: Tensor | None = None
-        self.pick = rows_at
         network.base_model.register_forward_hook(self._pick)
 
     def _pick(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         assert self._positions is not None
-        output["last_hidden_state"] = self.pick(output.last_hidden_state, self._positions)
+        output["last_hidden_state"] = states_at(output.last_hidden_state, self._positions)
         return output
-
-    def pick_by_products(self) -> None:
-        self.pick = products_at
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
@@ -102,19 +89,12 @@ class OrderedMaskedLM(MaskedLM):
         return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
 
 
-def rows_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """[B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64.
+def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """[B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, as products with rows of zeros and a one.
 
-    Whole rows are copied, and added up in the backward pass. XLA makes of torch.gather one copy for each number, and in
-    the backward pass one addition in memory for each.
+    That costs 2 * S * H FLOPs a position, and suits Trainium, where each number of a gather is a copy of its own and
+    each of its gradient an addition in memory. It is exact; but TF32 rounds the states, as the head's product does.
     """
-    num_sequences, seq_len, _ = hidden.shape
-    first = torch.arange(0, num_sequences * seq_len, seq_len, device=positions.device)
-    return hidden.flatten(0, 1).index_select(0, (positions + first[:, None]).flatten()).unflatten(0, positions.shape)
-
-
-def products_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """The same numbers as rows_at returns, as products with rows of zeros and a one: 2 * S * H FLOPs a position."""
     tokens = torch.arange(hidden.size(1), device=positions.device)
     return (positions[..., None] == tokens).to(hidden.dtype) @ hidden
 

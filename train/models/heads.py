@@ -43,13 +43,7 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def build_with_head(
-    head: str,
-    cfg: ModelConfig,
-    *,
-    labels: Sequence[str],
-    vocab_size: int,
-    pad_id: int,
-    seq_len: int,
+    head: str, cfg: ModelConfig, *, labels: Sequence[str], vocab_size: int, pad_id: int, seq_len: int
 ) -> PaddedEncoder:
     """A model of AutoModelFor<head> for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and
     sequences of at most `seq_len`. model.hidden_dropout is the head's dropout as well. InputError if they do not fit,
@@ -75,9 +69,7 @@ def build_with_head(
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """Raise InputError if a checkpoint has a head for other labels, or for these in another order. transformers calls
-    labels without a name LABEL_0, LABEL_1, ...
-    """
+    """InputError if a checkpoint's head is for other labels, or another order. LABEL_0, ... stand for no names."""
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:
         return

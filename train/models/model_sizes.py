@@ -91,16 +91,13 @@ DEFAULTS = {  # of architectures in transformers
     "distilbert": Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
 }
 LIKE_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
-OTHERS: dict[str, dict[str, int]] = {  # sizes of published models that are not the dataclass's defaults
+OTHERS = {  # sizes of published models that are not the dataclass's defaults
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), LIKE_ROBERTA),
     "albert": {"embedding_size": 128},
-    "bert": {},
     "distilbert": {"type_vocab_size": 0},
-    "roberta": LIKE_ROBERTA,
-    "xlm-roberta": LIKE_ROBERTA,
-    "camembert": LIKE_ROBERTA,
 }
 PUBLISHED = {  # Hub ids without their organisation, which is one of OWNERS
-    f"{architecture}-{name}": Shape(architecture, vocab, hidden, 4 * hidden, layers, **OTHERS[architecture])
+    f"{architecture}-{name}": Shape(architecture, vocab, hidden, 4 * hidden, layers, **OTHERS.get(architecture, {}))
     for architecture, names, vocab, hidden, layers in (
         ("albert", "base-v1 base-v2", 30_000, 768, 12),
         ("albert", "large-v1 large-v2", 30_000, 1024, 24),
@@ -163,9 +160,7 @@ def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """The sizes in the config.json of a folder, of transformers or of a run; None if there is none, or if it is of an
-    architecture that is not known here. InputError for a damaged file.
-    """
+    """The sizes in the config.json of a folder; None without one that is known here. InputError for a damaged file."""
     sizes = ((name, folder.size(name)) for name in CONFIGS)
     name, num_bytes = next(((name, num_bytes) for name, num_bytes in sizes if num_bytes is not None), ("", 0))
     if not name:
@@ -185,9 +180,7 @@ def shape_of_model(model: Any) -> Shape | None:
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:
-    """The sizes in a config.json of transformers, whose defaults stand for what is missing. BadContent for a size that
-    no model has.
-    """
+    """The sizes in a config.json, by transformers' defaults where they are missing. BadContent for impossible ones."""
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None

@@ -70,7 +70,7 @@ class Network(nn.Module):
         return shape.train_flops(head, seq_len=seq_len, frozen=frozen)
 
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
-        """Keep only the input of each layer for the backward pass. RuntimeError if no layer was recognised.
+        """Keep only the input of each layer for the backward pass. InputError if no layer is known.
 
         The switch of transformers ignores ALBERT, and its default recomputation is not the one that XLA needs.
         """
@@ -79,7 +79,7 @@ class Network(nn.Module):
 
     def compile_layers(self, optimised: Callable[[Any], Any]) -> int:
         """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
-        training and one in evaluation for each kind of layer. RuntimeError if no layer was recognised.
+        training and one in evaluation for each kind of layer. InputError if no layer is known.
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
         training, evaluation = set(), set()
@@ -94,20 +94,16 @@ class Network(nn.Module):
 
     def known_layers(self) -> list[Any]:
         layers = repeated_layers(self.network)
-        if not layers:
-            raise RuntimeError(f"the layers of {type(self.network).__name__} are not known")
+        check(
+            bool(layers),
+            f"the layers of {type(self.network).__name__} are not known: choose parallel=data, and leave out "
+            "backend.compile=layers and backend.activation_checkpointing",
+        )
         return layers
 
     def separate_layers(self) -> list[nn.Module]:
-        """The layers that have weights of their own; none if one is shared over the whole depth. InputError if no layer
-        is known.
-        """
-        layers = repeated_layers(self.network)
-        check(
-            bool(layers),
-            f"the layers of {type(self.network).__name__} are not known, so that they cannot be split over ranks; "
-            "choose parallel=data",
-        )
+        """The layers with weights of their own; none if all share one. InputError if no layer is known."""
+        layers = self.known_layers()
         return layers if len(layers) >= self.network.config.num_hidden_layers else []
 
     def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
@@ -131,11 +127,6 @@ class Network(nn.Module):
 
         encoder.forward = forward
         return True
-
-    def pick_by_products(self) -> None:
-        """Pick the states of tokens by products of matrices, for devices that are slow at gathering. A head that reads
-        all of them picks none.
-        """
 
     def export(self, folder: Path) -> None:
         """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
@@ -162,9 +153,7 @@ def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Mo
 
 
 def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
-    """Freeze the encoder's embeddings (if `embeddings` or `layers`) and its first `layers` layers. Their dropout stays.
-    InputError for more layers than there are, and for an encoder that shares one layer.
-    """
+    """Freeze the first `layers`, and with them, or alone, the embeddings; not dropout. InputError for too many."""
     base = network.base_model
     frozen: list[nn.Module] = []
     if embeddings or layers:

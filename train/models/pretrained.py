@@ -81,9 +81,7 @@ def begin_head(network: PreTrainedModel) -> set[str]:
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """The model of AutoModelFor<head> that the config.json of a folder describes, in float32 with random weights.
-    InputError if transformers has no such model.
-    """
+    """The model of AutoModelFor<head> of a folder's config.json, with random weights. InputError for none."""
     config = read_model_config(str(folder))
     auto: Any = getattr(transformers, f"AutoModelFor{head}")
     check(type(config) in auto._model_mapping, f"{folder}: transformers has no {head} of type {config.model_type}")
@@ -94,9 +92,7 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
 
 
 def read_model_config(source: str) -> PreTrainedConfig:
-    """The configuration of a folder or Hub id. InputError if there is none, or if its model needs code that comes with
-    it: only code of transformers itself is executed.
-    """
+    """The configuration of a folder or Hub id. InputError if there is none, or it needs code that comes with it."""
     try:
         with asking_hub(source):
             config = AutoConfig.from_pretrained(source, local_files_only=Path(source).is_dir(), trust_remote_code=False)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import train
 from train.config import InputError, ModelConfig, S3Config, check
 from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
 from train.host.launched import launched
@@ -40,9 +39,7 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a 
 
 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
-    """The settings with weights and tokenizer that transformers can load: `pretrained` and `tokenizer` become local
-    folders or Hub ids, and `init_from` None. InputError for a location without weights or tokenizer.
-    """
+    """The settings with `pretrained` and `tokenizer` as local folders or Hub ids. InputError for neither."""
     weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
     if cfg.init_from is not None:
         weights = located("model.init_from", cfg.init_from, s3, cache, needs="config.json")
@@ -108,8 +105,6 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
         environ = {name: value for name, value in os.environ.items() if name not in RANKS}
-        root = str(Path(train.__file__).parent.parent)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options]
         logger.info("%s: exporting its best checkpoint", location)
         done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)

@@ -50,9 +50,7 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the encoder's rate to `lr` and the head's in proportion. A rate that is a tensor stays the same tensor: a new
-    one would make another graph on XLA.
-    """
+    """Set the encoder's rate to `lr`, the head's in proportion. A tensor is filled: XLA's graph holds it."""
     import torch
 
     for group in optimizer.param_groups:
@@ -74,9 +72,7 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Put back what `optimizer.state_dict()` returned, on any device. The settings stay those of this run: a saved
-    choice of implementation may not exist here.
-    """
+    """Put back what `state_dict()` returned. Settings stay: a saved implementation may not exist here."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
         own = optimizer.state[parameter]
@@ -96,9 +92,7 @@ def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[s
 
 
 def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
-    """The numbers of a saved optimizer's parameters, in the order of its groups. InputError for another count of them
-    than that of this run.
-    """
+    """The numbers of a saved optimizer's parameters, by its groups. InputError if this run trains another number."""
     order = [index for group in saved["param_groups"] for index in group["params"]]
     check(
         len(order) == num_parameters,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]  # tensors and plain containers
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
-Statistics = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+Statistics = LossFunction
 
 
 class Checkpointed(Protocol):
@@ -39,9 +39,7 @@ class Checkpointed(Protocol):
 
 
 class Engine(Checkpointed, Protocol):
-    """The owner of the model on its devices, the optimizer, a step, and the state that a checkpoint holds. All ranks
-    call each method, in the same order.
-    """
+    """The owner of model, optimizer, a step and a checkpoint's state. All ranks call each method, in one order."""
 
     model: nn.Module  # as the task has built it: its head, its sizes
     parameters: list[nn.Parameter]  # that this rank trains
@@ -60,14 +58,10 @@ class Engine(Checkpointed, Protocol):
         """Add the gradients and the loss sum of a micro batch. `is_last`: of this step."""
 
     def reduce_and_clip(self) -> Tensor:
-        """Sum the gradients over the ranks, make them those of the mean loss over the labels of all ranks and micro
-        batches, and clip them. Returns their global norm before clipping, [] on the device.
-        """
+        """Sum gradients over ranks, divide once by all labels, clip. Returns the global norm before clipping."""
 
     def optimizer_step(self, norm: Tensor) -> None:
-        """Update by the clipped gradients, whose norm `reduce_and_clip` returned, and clear them. If it is NaN or
-        infinite, nothing changes, on all ranks.
-        """
+        """Update by the clipped gradients and clear them. If their norm is not finite, nothing changes anywhere."""
 
     def take_loss(self) -> float:
         """This rank's loss sum since it was last taken. The sum is on the device, so this waits for it."""

@@ -88,14 +88,11 @@ class FSDP(DataParallel):
         super().load(weights, {**optimizer, "state": moments})
 
     def gather_full_model(self) -> None:
-        for name, weight in self._whole(self.model.state_dict(keep_vars=True)).items():  # on rank 0 alone
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.model.get_submodule(owner), attribute, nn.Parameter(weight))
+        whole = self._whole(self.model.state_dict(keep_vars=True))  # on rank 0 alone
+        guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all ranks on the host of rank 0, one at a time on the devices; nothing on other ranks. Names
-        that share a tensor still do.
-        """
+        """All tensors on the host of rank 0, tied ones still tied, one at a time on the devices; else nothing."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from train.backend import guards
+from train.backend.guards import replace
 from train.config import OptimConfig, check
 from train.models.chain import Chain
 from train.optim import load_state, parameter_groups, part_of
@@ -53,13 +54,6 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
         parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad) for parameter in absent.values()
     }
     replace(model, {name: metas[parameter] for name, parameter in absent.items()})
-
-
-def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give a model other parameters under these names."""
-    for name, parameter in parameters.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, parameter)
 
 
 class PipelineState(Replica):
@@ -128,9 +122,7 @@ class PipelineState(Replica):
             replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self) -> None:
-        """Compare a few small weights of each stage, and the smallest that several stages hold, over all ranks that
-        hold them.
-        """
+        """Compare a few small weights of each stage, and of those that several stages hold, over all their holders."""
         held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
         few = guards.smallest(held.values())
         few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)

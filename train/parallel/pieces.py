@@ -7,33 +7,36 @@ elsewhere: pieces are compared with one another before any is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from train.storage.schema import BadContent, shown
-
-KEYS = {"rows", "first_row", "num_rows"}
+from train.storage.schema import BadContent, record, shown
 
 
-def piece(rows: Tensor, first_row: int, num_rows: int) -> dict[str, Any]:
+class Piece(TypedDict):
     """Some rows of a tensor that has `num_rows`, as a checkpoint holds them."""
+
+    rows: Any
+    first_row: int
+    num_rows: int
+
+
+def piece(rows: Tensor, first_row: int, num_rows: int) -> Piece:
     return {"rows": rows, "first_row": first_row, "num_rows": num_rows}
 
 
 class Tensors(Mapping[Any, Tensor]):
-    """The tensors of several files, by name. One that is in pieces is put together whenever it is asked for, so that
-    the caller decides how many are in memory at once.
-    """
+    """The tensors of several files, by name. One in pieces is put together at each access: the caller bounds memory."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:
-        """`files`: the content of each, by its name. Raises BadContent unless every tensor is there once: whole in one
-        of them, or all of its rows.
-        """
+        """`files`: contents by name. BadContent unless every tensor is there once: whole, or all of its rows."""
         self.rows: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
-            for name, value in of_type(content, dict, file, "it").items():
+            if not isinstance(content, dict):
+                raise BadContent(f"{file}: it holds {shown(content)}, not an object")
+            for name, value in content.items():
                 self.rows.setdefault(name, []).append((file, value))
         for name, values in self.rows.items():
             check_covered(shown(name), values)
@@ -75,21 +78,11 @@ def check_covered(name: str, values: list[tuple[str, Any]]) -> None:
 
 
 def check_piece(name: str, file: str, value: Any) -> None:
-    of_type(value, dict, file, name)
-    if value.keys() != KEYS:
-        raise BadContent(f"{file}: {name} holds {shown(sorted(map(str, value)))}, not {shown(sorted(KEYS))}")
-    if not len(of_type(value["rows"], Tensor, file, name).shape):
-        raise BadContent(f"{file}: {name} is one number, which has no rows")
-    for key in ("first_row", "num_rows"):
-        of_type(value[key], int, file, f"{name}.{key}")
+    rows = record(Piece, value, f"{file}: {name}")["rows"]
+    if not isinstance(rows, Tensor) or rows.ndim == 0:
+        raise BadContent(f"{file}: {name} holds {shown(rows)}, not rows of a tensor")
 
 
 def kind_of(value: dict[str, Any]) -> tuple[Any, ...]:
     """What all pieces of a tensor have in common."""
     return value["rows"].shape[1:], value["rows"].dtype, value["rows"].layout, value["num_rows"]
-
-
-def of_type(value: Any, kind: type, file: str, name: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):  # which is an int
-        raise BadContent(f"{file}: {name} holds {shown(value)}, not {kind.__name__}")
-    return value

@@ -54,9 +54,7 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Send nothing at the start: what PyTorch 2.9 sends are 8 bytes into a tensor of 4, on which gloo aborts. Newer
-        ones have no such method.
-        """
+        """Send nothing at the start: PyTorch 2.9 (no newer one) sends 8 bytes into 4, on which gloo aborts."""
         return []
 
 
@@ -140,9 +138,7 @@ class Pipeline(PipelineState):
             self.loss_sum += torch.cat(losses).detach().sum()
 
     def _schedule(self, rows: int, seq_len: int) -> Any:
-        """The schedule for micro batches of `rows`, with its buffers. The shapes are given: to infer them, the library
-        would run each part once, which draws random numbers.
-        """
+        """The schedule for micro batches of `rows`. Inferring shapes would run each part, which draws numbers."""
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
         hidden = torch.empty(shape, device="meta", requires_grad=True)  # or newer schedules send no gradient back
@@ -210,9 +206,7 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
 
 
 def all_reduce(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
-    """Add the gradients of weights up over the ranks of a group, in one message. A weight that only other parts use has
-    no gradient here; one that no part uses has none anywhere, and is left out.
-    """
+    """Add gradients up in one message, zeros where only other parts use a weight; unused weights are left out."""
     if not is_shared:
         weights = [weight for weight in weights if weight.grad is not None]
     if not weights:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig
 
-
+Entry = dict[str, Any]  # a row of input by its columns, or a prediction
+Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
 CANDIDATES = 4  # examples that the model answers for each sample that is shown
 MOST_CHARS_READ = 20_000  # of all of them, which bounds the time
 
@@ -48,6 +49,12 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 def mean_loss(statistics: np.ndarray) -> float:
     """The mean loss of statistics [rows, n] that begin with the loss."""
     return float(statistics[:, 0].mean(dtype=np.float64))
+
+
+def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
+    """By name what scikit-learn or seqeval returned for each: precision, recall, F1 and support."""
+    rows = zip(names, *(kind.tolist() for kind in scores), strict=True)
+    return {name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True)) for name, *values in rows}
 
 
 class TextTask(ABC):
@@ -88,10 +95,8 @@ class TextTask(ABC):
         """The metrics of the features of some examples."""
 
     @abstractmethod
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Files for predictions/ and further entries of evaluation.json."""
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+        """What an evaluation that is the best writes beside its metrics."""
 
     def cut(self, features: Dataset, most: int) -> int:
         """The number of rows of a longer table to evaluate."""
@@ -112,13 +117,11 @@ class TextTask(ABC):
         return dict(texts)
 
     @abstractmethod
-    def predictions(
-        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
-    ) -> Iterator[dict[str, Any]]:
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
         """A line for each row."""
 
     @abstractmethod
-    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[Any, Any] | None:
+    def known(self, row: Entry, prediction: Entry) -> tuple[Any, Any] | None:
         """The right answer of a row that has one, and the model's."""
 
     @abstractmethod
@@ -126,7 +129,7 @@ class TextTask(ABC):
         """The metrics of what `known` returned for some rows."""
 
     @abstractmethod
-    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
         """A row whose right answer is known and the prediction for it, for the report."""
 
 

@@ -36,9 +36,7 @@ class Predictor:
     """A model of a run, a folder of transformers or a Hub id, and its task."""
 
     def __init__(self, origin: Origin, seq_len: int | None) -> None:
-        """Read all but the weights. `seq_len` None: that of the run, or the longest that the model can read. InputError
-        if the model is of no task that predicts.
-        """
+        """Read all but the weights. `seq_len` None: the run's, or the longest. InputError for a model of no task."""
         self.origin = origin
         task = None
         if origin.run is not None:
@@ -96,9 +94,7 @@ class Predictor:
 
     @torch.inference_mode()
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
-        """[rows, n] float32, in the order of the features. They are read in the order of their length, longest first:
-        there is little padding, and a batch that does not fit into memory fails at once.
-        """
+        """[rows, n] float32. The longest are read first: little padding, and what exceeds memory fails at once."""
         pad_id, columns = self.sizes.tokenizer.pad_token_id, {**self.task.columns, **self.task.eval_columns}
         table = TokenRows(features, pad_id=pad_id, lengths=self.lengths, columns=columns)
         order = np.argsort(-table.row_lengths, kind="stable")

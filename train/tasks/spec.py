@@ -77,9 +77,7 @@ class Task(Protocol):
     details: dict[str, Any] = {}  # of the data, for run_dir/data.json; empty: no such file
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums, unless that was done when it was opened. InputError names what is
-        damaged.
-        """
+        """Compare the data with its checksums, unless opening it did. InputError names what is damaged."""
         return
 
     def shuffle_block(self) -> ShuffleBlock:

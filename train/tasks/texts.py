@@ -36,9 +36,7 @@ class Sizes:
 
     @staticmethod
     def read(model: ModelConfig, seq_len: int | None) -> Sizes:
-        """Sizes with one length: `seq_len`, or all that the model can read. InputError for a tokenizer that cannot be
-        loaded.
-        """
+        """Sizes with one length: `seq_len`, or all that the model can read. InputError for a bad tokenizer."""
         sizes = Sizes(model, task_tokenizer(model), ())
         longest = seq_len or most_positions(sizes.config)
         if not longest:
@@ -57,11 +55,7 @@ class Sizes:
     @property
     def fit(self) -> dict[str, int]:
         """The arguments of the functions of train.models.heads."""
-        return {
-            "vocab_size": len(self.tokenizer),
-            "pad_id": self.tokenizer.pad_token_id,
-            "seq_len": self.seq_len,
-        }
+        return {"vocab_size": len(self.tokenizer), "pad_id": self.tokenizer.pad_token_id, "seq_len": self.seq_len}
 
 
 def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:

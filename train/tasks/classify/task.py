@@ -22,7 +22,7 @@ from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import ClassifyConfig
-from train.tasks.finetune import TextTask, examples_of, json_lines, mean_loss
+from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
 from train.tasks.texts import Sizes, TextFeaturizer
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ class Classification(TextTask):
 
     @staticmethod
     def score(truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
-        """As by default in scikit-learn, F1 is averaged over the labels that occur in either; one that is never
-        predicted has 0.
-        """
+        """F1 is averaged over the labels that occur in either, as scikit-learn does; one never predicted has 0."""
         # The import takes a second, with scipy, for which no first step should wait.
         from sklearn.metrics import accuracy_score, f1_score
 
@@ -115,9 +113,7 @@ class Classification(TextTask):
             "f1_weighted": float(f1_score(truth, predicted, average="weighted", zero_division=0)),
         }
 
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
         """A line for each text, and the tables of each class."""
         labels = column(features, "label")
         named = zip(examples_of(examples, features)["id"], labels, strict=True)
@@ -136,9 +132,7 @@ class Classification(TextTask):
         )
         return labels
 
-    def predictions(
-        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
-    ) -> Iterator[dict[str, Any]]:
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
         shares = probabilities(statistics[:, 1:]).tolist()
         for row, answer, share in zip(rows, statistics[:, 1:].argmax(1).tolist(), shares, strict=True):
             yield {
@@ -147,11 +141,11 @@ class Classification(TextTask):
                 "probabilities": dict(zip(self.labels, share, strict=True)),
             }
 
-    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[int, int] | None:
+    def known(self, row: Entry, prediction: Entry) -> tuple[int, int] | None:
         names = row.get("label"), prediction["prediction"]
         return None if names[0] is None else (self.labels.index(names[0]), self.labels.index(names[1]))
 
-    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
         shares = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[:MOST_GUESSES]
         guesses = [Guess(excerpt(label), min(1.0, share)) for label, share in shares]
         answer = Answer(excerpt(row["label"]), guesses, float(prediction["prediction"] == row["label"]))
@@ -186,17 +180,13 @@ def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
 
 
 def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """Precision, recall, F1 and support for each of `names` (in the order of their numbers), and the confusion matrix
-    with a row for each true label and a column for each prediction.
-    """
+    """Figures of each of `names`, and the confusion matrix: a row for each true label, a column for each prediction."""
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     numbers = list(range(len(names)))
     scores = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0)
-    rows = zip(names, *(scores_of_kind.tolist() for scores_of_kind in scores), strict=True)
-    kinds = ("precision", "recall", "f1", "support")
     return {
         "labels": list(names),
-        "per_class": {name: dict(zip(kinds, values, strict=True)) for name, *values in rows},
+        "per_class": table_of(names, scores),
         "confusion": confusion_matrix(labels, predicted, labels=numbers).tolist(),
     }

@@ -11,9 +11,7 @@ from train.tasks.spec import CardText, TaskSpec
 
 @dataclass(kw_only=True)
 class MLMConfig(TaskConfig):
-    """Masked language modelling with n-gram masking and, if wanted, sentence-order prediction (ALBERT, sections 3.1 and
-    4.1 of https://arxiv.org/abs/1909.11942).
-    """
+    """Masked language modelling with n-grams, and sentence order (ALBERT, https://arxiv.org/abs/1909.11942)."""
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
@@ -25,15 +27,18 @@ from train.data.shards.cache import cache_dir
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
+from train.data.text.encoding import starts_of
 from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
-from train.run_folder.samples import MOST_GUESSES, Sample
+from train.run_folder.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder
 from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.topk import topk
 
+MOST_BLANKS = 4  # of a sample
+TOKENS_BEFORE = 12  # the first of them
 NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
 
 
@@ -131,9 +136,7 @@ class MaskedLMTask(Task):
         return loss + self.predictions * order_loss
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 3]: loss sum, number of right predictions and of all predictions of each sequence; with sentence-order
-        prediction [B, 6], the same of the order.
-        """
+        """[B, 3]: loss sum, right predictions and all predictions of each sequence; with SOP [B, 6], the same of it."""
         logits, labels, order = self._logits(model, inputs)
         statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
         if order is not None:
@@ -175,7 +178,6 @@ class MaskedLMTask(Task):
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Validation sequences whose hidden tokens are all masked, on the host."""
         from train.tasks.finetune import spread
-        from train.tasks.mlm.blanks import Spelling, blanks_of
 
         info, rows = self.manifest.tokenizer, MaskedRows(self.data.split("validation"), self.masker, is_training=False)
         drawn = rows.draw(spread(self.eval_rows, most)[None])["inputs"]
@@ -198,3 +200,57 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     right = topk(logits)[1].squeeze(-1) == labels
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
+
+
+# ---- samples: validation sequences with blanks, and what the model fills in ------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blank:
+    position: int  # in the sequence
+    token: int  # that was there
+    guesses: list[tuple[int, float]]  # tokens with their probabilities, the highest first
+
+
+def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
+    """The blanks of a sequence: their positions and tokens [P], the guesses and their probabilities [P, n]."""
+    pairs = (list(zip(*pair, strict=True)) for pair in zip(guesses.tolist(), shares.tolist(), strict=True))
+    blanks = zip(positions.tolist(), labels.tolist(), pairs, strict=True)
+    return [Blank(*blank) for blank in blanks if blank[1] != IGNORE_INDEX]
+
+
+class Spelling:
+    """Tokens as text, by the tokenizer of a prepared data set."""
+
+    def __init__(self, folder: Path, *, mask_id: int, special_ids: Sequence[int]) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.starts = starts_of(self.tokenizer)
+        self.mask_id, self.hidden = mask_id, set(special_ids) - {mask_id}
+
+    def piece(self, token: int) -> str:
+        text = self.tokenizer.decode([token]).strip() or self.tokenizer.id_to_token(token) or f"token {token}"
+        return excerpt(text)
+
+    def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:
+        """The part of a sequence [S] around its first blanks."""
+        first = max(0, blanks[0].position - TOKENS_BEFORE)
+        last = blanks[MOST_BLANKS].position if len(blanks) > MOST_BLANKS else len(tokens)
+        while True:
+            known = [blank for blank in blanks[:MOST_BLANKS] if blank.position < last]
+            text = self.text(tokens[first:last], known)
+            if len(text) <= MOST_CHARS:
+                return Sample(text, [self.answer(blank) for blank in known])
+            first, last = min(first + 1, blanks[0].position), last - 1
+
+    def text(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> str:
+        """Text with its masks numbered: [1], [2], ..."""
+        ids = [token for token in tokens.tolist() if token not in self.hidden]
+        mask = self.tokenizer.id_to_token(self.mask_id)
+        begin, *others = self.tokenizer.decode(ids, skip_special_tokens=False).split(mask)
+        spaces = [" " if self.starts[blank.token] else "" for blank in blanks]
+        parts = [f"{space}[{number}]{part}" for number, (space, part) in enumerate(zip(spaces, others, strict=True), 1)]
+        return " ".join((begin + "".join(parts)).split())
+
+    def answer(self, blank: Blank) -> Answer:
+        guesses = [Guess(self.piece(token), min(1.0, share)) for token, share in blank.guesses]
+        return Answer(self.piece(blank.token), guesses, float(blank.guesses[0][0] == blank.token))

@@ -28,8 +28,5 @@ SPEC = TaskSpec(
         example='"Anna lives in Bonn ."',
     ),
     headline=("f1",),
-    prediction=Prediction(
-        does="tags words",
-        inputs={"tokens": "words to tag, separated by spaces"},
-    ),
+    prediction=Prediction(does="tags words", inputs={"tokens": "words to tag, separated by spaces"}),
 )

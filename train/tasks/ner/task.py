@@ -27,7 +27,7 @@ from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
-from train.tasks.finetune import TextTask, examples_of, json_lines
+from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, table_of
 from train.tasks.ner import NERConfig
 from train.tasks.texts import Sizes, TextFeaturizer
 from train.tasks.topk import topk
@@ -150,18 +150,14 @@ class TokenClassification(TextTask):
 
     @staticmethod
     def score(truth: Tags, predicted: Tags) -> dict[str, float]:
-        """Metrics of all entities, whatever their type, and the share of the words whose tag is right. Without an
-        entity precision, recall and F1 are 0.
-        """
+        """Metrics of all entities, whatever their type, and the share of words that are right. No entity: all are 0."""
         from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
         scores = precision_recall_fscore_support(truth, predicted, average="micro", zero_division=0)
         values = (*scores[:3], accuracy_score(truth, predicted))
         return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
 
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
         """A line for each sentence, and the table of each type of entity."""
         examples, truth, predicted = self.tags(examples, features, statistics)
         values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
@@ -179,9 +175,7 @@ class TokenClassification(TextTask):
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
         return {"tokens": texts["tokens"].split()}
 
-    def predictions(
-        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
-    ) -> Iterator[dict[str, Any]]:
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
         answers = tagged(statistics, features, [row["tokens"] for row in rows], self.labels)
         for row, (tags, shares) in zip(rows, answers, strict=True):
             found = [
@@ -196,10 +190,10 @@ class TokenClassification(TextTask):
             ]
             yield {"id": row["id"], "tokens": row["tokens"], "prediction": tags, "entities": found}
 
-    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[list[str], list[str]] | None:
+    def known(self, row: Entry, prediction: Entry) -> tuple[list[str], list[str]] | None:
         return None if row.get("tags") is None else (row["tags"], prediction["prediction"])
 
-    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
         words, tags = row["tokens"], prediction["prediction"]
         truth, answer = named_entities(words, row["tags"]), named_entities(words, tags)
         surest = min([1.0, *(entity["probability"] for entity in prediction["entities"])])
@@ -214,9 +208,7 @@ TASK = TokenClassification
 
 
 def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
-    """[B, 1 + 2 * M] float32: loss, the tag of each token and its probability, of logits [B, S, C] and labels [B, S].
-    `longest` is M.
-    """
+    """[B, 1 + 2 * M]: loss, each token's tag and its probability, of logits [B, S, C] and labels. M: `longest`."""
     logits = logits.float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
@@ -249,9 +241,7 @@ def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
     if not types:
         return {"labels": [], "per_class": {}}
     scores = precision_recall_fscore_support(truth, predicted, average=None, zero_division=0)
-    rows = zip(types, *(scores_of_kind.tolist() for scores_of_kind in scores), strict=True)
-    names = ("precision", "recall", "f1", "support")
-    return {"labels": types, "per_class": {kind: dict(zip(names, values, strict=True)) for kind, *values in rows}}
+    return {"labels": types, "per_class": table_of(types, scores)}
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:

@@ -69,9 +69,7 @@ class WindowScores:
 
     @staticmethod
     def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
-        """The window of statistics [1 + 4 * k]: the null score, k scores of starts, their tokens, and the same for
-        ends.
-        """
+        """The window of statistics [1 + 4 * k]: the null score; k scores of starts, their tokens; the same for ends."""
         start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
         starts, ends = starts.astype(np.int64), ends.astype(np.int64)
         return WindowScores(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)

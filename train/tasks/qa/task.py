@@ -22,7 +22,7 @@ from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import canonical_json
-from train.tasks.finetune import TextTask, json_lines, mean_loss
+from train.tasks.finetune import Entry, Results, TextTask, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.spec import Origin
@@ -41,9 +41,7 @@ def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
-    """[B, 2 + 4 * k] float32: loss, score of [CLS], the k highest scores of starts in the context, their tokens, and
-    the same for ends (see spans.Window.of).
-    """
+    """[B, 2 + 4 * k]: loss, score of [CLS], the k best scores of starts, their tokens, the same for ends."""
     start, end = logits.float().unbind(-1)
     tokens = torch.arange(logits.size(1), device=logits.device)
     is_context = (tokens >= inputs["context_first"][:, None]) & (tokens < inputs["context_end"][:, None])
@@ -120,9 +118,7 @@ class QuestionAnswering(TextTask):
             metrics = spans.evaluate_v2(predicted, wanted, self.threshold)
         return {"loss": mean_loss(statistics), **metrics}
 
-    def results(
-        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
         """The answers in the format of the official scripts, and the n best of each question."""
         questions = list(answered(statistics, features, examples, self.cfg))
         lines = (
@@ -143,16 +139,14 @@ class QuestionAnswering(TextTask):
         # As many scores as the run kept of a window; the shortest length is an upper limit.
         self.k = self.shortest = min([self.k, *origin.data.lengths])
 
-    def predictions(
-        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
-    ) -> Iterator[dict[str, Any]]:
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
         examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])
         for one in answered(statistics, features, examples, self.cfg):
             answer, n_best = one.predicted.answer(self.threshold), one.predicted.n_best(v2=self.threshold is not None)
             score = one.predicted.spans[0].score if answer else one.predicted.null_score
             yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
 
-    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[list[str], str] | None:
+    def known(self, row: Entry, prediction: Entry) -> tuple[list[str], str] | None:
         wanted = row.get("answers")
         has_truth = wanted is not None and (wanted["text"] or self.threshold is not None)
         return (wanted["text"], prediction["answer"]) if has_truth else None  # type: ignore[index]
@@ -161,7 +155,7 @@ class QuestionAnswering(TextTask):
         threshold = {} if self.threshold is None else {"null_threshold": self.threshold}
         return spans.evaluate(predicted, truth, v2=self.threshold is not None) | threshold
 
-    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
         wanted, given = row["answers"], prediction["answer"]
         first, *others = sorted(prediction["n_best"], key=lambda span: span["text"] != given)
         others = [span for span in others if span["text"] != given]

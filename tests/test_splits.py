@@ -1,0 +1,73 @@
+"""Backends, engines and settings that do not go together: one line, and no run."""
+
+from __future__ import annotations
+
+import pytest
+from running import train_config
+
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.config import InputError
+
+FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"
+DEEP = ["model=any", "model.architecture=bert", "model.embedding_size=null", "model.num_layers=8"]
+
+
+def pipeline(stages, micro_batches, schedule):
+    numbers = [f"parallel.stages={stages}", f"parallel.micro_batches={micro_batches}"]
+    return [*DEEP, "parallel=pipeline", *numbers, f"parallel.schedule={schedule}"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (1, [FSDP, "backend=xla"], "parallel=fsdp runs with backend=ddp, not backend=xla"),
+        (1, [FSDP, "backend=neuron"], "parallel=fsdp runs with backend=ddp, not backend=neuron"),
+        (1, [SHARDED, "backend=xla"], "parallel.shard_optimizer=true runs with backend=ddp, not backend=xla"),
+        (1, [FSDP, "backend.precision=fp16"], "parallel=fsdp does not go with backend.precision=fp16"),
+        (1, [SHARDED, "backend.precision=fp16"], "shard_optimizer=true does not go with backend.precision=fp16"),
+        (1, [FSDP, "backend.grad_compression=powersgd"], "parallel=fsdp reduces gradients by itself"),
+        (1, [FSDP, "backend.hierarchical_reduction=true"], "parallel=fsdp reduces gradients by itself"),
+        (1, [FSDP, "backend.compile=layers"], "backend.compile=layers was never seen to run with parallel=fsdp"),
+        (1, ["parallel.name=fsdp"], "parallel.name=fsdp has settings of its own: use parallel=fsdp"),
+        (1, ["parallel=local_sgd"], "there is no such parallel; choose one of: data, fsdp, pipeline"),
+        (3, pipeline(2, 2, "1f1b"), "parallel.stages=2 does not divide the 3 ranks of this run"),
+        (2, pipeline(2, 3, "1f1b"), "micro_batch_size=8 is not a multiple of parallel.micro_batches=3"),
+        (4, pipeline(4, 2, "gpipe"), "parallel.micro_batches=2 does not go with parallel.stages=4"),
+        (2, pipeline(2, 5, "interleaved"), "parallel.micro_batches=5 does not go with parallel.stages=2"),
+        (2, [*pipeline(2, 2, "1f1b"), "parallel.parts_per_rank=3"], "parallel.parts_per_rank=3 is for"),
+        (8, pipeline(8, 8, "interleaved"), "cuts the model into 16 parts, but it has 8 layers"),
+        (2, ["parallel=pipeline", "parallel.name=data"], "use parallel=data"),
+        (2, pipeline(1, 4, "1f1b"), "parallel.stages=1 must be 2 or more"),
+        (2, pipeline(2, 4, "zigzag"), "parallel.schedule=zigzag is not known"),
+        (2, ["parallel.name=pipeline"], "use parallel=pipeline"),
+        (2, ["parallel=pipeline", "backend=xla"], "parallel=pipeline runs with backend=ddp, not backend=xla"),
+        (2, ["parallel=pipeline", "backend.grad_compression=bf16"], "leave out backend.grad_compression"),
+        (2, ["parallel=pipeline", "backend.compile=model"], "set backend.compile=layers"),
+        (2, ["parallel=pipeline", "backend.precision=fp16"], "does not go with backend.precision=fp16"),
+        (1, ["backend.grad_compression=half"], "grad_compression=half is not known"),
+        (1, ["backend.powersgd_rank=0"], "backend.powersgd_rank=0 must be 1 or more"),
+        (1, ["backend.powersgd_start_step=1"], "backend.powersgd_start_step=1 must be 2 or more"),
+        (1, ["backend.grad_compression=powersgd", "backend.precision=fp16"], "set bf16 or fp32"),
+        (1, ["backend=xla", "backend.grad_compression=bf16"], "leave them out with backend=xla"),
+        (1, ["backend=xla", "micro_batch_size=2", "backend.batches_per_execution=3"], "=3 does not divide"),
+        (
+            1,
+            ["backend=xla", "backend.compile=layers"],
+            "compile=layers is for backend=ddp; backend=xla compiles",
+        ),
+        (1, ["backend.cuda_graphs=true"], "cuda_graphs=true is for compiled kernels; set backend.compile=layers"),
+        (1, ["backend.compile=layers", "backend.cuda_graphs=true"], "cuda_graphs=true needs a CUDA device"),
+        (1, ["backend.compile=all"], "backend.compile=all is not known; choose one of: none, layers, model"),
+        (1, ["backend.compile=layers"], "there is no no-such-compiler here: apt-get install g++"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(prepared, tmp_path, monkeypatch, ranks, options, message):
+    launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+    for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items() if ranks > 1 else ():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError) as rejected:
+        loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest())
+    assert message in str(rejected.value) and "\n" not in str(rejected.value)
+    assert not {path.name for path in (tmp_path / "run").rglob("*")} & {"metrics.jsonl", "checkpoints", "config.yaml"}
