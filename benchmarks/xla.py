@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from benchmarks import harness, pretraining
-from benchmarks.harness import Result, measure_table, memory_mib, num_cpus, ratios, run, three
+from benchmarks.harness import Result, lines, measure_table, memory_mib, num_cpus, ratios, run, three
 from train.config import TrainConfig
 
 VARIANTS = ("naive", "unrolled", "scan")
@@ -197,8 +197,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
 
     with mock.patch.object(loop, "Recorder", Metered):
         loop.run(cfg, StopRequest())
-    written = (json.loads(line) for line in (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines())
-    windows = [line["loss"] for line in written if line["kind"] == "train"]
+    windows = [line["loss"] for line in lines(Path(cfg.run_dir), "train")]
     early = [float(total) / seen for total, seen in zip(sums, itertools.accumulate(counts), strict=False)]
     return {
         **meter.result(),

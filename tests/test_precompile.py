@@ -146,24 +146,6 @@ def test_a_cache_in_s3_is_taken(tool, monkeypatch, capfd):
     assert "cache: s3://bucket/cache" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([*RUN, "global_batch_size=4097"], "does not divide over 32 ranks"),
-        (["experiment=albert_pretrain", "backend=xla"], "give --nproc-per-node"),
-        ([*RUN, "--nproc-per-node=16"], "16 ranks on one machine"),
-        ([*RUN, "--nproc-per-node=8", "--nnodes=2", "--node-rank=0", "--master-addr=a"], "all 32 each"),
-        ([*RUN, "--nnodes=2", "--master-addr=a"], "give each its --node-rank, 0 to 1"),
-        ([*RUN, "--nnodes=2", "--node-rank=1"], "give --master-addr"),
-    ],
-)
-def test_what_cannot_run_is_one_line_before_the_tool(tool, capfd, arguments, said):
-    assert precompile.main(arguments) == cli.REJECTED
-    (line,) = capfd.readouterr().err.splitlines()
-    assert said in line
-    assert not calls(tool) and not list((tool.parent / "tmp").iterdir())
-
-
 @pytest.mark.parametrize("missing", [True, False], ids=["without Neuron's packages", "under torchrun"])
 def test_it_says_how_it_is_to_be_started(tool, monkeypatch, capfd, missing):
     if missing:
