@@ -154,12 +154,3 @@ def machine(*packages: str) -> str:
     cores = f"{num_cpus()} virtual cores of {processor() or platform.machine()}"
     versions = [f"{name} {metadata.version(name)}" for name in packages]
     return ", ".join((cores, platform.platform(terse=True), f"Python {platform.python_version()}", *versions))
-
-
-def memory_mib(field: str) -> float | None:
-    """A figure of this process from /proc/self/status: RssAnon, or VmHWM, the peak since it began its program. None
-    where the kernel does not say.
-    """
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:")), None)

@@ -172,6 +172,7 @@ VALUES = [
     ("data.path=nosuch", "nosuch"),
     ("data.path=EMPTY", "EMPTY"),
     ("s3.endpoint=localhost", "s3.endpoint=localhost"),
+    ("s3.endpoint=http://", "s3.endpoint=http:// must be a server's address"),
     ("preempt.block_end=tomorrow", "preempt.block_end=tomorrow"),
 ]
 

@@ -528,7 +528,6 @@ def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, pr
         eventually(lambda: said.append(capsys.readouterr().err) or "".join(said), HANG_S)
         return "done", 6
 
-    monkeypatch.setattr(entry, "QUIET_S", 0.05)
     monkeypatch.setattr(loop, "run", run)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
     assert entry.run_command_line() == cli.DONE
