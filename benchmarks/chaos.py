@@ -21,14 +21,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from benchmarks import harness
-from benchmarks.harness import run_timed, torchrun
+from benchmarks.harness import lines, run_timed, torchrun
 
 FAULTS = ("rank", "torchrun", "stuck", "save", "notice")
 POLL_S = 0.005
@@ -38,18 +36,10 @@ SETTINGS = """
 """
 
 
-@retry(retry=retry_if_exception_type(OSError), stop=stop_after_delay(30), wait=wait_fixed(1), reraise=True)
 def start(overrides: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", *torchrun(ranks, "train", *overrides, max_restarts=1000)]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
-
-
-def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    whole = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    result = (json.loads(line) for line in whole if line.endswith("\n"))
-    return [line for line in result if line["kind"] == kind]
 
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:

@@ -18,7 +18,6 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import statistics
 import sys
@@ -29,7 +28,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,6 @@ MODELS = {
     "tiny": ModelConfig(embedding_size=16, hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2),
 }
 VOCAB_SIZE, SEQ_LEN = 30000, 512
-SAMPLE_S = 0.05  # between looks at the memory of a side
 COMPARED = ("stall_s", "durable_s", "lost_s")
 MEASURES = (*COMPARED, "cpu_s", "share", "slowest")
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
@@ -82,11 +79,6 @@ def build_state(name: str) -> Replica:
 def content_of(state: Replica) -> dict[str, Any]:
     """What every side saves."""
     return {"model": state.model.state_dict(), "optimizer": state.state()["optimizer"]}
-
-
-def size_of(state: Replica) -> int:
-    """In bytes; weights that are tied count once."""
-    return sum(weight.nbytes for weight in state.model.parameters()) + num_bytes_of(state.state()["optimizer"])
 
 
 def mark_of(state: Replica) -> torch.Tensor:
@@ -250,7 +242,6 @@ class Round:
 
     prepare: Save
     saves: list[Save]
-    memory: float = 0.0  # above the state's, of its bytes
 
     def later(self, measure: str) -> float:
         """The median of a measure over all saves but the first."""
@@ -319,39 +310,15 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
     return Round(result[0], result[1:])
 
 
-def own_memory(process: psutil.Process) -> int:
-    """Bytes of it and its children, without files; memory that they share counts once."""
-    anonymous, shared = 0, 0
-    for one in (process, *process.children(recursive=True)):
-        try:
-            status = Path(f"/proc/{one.pid}/status").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended since
-            continue
-        sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"^(Rss\w+):\s*(\d+) kB", status, re.MULTILINE)}
-        anonymous += sizes.get("RssAnon", 0)
-        shared = max(shared, sizes.get("RssShmem", 0))
-    return anonymous + shared
-
-
-def in_a_fork(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` returns in a process that shares all memory so far, and the bytes that it took more at its peak."""
-
-    def send_result(pipe: Connection) -> None:
-        pipe.send(None)
-        pipe.send(work())
-
+def in_a_fork(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a process that shares all memory so far."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=send_result, args=(theirs,))
+    child = context.Process(target=lambda: theirs.send(work()))
     child.start()
     theirs.close()
     try:
-        ours.recv()
-        process = psutil.Process(child.pid)
-        before = peak = own_memory(process)
-        while not ours.poll(SAMPLE_S):
-            peak = max(peak, own_memory(process))
-        return ours.recv(), peak - before
+        return ours.recv()
     except EOFError as error:
         raise RuntimeError("a side failed, see above") from error
     finally:
@@ -390,7 +357,7 @@ def measure_loads(sides: list[TorchSave], rounds: int, number: int) -> dict[str,
 
 def save_table(rounds: dict[str, list[Round]]) -> str:
     head = ["", "stall, first save, s", "stall, later, s", "of torch.save's", "durable, s", "of torch.save's"]
-    head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step", "memory, of the state's"]
+    head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step"]
     rows = []
     for name, result in rounds.items():
         later = {measure: [one.later(measure) for one in result] for measure in MEASURES}
@@ -410,7 +377,6 @@ def save_table(rounds: dict[str, list[Round]]) -> str:
             spread(later["cpu_s"]),
             spread(later["share"]),
             spread(later["slowest"], 2),
-            spread((one.memory for one in result), 2),
         )
         rows.append(cells)
     return table(head, rows)
@@ -426,7 +392,9 @@ def load_table(loads_s: dict[str, list[float]]) -> str:
 
 def heading(name: str, state: Replica) -> str:
     parameters = sum(weight.numel() for weight in state.model.parameters())
-    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {size_of(state) / 1e9:.2f} GB"
+    num_bytes = sum(weight.nbytes for weight in state.model.parameters())  # tied ones count once
+    num_bytes += num_bytes_of(state.state()["optimizer"])
+    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {num_bytes / 1e9:.2f} GB"
     return f"{about}; {machine('torch')}, load before {os.getloadavg()[0]:.1f}."
 
 
@@ -438,8 +406,7 @@ def run(
     for number, name in turns(options.rounds, options.sides):
         side = SIDES[name](state, folder / name)
         shutil.rmtree(side.folder, ignore_errors=True)
-        result, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
-        result.memory = memory / size_of(state)
+        result: Round = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
         rounds[name].append(result)
         for save in result.saves:
             figures = f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}"

@@ -120,7 +120,9 @@ class Contestant:
 def rank_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank_setup.prepare(launched(), forks=False)  # gloo's network card
-    cfg = train_config(options)
+    overrides = [f"data.path={options.folder / 'data'}", f"run_dir={options.folder / 'run'}", "model=albert_base"]
+    overrides += [f"model.num_layers={options.layers}", f"micro_batch_size={options.batch}", "max_steps=1"]
+    cfg = cli.load_config(TrainConfig, [*overrides, f"seq_len={options.seq_len}"])
     backend = DDP(BackendConfig(device="cpu", precision="fp32"))
     world, task = backend.world, build_task(cfg)
     number = HELD_OUT + options.rounds * STEPS
@@ -142,20 +144,10 @@ def rank_main(options: argparse.Namespace) -> None:
     backend.close()
 
 
-def train_config(options: argparse.Namespace) -> TrainConfig:
-    overrides = [f"data.path={options.folder / 'data'}", f"run_dir={options.folder / 'run'}", "model=albert_base"]
-    overrides += [f"model.num_layers={options.layers}", f"micro_batch_size={options.batch}", "max_steps=1"]
-    return cli.load_config(TrainConfig, [*overrides, f"seq_len={options.seq_len}"])
-
-
-def write_data(options: argparse.Namespace) -> None:
-    overrides = [f"output={options.folder / 'data'}", "corpus=pydocs", f"seq_len={options.seq_len}"]
-    prepare.run(cli.load_config(PrepareConfig, [*overrides, f"tokenizer.vocab_size={TEXT_VOCAB_SIZE}"]))
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The rows of all contestants, from ranks on two machines."""
-    write_data(options)
+    overrides = [f"output={options.folder / 'data'}", "corpus=pydocs", f"seq_len={options.seq_len}"]
+    prepare.run(cli.load_config(PrepareConfig, [*overrides, f"tokenizer.vocab_size={TEXT_VOCAB_SIZE}"]))
     arguments = [f"--folder={options.folder}"]
     arguments += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in PASSED_ON]
     with ExitStack() as stack:

@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import spread, table, turns
 from train.cli import compose as cli
-from train.compare.variants import Runner, Variant, make_variants
+from train.compare.variants import Runner, make_variants
 from train.config import Failure, check
-from train.config.compare import CompareConfig
+from train.config.train import CompareConfig
 from train.report.comparison import quality, ratio, work_differences
 from train.report.run import Run, read_run
 
@@ -42,16 +42,13 @@ def run(given: list[str], rounds: int) -> int:
     results: dict[str, list[Run]] = {name: [] for name in names}
     with Runner(first.compare) as runner:
         for number, index in turns(rounds, range(len(names))):
-            results[names[index]].append(run_one(runner, of_rounds[number][index]))
+            variant = of_rounds[number][index]
+            ending = runner.run(variant)
+            if ending.outcome != "done":
+                raise Failure(f"{variant.location}: {ending.outcome} {ending.reason}".strip())
+            results[names[index]].append(read_run(Path(variant.location).resolve()))
     print_results(results, first.compare.tolerance)
     return cli.DONE
-
-
-def run_one(runner: Runner, variant: Variant) -> Run:
-    ending = runner.run(variant)
-    if ending.outcome != "done":
-        raise Failure(f"{variant.location}: {ending.outcome} {ending.reason}".strip())
-    return read_run(Path(variant.location).resolve())
 
 
 def print_results(results: dict[str, list[Run]], tolerance: float) -> None:

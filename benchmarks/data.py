@@ -1,6 +1,6 @@
 """Our loader beside LitData, mosaicml-streaming, Hugging Face datasets and numpy; and what windows do to a shuffle.
 
-    python -m benchmarks.data [--parts speed memory resume shuffle] [--rounds 5] [--rows 24576] [--peers-dir DIR]
+    python -m benchmarks.data [--parts speed resume shuffle] [--rounds 5] [--rows 24576] [--peers-dir DIR]
 
 Shuffled batches [32, 512] of int64 torch tensors, out of 8 shards of uint16 ids that follow Zipf's law, in the page
 cache, each loader's data in its own format. The limit is numpy's: whole batches gathered out of one memory-mapped file
@@ -33,7 +33,7 @@ from benchmarks.harness import Result, machine, run, shown, spread, table
 from benchmarks.peers.corpus import LARGE_ROWS, LARGE_SHARDS, RESUME_AT, Corpus, write_corpus
 from benchmarks.peers.readers import READERS, WRITERS, Reader
 
-PARTS = ("speed", "memory", "resume", "shuffle")
+PARTS = ("speed", "resume", "shuffle")
 PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
 LARGE_WINDOWS = (LARGE_SHARDS, 16, 0)  # shards; 0: growing
 SHUFFLE_SHARDS, SHUFFLE_SHARD_ROWS, SHUFFLE_BATCH = 64, 1024, 256
@@ -99,7 +99,7 @@ def measure_loaders(
     """Of each loader, what its runs of all kinds measured, rounds interleaved."""
     results: dict[str, list[Result]] = defaultdict(list)
     for _ in range(options.rounds):
-        for kind, (name, reader) in itertools.product(("speed", "memory", "resume"), readers.items()):
+        for kind, (name, reader) in itertools.product(("speed", "resume"), readers.items()):
             if kind in options.parts and kind in reader.measures:
                 result = measure(pythons[reader.environment], kind, name, corpus, options.seconds)
                 results[name] += [result] if result else []
@@ -120,20 +120,18 @@ def values(result: list[Result], key: str) -> list[Any]:
 
 def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
     head = ("loader", "tokens/s of the limit's", "import, s", "first batch, s")
-    head += (f"resume at {RESUME_AT:.0%}, s", "right batch", "MiB at 10 % → 100 %", "on disk, of the tokens")
+    head += (f"resume at {RESUME_AT:.0%}, s", "right batch", "on disk, of the tokens")
     rows = []
     for name, reader in READERS.items():
         result = results.get(name)
         if result:
             size = bytes_on_disk(corpus.path_of(reader.format)) / bytes_on_disk(corpus.path_of("flat.bin"))
-            memory = [values(result, key) for key in ("early_mib", "late_mib")]
             cells = (
                 spread(values(result, "of_limit")),
                 spread(values(result, "import_s"), 2) if reader.load else "",
                 spread(values(result, "first_batch_s"), 2),
                 spread(values(result, "resumed_s"), 2),
                 " / ".join(sorted({"yes" if exact else "no" for exact in values(result, "exact")})),
-                " → ".join(f"{statistics.median(mib):.0f}" for mib in memory if mib),
                 f"{size:.2f}",
             )
             rows.append((reader.label, *cells))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.harness import run, spread, torchrun
+from benchmarks.harness import lines, run, spread, torchrun
 from launch.calibration import Calibration, read_calibration
 from launch.estimate import estimate
 from train.cli import compose as cli
@@ -45,8 +45,7 @@ def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:
     words = ["train", *overrides] if ranks == 1 else torchrun(ranks, "train", *overrides)
     run(sys.executable, "-m", *words, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     known = read_calibration(str(run_dir), S3Config())
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    fastest = max(line["tokens_per_s"] for line in lines if line["kind"] == "train") / known.seq_len
+    fastest = max(line["tokens_per_s"] for line in lines(run_dir, "train")) / known.seq_len
     factor = fastest / known.sequences_per_s
     return replace(known, sequences_per_s=fastest, flops_per_s=known.flops_per_s * factor)
 

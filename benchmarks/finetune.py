@@ -124,22 +124,6 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps({**facts, "labels": task.labels, "settings": to_dict(cfg)}))
 
 
-def our_words(options: argparse.Namespace, variant: str, seed: int, folder: Path, run_dir: Path) -> list[str]:
-    """The command line of a run of ours."""
-    return [
-        *settings(options, folder),
-        "data=records",
-        f"data.path={folder / 'data'}",
-        "data.format=saved",
-        f"data.lengths={[*options.lengths, options.seq_len]}",
-        f"model.init_from={folder / 'start'}",
-        f"run_dir={run_dir}",
-        f"seed={seed}",
-        f"data.num_workers={int(variant == 'buckets_workers')}",
-        f"backend.compile={'layers' if variant == 'compiled' else 'none'}",
-    ]
-
-
 def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
     """What metrics.jsonl says, as Meter.result() of peers/trainer.py. Before an evaluation there is a line of steps."""
     begun_unix_s = train_s = tokens = slots = 0.0
@@ -165,7 +149,11 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
     result = run_dir / "result.json"
     words = ["benchmarks.peers.trainer", variant, str(folder), str(seed), str(result)]
     if variant in OURS:
-        words = ["train", *our_words(options, variant, seed, folder, run_dir)]
+        words = ["train", *settings(options, folder), "data=records", "data.format=saved", f"seed={seed}"]
+        words += [f"data.path={folder / 'data'}", f"model.init_from={folder / 'start'}", f"run_dir={run_dir}"]
+        words += [f"data.lengths={[*options.lengths, options.seq_len]}"]
+        words += [f"data.num_workers={int(variant == 'buckets_workers')}"]
+        words += [f"backend.compile={'layers' if variant == 'compiled' else 'none'}"]
     usage = run_timed(*words, log=run_dir.with_suffix(".log"), OMP_NUM_THREADS=str(options.threads))
     own = read_ours(run_dir, facts["shapes"]) if variant in OURS else json.loads(result.read_text())
     return {

@@ -89,6 +89,13 @@ def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
     return ["torch.distributed.run", *options, "-m", *words]
 
 
+def lines(run_dir: Path, kind: str) -> list[Result]:
+    """The lines of one kind in a run's metrics.jsonl."""
+    from train.telemetry.lines import read_lines
+
+    return [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == kind]
+
+
 # ---- figures -------------------------------------------------------------------------------------------------------
 
 
@@ -142,18 +149,8 @@ def num_cpus() -> int:
 
 def machine(*packages: str) -> str:
     """The processor, the system, and the versions of Python and of packages."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cores = f"{num_cpus()} virtual cores of {names[0] if names else platform.machine()}"
+    from train.host.environment import processor
+
+    cores = f"{num_cpus()} virtual cores of {processor() or platform.machine()}"
     versions = [f"{name} {metadata.version(name)}" for name in packages]
     return ", ".join((cores, platform.platform(terse=True), f"Python {platform.python_version()}", *versions))
-
-
-def memory_mib(field: str) -> float | None:
-    """A figure of this process from /proc/self/status: RssAnon, or VmHWM, the peak since it began its program. None
-    where the kernel does not say.
-    """
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:")), None)

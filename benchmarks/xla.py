@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from benchmarks import harness, pretraining
-from benchmarks.harness import Result, measure_table, memory_mib, num_cpus, ratios, run, three
+from benchmarks.harness import Result, lines, measure_table, num_cpus, ratios, run, three
 from train.config import TrainConfig
 
 VARIANTS = ("naive", "unrolled", "scan")
@@ -95,7 +95,7 @@ class Meter:
         self.start = take_reading()
         self.begun: list[Reading] = []
         self.ended: list[Reading] = []
-        self.peak_rss_mib: float | None = None
+        self.peak_rss_mib = 0.0
 
     def begin(self) -> None:
         self.begun.append(take_reading())
@@ -109,7 +109,8 @@ class Meter:
             xm.wait_device_ops()
         self.ended.append(take_reading())
         if step == self.num_steps:
-            self.peak_rss_mib = memory_mib("VmHWM")
+            status = Path("/proc/self/status").read_text()  # getrusage counts the parent's memory at the start too
+            self.peak_rss_mib = int(status.split("VmHWM:")[1].split()[0]) / 1024
 
     def result(self) -> Result:
         first, last = self.begun[0], self.ended[self.num_steps - 1]
@@ -197,8 +198,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
 
     with mock.patch.object(loop, "Recorder", Metered):
         loop.run(cfg, StopRequest())
-    written = (json.loads(line) for line in (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines())
-    windows = [line["loss"] for line in written if line["kind"] == "train"]
+    windows = [line["loss"] for line in lines(Path(cfg.run_dir), "train")]
     early = [float(total) / seen for total, seen in zip(sums, itertools.accumulate(counts), strict=False)]
     return {
         **meter.result(),
@@ -232,13 +232,6 @@ def write_data(folder: Path, options: argparse.Namespace) -> None:
     torch.save({"rows": rows, "vocab_size": shape.vocab_size}, folder / "rows.pt")
 
 
-def run_apart(folder: Path, variant: str, arguments: list[str]) -> Result:
-    """One variant in a fresh process."""
-    command = (sys.executable, "-m", "benchmarks.xla", *arguments, "--variant", variant, "--folder", str(folder))
-    result: Result = json.loads(run(*command, PJRT_DEVICE="CPU").splitlines()[-1])
-    return result
-
-
 def check_same_work(results: dict[str, Result]) -> None:
     """Raises RuntimeError unless the first step's loss is the same everywhere, and those of our variants always."""
     firsts = {variant: one["first_loss"] for variant, one in results.items()}
@@ -255,22 +248,21 @@ def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Resu
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name), options)
         for number in range(options.rounds):
-            rounds.append({variant: run_apart(Path(name), variant, arguments) for variant in options.variants})
+            command = [sys.executable, "-m", "benchmarks.xla", *arguments, "--folder", name, "--variant"]
+            printed = {variant: run(*command, variant, PJRT_DEVICE="CPU") for variant in options.variants}
+            rounds.append({variant: json.loads(text.splitlines()[-1]) for variant, text in printed.items()})
             check_same_work(rounds[-1])
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
 
     def of_rounds(variant: str, measure: str) -> list[float]:
         return [results[variant][measure] for results in rounds]
 
-    known = [measure for measure in MEASURES if rounds[0][options.variants[0]][measure] is not None]
     result: dict[str, Result] = {
-        variant: {measure: three(of_rounds(variant, measure)) for measure in known} for variant in options.variants
+        variant: {measure: three(of_rounds(variant, measure)) for measure in MEASURES} for variant in options.variants
     }
     for variant in [each for each in options.variants if each != "naive" and "naive" in options.variants]:
         result[f"naive / {variant}"] = {
-            measure: three(ratios(of_rounds("naive", measure), of_rounds(variant, measure)))
-            for measure in COMPARED
-            if measure in known
+            measure: three(ratios(of_rounds("naive", measure), of_rounds(variant, measure))) for measure in COMPARED
         }
     return result
 

@@ -25,7 +25,7 @@ from train.cli.command import DONE, FAILED, REJECTED, STOPPED
 from train.compare.__main__ import main
 from train.compare.variants import make_variants
 from train.config import InputError, flatten
-from train.config.compare import CompareConfig
+from train.config.train import CompareConfig
 from train.report import comparison
 from train.report.figures import bars_of
 from train.report.page import table

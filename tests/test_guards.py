@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from running import ROOT, eventually, lines, run, train_config, train_overrides
+from running import ROOT, eventually, lines, run, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
@@ -29,8 +29,15 @@ from train.checkpoints.manifest import Manifest, Progress
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.cli import compose as cli
-from train.config import BackendConfig, CheckpointConfig, InputError, InstanceConfig, OptimConfig, XLAConfig
-from train.data.batches import loader as batches
+from train.config import (
+    BackendConfig,
+    CheckpointConfig,
+    InputError,
+    InstanceConfig,
+    OptimConfig,
+    XLAConfig,
+)
+from train.data.batches import loader
 from train.data.batches.loader import MaskedRows
 from train.host import machine, rank_setup
 from train.host.launched import check_launch, launched
@@ -85,6 +92,18 @@ def rejection(result):
     return line
 
 
+@pytest.fixture
+def machine_has(monkeypatch):
+    """What this machine has, by names of functions of `machine`; nothing of Neuron's or NVIDIA's to begin with."""
+
+    def has(**facts):
+        for name, value in facts.items():
+            monkeypatch.setattr(machine, name, lambda *_, value=value: value)
+
+    has(neuron_devices=[], nvidia_gpus=[])
+    return has
+
+
 # ---- where it runs -------------------------------------------------------------------------------------------------
 
 
@@ -98,13 +117,10 @@ def rejection(result):
         (["instance=p5.48xlarge", "backend=xla", "backend.device=auto"], "set backend=ddp for GPUs"),
     ],
 )
-def test_a_run_goes_to_no_other_device_than_the_instance_has(train, monkeypatch, overrides, said):
-    monkeypatch.setattr(machine, "neuron_devices", list)
-    versions = TRN1 if "backend=neuron" not in overrides else {}
-    monkeypatch.setattr(machine, "installed_versions", lambda *names: versions)
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # left over from a test of somebody's: the instance counts for more
-    instance = [] if any("instance=" in each for each in overrides) else ["instance=trn1.32xlarge"]
-    assert said in rejection(train(*instance, *overrides))
+def test_a_run_goes_to_no_other_device_than_the_instance_has(train, machine_has, overrides, said):
+    """PJRT_DEVICE may be left over from a test of somebody's: the instance counts for more."""
+    machine_has(installed_versions={} if "backend=neuron" in overrides else TRN1)
+    assert said in rejection(train("instance=trn1.32xlarge", *overrides))
 
 
 def test_a_device_that_is_not_what_the_runtime_says_is_rejected(monkeypatch):
@@ -117,9 +133,8 @@ def test_a_device_that_is_not_what_the_runtime_says_is_rejected(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["auto", "ddp"])
-def test_a_trn1_without_its_driver_is_no_cpu_unless_that_is_said(monkeypatch, log, name):
-    monkeypatch.setattr(machine, "neuron_devices", list)
-    monkeypatch.setattr(machine, "instance_type", lambda: "trn1.32xlarge")
+def test_a_trn1_without_its_driver_is_no_cpu_unless_that_is_said(machine_has, log, name):
+    machine_has(instance_type="trn1.32xlarge")
     cfg = BackendConfig(name=name)
     with pytest.raises(InputError, match="this is a trn1.32xlarge without /dev/neuron0: its driver is not loaded"):
         open_backend(cfg, InstanceConfig())
@@ -129,33 +144,33 @@ def test_a_trn1_without_its_driver_is_no_cpu_unless_that_is_said(monkeypatch, lo
     assert "this is a trn1.32xlarge: set instance=trn1.32xlarge to check the ranks" in text
 
 
-def test_gpus_are_known_by_the_bus_without_a_driver(tmp_path):
-    for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x040300"), ("c", "0x1234", "0x030000")):
+def test_a_gpu_is_known_by_the_bus_without_a_driver(tmp_path):
+    for name, vendor, kind in (("a", "10de", "030200"), ("b", "10de", "040300"), ("c", "1234", "030000")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / name / "class").write_text(f"{kind}\n")
+        (tmp_path / name / "vendor").write_text(f"0x{vendor}\n")
+        (tmp_path / name / "class").write_text(f"0x{kind}\n")
     assert machine.nvidia_gpus(tmp_path) == ["a"]  # b is a sound card, c another maker's
     assert machine.nvidia_gpus(tmp_path / "no bus") == []
 
 
-def test_a_gpu_instance_whose_gpu_torch_does_not_see_is_no_cpu_unless_that_is_said(monkeypatch, log):
-    monkeypatch.setattr(machine, "nvidia_gpus", lambda: ["0000:00:1e.0"])
-    monkeypatch.setattr(machine, "instance_type", lambda: "p6-b200.48xlarge")
+def test_a_gpu_instance_whose_gpu_torch_does_not_see_is_no_cpu_unless_that_is_said(machine_has, log):
+    machine_has(nvidia_gpus=["0000:00:1e.0"], instance_type="p6-b200.48xlarge")
     with pytest.raises(InputError, match="this p6-b200.48xlarge has an NVIDIA GPU that PyTorch cannot use: no driver"):
         open_backend(BackendConfig(), InstanceConfig())
     assert open_backend(BackendConfig(device="cpu"), InstanceConfig()).device.type == "cpu"
     assert not log.messages
-    monkeypatch.setattr(machine, "instance_type", lambda: "Standard PC (Q35 + ICH9, 2009)")
+    machine_has(instance_type="Standard PC (Q35 + ICH9, 2009)")
     assert open_backend(BackendConfig(), InstanceConfig()).device.type == "cpu"  # a laptop costs nothing by the hour
     (text,) = log.messages
     assert text.endswith("training on the CPU")
 
 
-LAUNCHES = [
-    ("trn1.32xlarge", 16, 16, "16 ranks on one machine: trn1.32xlarge runs 1 or 2 or 8 or 32"),  # they hang
-    ("trn1.32xlarge", 16, 8, "8 ranks on each of 2 machines: several trn1.32xlarge work"),
-    ("trn1.2xlarge", 8, 8, "trn1.2xlarge runs 1 or 2; start torchrun with --nproc-per-node=2"),
-]
+RANKS = {  # of an instance, in all and on each machine: what is said if they hang, or None
+    ("trn1.32xlarge", 16, 16): "16 ranks on one machine: trn1.32xlarge runs 1 or 2 or 8 or 32",
+    ("trn1.32xlarge", 16, 8): "8 ranks on each of 2 machines: several trn1.32xlarge work",
+    ("trn1.2xlarge", 8, 8): "trn1.2xlarge runs 1 or 2; start torchrun with --nproc-per-node=2",
+    **{("trn1.32xlarge", *ranks): None for ranks in ((1, 1), (2, 2), (8, 8), (32, 32), (64, 32))},
+}
 
 
 def launched_as(world, local):
@@ -163,24 +178,22 @@ def launched_as(world, local):
     return {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-def test_numbers_of_ranks_that_run_are_taken_and_those_that_hang_or_train_apart_are_not(
-    train, monkeypatch, prepared, tmp_path
-):
-    of = {name: train_config(tmp_path, prepared, f"instance={name}").instance for name, *_ in LAUNCHES}
-    for world, local in ((1, 1), (2, 2), (8, 8), (32, 32), (64, 32)):
-        check_launch(of["trn1.32xlarge"], launched(launched_as(world, local)))
-    for name, world, local, said in LAUNCHES:
-        with pytest.raises(InputError, match=said):
-            check_launch(of[name], launched(launched_as(world, local)))
-    slurm = {"SLURM_STEP_NUM_TASKS": "2"}  # a torchrun for each machine
-    check_launch(of["trn1.32xlarge"], launched({**launched_as(64, 32), **slurm}))
-    with pytest.raises(InputError, match="Slurm started 4 tasks without torchrun: each would train alone"):
-        check_launch(of["trn1.32xlarge"], launched({"SLURM_STEP_NUM_TASKS": "4"}))
-    monkeypatch.setattr(dist, "init_process_group", None)  # it comes before any group
+@pytest.mark.parametrize(("instance", "world", "local"), RANKS)
+def test_numbers_of_ranks_that_hang_are_rejected(instance, world, local):
+    _, cfg = cli.load_backend([f"instance={instance}"])
+    said = RANKS[instance, world, local]
+    with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+        check_launch(cfg, launched({**launched_as(world, local), "SLURM_STEP_NUM_TASKS": str(world // local)}))
+
+
+def test_they_are_rejected_before_any_group_as_tasks_of_slurm_without_torchrun_are(train, monkeypatch, tmp_path):
     os.environ.update(launched_as(16, 8))
     monkeypatch.setattr(announcing, "INFORM_S", 0.5)  # the second machine never comes
-    assert LAUNCHES[1][-1] in rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was opened"))
+    assert "8 ranks on each of 2" in rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
     assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="Slurm started 4 tasks without torchrun: each would train alone"):
+        check_launch(InstanceConfig(), launched({"SLURM_STEP_NUM_TASKS": "4"}))
 
 
 # ---- the environment -----------------------------------------------------------------------------------------------
@@ -204,14 +217,13 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
 
 
 @pytest.fixture
-def on_trainium(monkeypatch):
+def on_trainium(machine_has, monkeypatch):
     """A machine that has the devices and the packages, as a process finds it that has not imported torch_xla yet.
     Returns the versions, which may be changed.
     """
     versions = dict(TRN1)
     monkeypatch.delitem(sys.modules, "torch_xla")
-    monkeypatch.setattr(machine, "neuron_devices", lambda: ["/dev/neuron0"])
-    monkeypatch.setattr(machine, "installed_versions", lambda *names: versions)
+    machine_has(neuron_devices=["/dev/neuron0"], installed_versions=versions)
     return versions
 
 
@@ -283,8 +295,8 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
         ("cuda", None, ["/dev/neuron0"], "not on CUDA"),
     ],
 )
-def test_the_device_of_xla_is_what_was_asked_for_or_rejected(monkeypatch, device, variable, devices, kind):
-    monkeypatch.setattr(machine, "neuron_devices", lambda: devices)
+def test_the_device_of_xla_is_what_was_asked_for_or_rejected(machine_has, device, variable, devices, kind):
+    machine_has(neuron_devices=devices)
     del os.environ["PJRT_DEVICE"]
     os.environ.update({"PJRT_DEVICE": variable} if variable else {})
     if kind in ("CPU", "NEURON"):
@@ -665,16 +677,15 @@ def test_a_looped_encoder_gives_its_last_state_and_no_other():
 
 
 def test_an_exception_of_the_data_reaches_the_user_after_the_steps_before_it(train, monkeypatch, tmp_path):
-    draw, seen = MaskedRows.draw, set()
+    draw, numbers = MaskedRows.draw, {}
 
     def fails(self, items):
-        seen.update([items.tobytes()] if self.is_training else [])
-        if len(seen) == 4:
+        if self.is_training and numbers.setdefault(items.tobytes(), len(numbers)) == 3:
             raise OSError(5, "Input/output error", "train-00001.bin")
         return draw(self, items)
 
     monkeypatch.setattr(MaskedRows, "draw", fails)
-    monkeypatch.setattr(batches, "MULTI_BATCH", 1)
+    monkeypatch.setattr(loader, "MULTI_BATCH", 1)
     code, err = train(*XLA)
     assert code == cli.FAILED
     assert any("[Errno 5] Input/output error: 'train-00001.bin'" in line for line in err)

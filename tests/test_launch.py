@@ -323,7 +323,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
     assert entry.run_command_line() == cli.STOPPED
     said = "stopped on SIGINT before there was anything to save; the same command starts it again\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == f"starting {tmp_path / 'run'}: 1 rank\n{said}"
     assert not (tmp_path / "run").exists()
 
 
@@ -519,20 +519,6 @@ def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
     assert process.exitcode == 0
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
     assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, prepared):
-    said: list[str] = []
-
-    def run(*_: object) -> tuple[str, int]:
-        eventually(lambda: said.append(capsys.readouterr().err) or "".join(said), HANG_S)
-        return "done", 6
-
-    monkeypatch.setattr(entry, "QUIET_S", 0.05)
-    monkeypatch.setattr(loop, "run", run)
-    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.run_command_line() == cli.DONE
-    assert "".join(said) == f"starting {tmp_path / 'run'}: 1 rank\n"
 
 
 # ---- processes that are left -----------------------------------------------------------------------------------------

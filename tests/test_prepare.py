@@ -200,19 +200,11 @@ def test_of_a_long_document_the_end_is_held_out_beyond_what_is_weighed(prepared,
     assert rows / (rows + manifest.rows("train")) == pytest.approx(0.05, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "hint"),
-    [
-        (["validation_fraction=0.1"], "holds out more"),
-        ([], ""),
-        (["validation_fraction=0.5", "seq_len=256"], "give more"),
-    ],
-)
-def test_few_validation_sequences_are_warned_of(settings, hint, corpus, prepared, tmp_path, capsys):
+@pytest.mark.parametrize(("settings", "is_few"), [(["validation_fraction=0.1"], True), ([], False)])
+def test_few_validation_sequences_are_warned_of(settings, is_few, corpus, prepared, tmp_path, capsys):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     assert prepare.run(prepare_config(tmp_path / "out", corpus, ready, *settings)) == 0
-    said = capsys.readouterr().err
-    assert hint in said and ("warning: " in said) == bool(hint)
+    assert ("raise validation_fraction" in capsys.readouterr().err) == is_few
 
 
 def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):

@@ -336,43 +336,24 @@ def test_an_answer_without_a_text_is_named_by_its_code(bucket):
 # ---- what the user has to fix ---------------------------------------------------------------------------------------
 
 
-UNUSABLE = {  # environment (None: not set), settings, and what is said of them
-    "no credentials": (
-        {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
-        {},
-        "s3://.*/a: no AWS credentials on this machine; attach a role",
-    ),
-    "half credentials": (
-        {"AWS_SECRET_ACCESS_KEY": None},
-        {},
-        "S3 cannot be used .*: Partial .* in env, missing: AWS_SECRET_ACCESS_KEY$",
-    ),
-    "a wrong key": (
-        {"AWS_ACCESS_KEY_ID": "wrong"},
-        {},
-        r"s3://.*/a: S3 does not know these credentials \(InvalidAccessKeyId\); aws sts get-call",
-    ),
-    "a wrong secret": (
-        {"AWS_SECRET_ACCESS_KEY": "wrong"},
-        {},
-        r"s3://.*/a: S3 does not know these credentials \(SignatureDoesNotMatch\)",
-    ),
-    "no such profile": ({}, {"profile": "nobody"}, "profile=nobody is not in ~/.aws; aws configure list-profiles"),
-    "no such profile in the environment": (
-        {"AWS_PROFILE": "nobody"},
-        {},
-        "AWS_PROFILE=nobody is not in ~/.aws; aws configure list-profiles",
-    ),
-    "no server": ({}, {"endpoint": "http://"}, "s3.endpoint=http:// must be a server's address"),
-    "no address": ({}, {"endpoint": "http://a b"}, "S3 cannot be used with these settings: "),
-    "no region": ({}, {"region": "us east"}, "S3 cannot be used with these settings: "),
-    "no time": ({}, {"timeout_s": 0}, "s3.timeout_s=0 must be above 0"),
-}
+KEY, SECRET = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
+UNKNOWN = "s3://.*/a: S3 does not know these credentials "
+UNUSABLE = [  # environment (None: not set), settings, and what is said of them
+    ({KEY: None, SECRET: None}, {}, "s3://.*/a: no AWS credentials on this machine; attach a role"),
+    ({SECRET: None}, {}, f"S3 cannot be used .*: Partial .* in env, missing: {SECRET}$"),
+    ({KEY: "wrong"}, {}, rf"{UNKNOWN}\(InvalidAccessKeyId\); aws sts get-call"),
+    ({SECRET: "wrong"}, {}, rf"{UNKNOWN}\(SignatureDoesNotMatch\)"),
+    ({}, {"profile": "nobody"}, "profile=nobody is not in ~/.aws; aws configure list-profiles"),
+    ({"AWS_PROFILE": "nobody"}, {}, "AWS_PROFILE=nobody is not in ~/.aws; aws configure list-profiles"),
+    ({}, {"endpoint": "http://a b"}, "S3 cannot be used with these settings: "),
+    ({}, {"region": "us east"}, "S3 cannot be used with these settings: "),
+]
 
 
-@pytest.mark.parametrize("case", UNUSABLE)
-def test_credentials_and_settings_that_cannot_be_used_are_named_in_one_line(bucket, monkeypatch, case):
-    environment, settings, says = UNUSABLE[case]
+@pytest.mark.parametrize(("environment", "settings", "says"), UNUSABLE, ids=[each[2] for each in UNUSABLE])
+def test_credentials_and_settings_that_cannot_be_used_are_named_in_one_line(
+    bucket, monkeypatch, environment, settings, says
+):
     for name, value in environment.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"^{says}") as rejected:
@@ -395,9 +376,8 @@ def test_a_missing_permission_is_named(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     for action, act in everything(in_s3(bucket)):
-        with pytest.raises(
-            InputError, match=f"/[ab]: no permission to {action} it.*; the role or user needs"
-        ) as raised:
+        says = f"/[ab]: no permission to {action} it.*; the role or user needs"
+        with pytest.raises(InputError, match=says) as raised:
             act()
         assert ("or it is missing" in str(raised.value)) == (action == "read")
         assert isinstance(raised.value, NotPermitted) == (action == "delete")  # which a run continues without
@@ -441,10 +421,7 @@ def test_credentials_renewed_in_a_file_are_taken_up(bucket, monkeypatch, tmp_pat
 # ---- how long S3 is waited for --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("action", "do"),
-    [("read", "stall"), ("download", "delay"), ("size", "delay")],
-)
+@pytest.mark.parametrize(("action", "do"), [("read", "stall"), ("download", "delay"), ("size", "delay")])
 def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tmp_path, action, do):
     """Two layers that ask again, of boto3 and of its transfers or ours, do not multiply."""
     bucket.put("runs/data/a", b"x" * 1000)
@@ -464,10 +441,9 @@ def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, c
     with caplog.at_level("WARNING", "train"), pytest.raises(Unreachable):
         folder.read("a")
     (line,) = caplog.messages
-    assert (
-        line.startswith(f'waiting for S3: Could not connect to the endpoint URL: "{nobody}/') and "runs/data/a" in line
+    assert re.fullmatch(
+        rf'waiting for S3: Could not connect .*"{nobody}/.*runs/data/a.*; retried for up to \d+ s', line
     )
-    assert re.search(r"; retried for up to \d+ s$", line)
 
 
 # ---- what programs read ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-from running import run
 from saved_steps import flip
 from streaming import upload
 
@@ -68,10 +67,6 @@ def test_stats_agree_with_what_the_preparation_counted(prepared, capsys):
     assert entropy == pytest.approx(manifest.counts["unigram_entropy"], abs=0.01)  # the tail is in no sequence
     frequencies = [int(line.split()[0].replace(",", "")) for line in output.out.splitlines()[4:]]
     assert len(frequencies) == 5 and frequencies == sorted(frequencies, reverse=True)
-
-
-def test_it_runs_as_a_program(prepared):
-    assert run(["ls", str(prepared)], module="train.shards").returncode == 0
 
 
 # ---- in S3 ---------------------------------------------------------------------------------------------------------

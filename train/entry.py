@@ -6,9 +6,7 @@ import logging
 import os
 import shlex
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NoReturn
 
 from train.attempt.preempt import StoppedEarly, StopRequest
@@ -17,7 +15,7 @@ from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
 from train.host import rank_setup
-from train.host.launched import Launched, launched
+from train.host.launched import launched
 from train.host.runtime import search_rarely
 from train.host.torchrun import end_torchrun, is_first
 from train.run_folder.folder import RunFolder
@@ -25,7 +23,6 @@ from train.run_folder.outcome import may_continue, what_is_over
 from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
-QUIET_S = 1.0  # if importing torch and opening the data take longer, a line says that the run has begun
 
 USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
 USED += ("global_batch_size", "micro_batch_size", "seq_len", "optim.lr", "log_every", "eval_every", "checkpoint.every")
@@ -61,36 +58,38 @@ def attempt(cfg: TrainConfig) -> int:
             print(f"not started again: it {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
             end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
-    with announced(cfg, launch):
-        rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
-        search_rarely()  # until `loop.run` has imported the task
-        # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says
-        # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
-        os.environ.setdefault("USE_TORCH_XLA", "0")
-        from train import loop  # late: torch takes seconds to import, and rejections come before
-        from train.attempt.attempt import ENDS, kind_of
-        from train.ranks import AGREED
+    if launch.rank == 0:
+        ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
+        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # torch takes seconds to import
+    rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
+    search_rarely()  # until `loop.run` has imported the task
+    # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says
+    # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+    from train import loop  # late: torch takes seconds to import, and rejections come before
+    from train.attempt.attempt import ENDS, kind_of
+    from train.ranks import AGREED
 
-        with StopRequest() as stop:
-            try:
-                reason, step = loop.run(cfg, stop)
-            except InputError:
-                raise
-            except StoppedEarly as signal:
-                if launch.rank == 0:  # the log may not be open yet
-                    why = f"stopped on {signal} before there was anything to save"
-                    print(f"{why}; the same command starts it again", file=sys.stderr)
-                return cli.STOPPED
-            except SystemExit as error:  # a second signal, after which not even a save is waited for
-                leave_at_once(int(error.code or cli.FAILED))
-            except BaseException as error:
-                is_agreed = isinstance(error, AGREED)  # by all ranks, which have left in order
-                logger.error("failed: %s", error, exc_info=not is_agreed)
-                if not may_continue(kind_of(error), ""):
-                    end_torchrun()
-                if launch.world_size > 1 and not is_agreed:
-                    leave_at_once(cli.FAILED)  # waiting for the others could hang; torchrun ends them
-                return cli.FAILED
+    with StopRequest() as stop:
+        try:
+            reason, step = loop.run(cfg, stop)
+        except InputError:
+            raise
+        except StoppedEarly as signal:
+            if launch.rank == 0:  # the log may not be open yet
+                why = f"stopped on {signal} before there was anything to save"
+                print(f"{why}; the same command starts it again", file=sys.stderr)
+            return cli.STOPPED
+        except SystemExit as error:  # a second signal, after which not even a save is waited for
+            leave_at_once(int(error.code or cli.FAILED))
+        except BaseException as error:
+            is_agreed = isinstance(error, AGREED)  # by all ranks, which have left in order
+            logger.error("failed: %s", error, exc_info=not is_agreed)
+            if not may_continue(kind_of(error), ""):
+                end_torchrun()
+            if launch.world_size > 1 and not is_agreed:
+                leave_at_once(cli.FAILED)  # waiting for the others could hang; torchrun ends them
+            return cli.FAILED
     if reason in ENDS:
         flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
         logger.info("%s at step %d: python -m train.report %s", reason, step, shlex.join([cfg.run_dir, *flags]))
@@ -99,20 +98,6 @@ def attempt(cfg: TrainConfig) -> int:
     if launch.is_under_torchrun:
         logger.info("torchrun reports exit code %d as a failure; the run stopped as asked", cli.STOPPED)
     return cli.STOPPED
-
-
-@contextmanager
-def announced(cfg: TrainConfig, launch: Launched) -> Iterator[None]:
-    """Have rank 0 print a line if what is inside takes long."""
-    starting = f"starting {cfg.run_dir}: {launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
-    timer = threading.Timer(QUIET_S, print, [starting], {"file": sys.stderr})
-    timer.daemon = True
-    if launch.rank == 0:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def leave_at_once(code: int) -> NoReturn:

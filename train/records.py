@@ -59,7 +59,7 @@ def show(cfg: TrainConfig) -> int:
 def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
     """Lines for people: where the data is, each split, and lengths of batches that suit it better than `lengths`."""
     assert isinstance(cfg.data, RecordsConfig)
-    seq_len = tables.facts["settings"]["seq_len"]
+    seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
     for split in tables.splits:
         facts = tables.facts["splits"][split]
@@ -71,7 +71,7 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
         yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
         for name, number in facts["notes"].items():
             yield f"  {name.replace('_', ' ')}: {number:,.10g}"
-        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {listed(lengths)} tokens"
+        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {at_most} tokens"
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])
@@ -85,10 +85,6 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
         )
     if cfg.data.save_to is not None:
         yield f"saved to {cfg.data.save_to}"
-
-
-def listed(lengths: Sequence[int]) -> str:
-    return " or ".join(map(str, lengths))
 
 
 if __name__ == "__main__":

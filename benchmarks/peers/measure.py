@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Result, hide_torch_xla, memory_mib, ratios
+from benchmarks.harness import Result, hide_torch_xla, ratios
 
 hide_torch_xla()  # mosaicml-streaming imports transformers
 
@@ -71,17 +71,6 @@ def check_batch(batch: Tensor, corpus: Corpus) -> None:
         raise RuntimeError(f"a batch is {seen} in place of {wanted}")
 
 
-def measure_memory(name: str, corpus: Corpus, _: float) -> Result:
-    """Memory of this process alone after 10 % of an epoch and after all of it; pages of mapped files are not in it."""
-    batches = iter(READERS[name].build(corpus))
-    for _ in itertools.islice(batches, max(1, corpus.batches // 10)):
-        pass
-    early_mib = memory_mib("RssAnon")
-    for _ in itertools.islice(batches, corpus.batches):  # to the end; some loaders leave out more there
-        pass
-    return {"early_mib": early_mib, "late_mib": memory_mib("RssAnon")}
-
-
 def measure_resume(name: str, corpus: Corpus, _: float) -> Result:
     """Seconds from nothing to the first batch at 90 % of an epoch; and if it is the right one."""
     reader = READERS[name]
@@ -132,7 +121,6 @@ def measure_large(name: str, corpus: Corpus, _: float) -> Result:
 MEASURES = {
     "write": measure_write,
     "speed": measure_speed,
-    "memory": measure_memory,
     "resume": measure_resume,
     "large": measure_large,
 }

@@ -220,7 +220,7 @@ class Reader:
     load: Callable[[], Any] | None = None  # imports the library
     format: str = "flat.bin"  # file or folder of the corpus, see WRITERS
     environment: str = "ours"
-    measures: tuple[str, ...] = ("speed", "memory")
+    measures: tuple[str, ...] = ("speed",)
     resume: str = "state_dict"  # or "first": the number of batches is all the state
     num_workers: int = 0
 
@@ -236,21 +236,21 @@ def readers_of_ours() -> dict[str, Reader]:
             partial(ours, num_workers=workers, masked=name == "masked"),
             load,
             format="ours",
-            measures=("speed",) if workers else EVERYTHING if name == "ours" else ("speed", "memory"),
+            measures=("speed", "resume") if name == "ours" and not workers else ("speed",),
             resume="first",
             num_workers=workers,
         )
     return result
 
 
-EVERYTHING = ("speed", "memory", "resume")
+BOTH = ("speed", "resume")
 READERS = {
     "limit": Reader("numpy: one memmap, whole batches, no DataLoader (the limit)", limit),
     **readers_of_ours(),
     "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, partial(import_module, "datasets"), "hf"),
     "litdata": Reader(
-        "LitData, TokensLoader", read_litdata, partial(import_module, "litdata"), "litdata", "litdata", EVERYTHING
+        "LitData, TokensLoader", read_litdata, partial(import_module, "litdata"), "litdata", "litdata", BOTH
     ),
-    "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", "mds", EVERYTHING),
+    "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", "mds", BOTH),
 }
 WRITERS = {"ours": write_ours, "hf": write_hf, "litdata": write_litdata, "mds": write_mds}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import check
-from train.config.compare import CompareConfig
+from train.config.train import CompareConfig
 from train.report.__main__ import check_output, write_report
 from train.report.__main__ import main as report
 from train.report.texts import printable

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from train.cli import compose as cli
 from train.cli.command import DONE, STOPPED
 from train.config import InputError, TrainConfig, to_dict
-from train.config.compare import CompareConfig, VariantsConfig
+from train.config.train import CompareConfig, VariantsConfig
 from train.host import processes
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import canonical_json, open_folder

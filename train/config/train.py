@@ -1,4 +1,4 @@
-"""Settings of a whole training run, and the checks that concern several sections."""
+"""Settings of a whole training run, of a comparison of several, and the checks that concern several sections."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from train.config.parallel import ParallelConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
+TOLERANCE = 0.01  # seeds and orders of floating-point sums move the scores of fine-tuning by about as much
 
 
 @dataclass(kw_only=True)
@@ -130,6 +131,38 @@ class TrainConfig(Section):
             raise Unset("the run has no length: set max_steps, max_examples or max_epochs")
         if self.global_batch_size is self.micro_batch_size is None:
             raise Unset("the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)")
+
+
+@dataclass(kw_only=True)
+class VariantsConfig(Section, prefix="compare."):
+    run: list[str] = field(default_factory=list)  # names of the variants to run, the baseline first; empty: all
+    variants: dict[str, str] = field(default_factory=dict)  # by name, the settings in which each differs, as typed
+    largest_batch: dict[str, int] = field(default_factory=dict)  # by variant, the largest micro batch that fits: one
+    # more run with this batch, without accumulation
+    ranks: int = setting(1, above=0)  # of this machine; above 1 each run is started by torchrun
+    tolerance: float = setting(TOLERANCE, least=0)  # share of the baseline's last score by which equal ones may differ
+    output: str | None = None  # folder of the page; None: report/ in run_dir, for a run_dir in S3 here
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, names in (("run", self.run), ("largest_batch", self.largest_batch)):
+            unknown = [name for name in names if name not in self.variants]
+            known = ", ".join(self.variants) or "none is set"
+            check(not unknown, f"compare.{key} names {', '.join(unknown)}; compare.variants has: {known}")
+        check(len(set(self.run)) == len(self.run), f"compare.run=[{','.join(self.run)}] names a variant twice")
+        smallest = min(self.largest_batch.values(), default=1)
+        check(smallest > 0, f"compare.largest_batch has {smallest}; it must be above 0")
+
+    @property
+    def names(self) -> list[str]:
+        return self.run or list(self.variants)
+
+
+@dataclass(kw_only=True)
+class CompareConfig(TrainConfig):
+    """A training run in several variants: `python -m train.compare --cfg job` prints it."""
+
+    compare: VariantsConfig = field(default_factory=VariantsConfig)
 
 
 def to_dict(config: Section) -> dict[str, Any]:

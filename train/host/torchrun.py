@@ -5,6 +5,7 @@ It imports the standard library only, since it is called before everything that 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -79,10 +80,12 @@ def leave_rejection(rejection: str) -> None:
     """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure. The first
     rank of a machine that does so also has it printed below torchrun's report.
     """
-    with suppress(OSError):  # torchrun keeps no such files, or another rank was here first
-        with file_of_start(REJECTION).open("x") as file:
+    with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # or torchrun keeps no such files
+        fcntl.flock(file, fcntl.LOCK_EX)  # the other ranks, one of which ends torchrun, go on when the line is sure
+        if os.fstat(file.fileno()).st_size == 0:
             file.write(rejection)
-        print_after_torchrun(f"rejected: {rejection}")
+            file.flush()
+            print_after_torchrun(f"rejected: {rejection}")
 
 
 def print_after_torchrun(line: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, check
-from train.config.compare import TOLERANCE
+from train.config.train import TOLERANCE
 from train.report import comparison
 from train.report.page import render, table
 from train.report.run import Run, read_run

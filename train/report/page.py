@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check
-from train.config.compare import TOLERANCE
+from train.config.train import TOLERANCE
 from train.report import comparison
 from train.report.cards import ability, cards, side_by_side
 from train.report.data import Records, Table, classes_table, f1_comparison, labels_table, metrics_table, splits_table
