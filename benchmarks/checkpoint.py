@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -133,8 +134,8 @@ class Ours(TorchSave):
 
     def prepare(self) -> Future[Any]:
         cfg = CheckpointConfig(keep=0)  # the benchmark removes them
-        parts, calls = (self.store, self.state, self.state.backend), {"may_commit": done, "after_commit": done}
-        self.saver = AsyncSaver(cfg, *parts, DRAFT, **calls)
+        folder: Any = SimpleNamespace(check_owner=done, mirror=done)
+        self.saver = AsyncSaver(cfg, self.store, self.state, self.state.backend, DRAFT, folder)
         self.saver.warm()
         return self.saver.warming
 

@@ -96,3 +96,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+# `python -m train`, in which something happens before each loss.
+CHANGED = """
+import itertools, os, signal, sys, time
+from train.tasks.mlm.task import MaskedLMTask
+calls, before = itertools.count(1), MaskedLMTask.loss
+def loss(self, *arguments):
+    {}
+    return before(self, *arguments)
+MaskedLMTask.loss = loss
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+def start_changed(folder: Path, change: str, arguments: list[str], *, restarts: int = 0) -> ForkServerProcess:
+    """Start two ranks that do `change` before each loss. The file `err` in the folder gets what they print."""
+    program = folder / "program.py"
+    program.write_text(CHANGED.format(change))
+    return start_forked(launch(str(program), arguments, ranks=2, restarts=restarts), os.environ, err=folder / "err")

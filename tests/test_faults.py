@@ -4,14 +4,13 @@ import json
 import math
 import os
 import shutil
-import subprocess
 
 import psutil
 import pytest
 import torch
-from forks import launch, start_forked
+from forks import start_changed
 from run_results import assert_same_weights
-from running import ROOT, command, eventually, lines, outcome, run, train_here, train_overrides
+from running import eventually, lines, outcome, run, train_overrides
 from saved_steps import flip
 from toy import NAN, spoilt
 
@@ -22,22 +21,14 @@ from train.backend.nonfinite import Skips
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.cli import compose as cli
-from train.config import Failure
+from train.config import Failure, InputError, XLAConfig
 from train.config.attempt import NonfiniteConfig
+from train.run_folder.lease import Lease
+from train.storage.folders import LocalFolder
 
-PATIENCE_S = 300.0  # never waited for unless a test fails
-LONG = ["max_steps=60", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
-
-
-def start(arguments, *, script, ranks=1, restarts=0):
-    """A run in the background, its output in a file that is read when it fails. Its ranks are no forks of torchrun:
-    those would have its handlers of signals.
-    """
-    words = command(arguments, ranks=ranks)
-    if restarts:
-        words.insert(3, f"--max-restarts={restarts}")
-    words = [*words[: words.index("-m", 3 if ranks > 1 else 0)], str(script), *arguments]
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+PATIENCE_S = 90.0  # never waited for unless a test fails
+STEPS = 30
+LONG = [f"max_steps={STEPS}", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
 
 
 def ranks_of(process, run_dir):
@@ -54,45 +45,35 @@ def steps_logged(run_dir):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, prepared):
-    """Two ranks, sixty steps."""
+    """Two ranks."""
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
     result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
     assert result.returncode == 0, result.stderr
     return run_dir
 
 
-# Slows every step, so that a test can hit one.
-SLOW = """
-import os, sys, time
-from train.tasks.mlm.task import MaskedLMTask
-before = MaskedLMTask.loss
-def slower(self, *arguments):
-    time.sleep(0.05)
-    return before(self, *arguments)
-MaskedLMTask.loss = slower
-from train.__main__ import main
-sys.exit(main())
-"""
-
-
 @pytest.fixture
-def slow(tmp_path):
-    path = tmp_path / "slow.py"
-    path.write_text(SLOW)
-    return path
+def start(tmp_path, prepared):
+    """Starts two ranks, see `start_changed`."""
+
+    def start(change, *settings, **options):
+        return start_changed(tmp_path, change, train_overrides(tmp_path / "run", prepared, *LONG, *settings), **options)
+
+    return start
 
 
-def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, slow, tmp_path, prepared):
+SLOW = "time.sleep(0.05)"  # so that a test can hit a step
+
+
+def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, start, tmp_path):
     """Twice: first a rank in the middle of a step, then rank 0."""
-    run_dir = tmp_path / "run"
-    words = launch(str(slow), train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=2)
-    process = start_forked(words, os.environ, err=tmp_path / "err")
-    for victim, step in ((1, 17), (0, 33)):
+    run_dir, process = tmp_path / "run", start(SLOW, restarts=2)
+    for victim, step in ((1, 7), (0, 18)):
         eventually(lambda step=step: max(steps_logged(run_dir), default=0) >= step or not process.is_alive())
         ranks_of(process, run_dir)[victim].kill()
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "err").read_text()
-    assert_same_weights(run_dir, undisturbed, 60)
+    assert_same_weights(run_dir, undisturbed, STEPS)
     last = {line["step"]: line["loss"] for line in lines(run_dir, "train")}
     assert last == {line["step"]: line["loss"] for line in lines(undisturbed, "train")}
     faults = [line for line in lines(run_dir, "fault") if "steps_lost" in line]
@@ -108,98 +89,56 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, sl
 def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
     run_dir = shutil.copytree(undisturbed, tmp_path / "run")
     for name in ("model", "optimizer"):  # of the last two
-        path = run_dir / f"checkpoints/step_{60 if name == 'model' else 55:08d}/{name}.pt"
-        flip(path)
+        flip(run_dir / f"checkpoints/step_{STEPS if name == 'model' else STEPS - 5:08d}/{name}.pt")
     result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
     assert result.returncode == 0, result.stderr
-    assert "step 60 is damaged (model.pt has sha256" in result.stderr
-    assert "step 55 is damaged (optimizer.pt has sha256" in result.stderr
-    assert_same_weights(run_dir, undisturbed, 60)
+    assert f"step {STEPS} is damaged (model.pt has sha256" in result.stderr
+    assert f"step {STEPS - 5} is damaged (optimizer.pt has sha256" in result.stderr
+    assert_same_weights(run_dir, undisturbed, STEPS)
     assert len(LocalStore(run_dir / "checkpoints").quarantined()) == 2
 
 
-def test_without_torchrun_the_ranks_save_and_leave(slow, tmp_path, prepared):
+def test_without_torchrun_the_ranks_save_and_leave(start, tmp_path):
     """SIGKILL of torchrun: nobody is left on the devices, and nothing is lost."""
-    run_dir = tmp_path / "run"
-    arguments = train_overrides(run_dir, prepared, *LONG, "checkpoint.every=1000")
-    process = start(arguments, ranks=2, script=slow)
-    eventually(lambda: max(steps_logged(run_dir), default=0) >= 3 or process.poll() is not None)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 2
+    run_dir, process = tmp_path / "run", start(SLOW, "max_steps=100000", "checkpoint.every=100000")
+    eventually(lambda: max(steps_logged(run_dir), default=0) >= 3 or not process.is_alive())
+    ranks = ranks_of(process, run_dir)
     process.kill()
-    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE_S)
     assert not alive
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"]) == ("stopped", "SIGTERM")
-    assert 3 <= ended["checkpoint"] == ended["step"] < 60
-    process.communicate()
+    assert 3 <= ended["checkpoint"] == ended["step"]
 
 
 # Rank 1 of the first attempt stops in its twelfth step.
-STOPS = """
-import itertools, os, signal, sys
-from train.tasks.mlm.task import MaskedLMTask
-calls, before = itertools.count(1), MaskedLMTask.loss
-def stopping(self, *arguments):
-    if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return before(self, *arguments)
-MaskedLMTask.loss = stopping
-from train.__main__ import main
-sys.exit(main())
-"""
+STOPS = """if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
+        os.kill(os.getpid(), signal.SIGSTOP)"""
 
 
-def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, tmp_path, prepared):
+def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, start, tmp_path):
     """SIGSTOP: it no longer comes to the collective, in which the other one waits."""
-    run_dir = tmp_path / "run"
-    (tmp_path / "stops.py").write_text(STOPS)
-    arguments = train_overrides(run_dir, prepared, *LONG, "watchdog.step_s=4", "watchdog.start_s=100")
-    process = start_forked(
-        launch(str(tmp_path / "stops.py"), arguments, ranks=2, restarts=1), os.environ, err=tmp_path / "err"
-    )
+    run_dir, process = tmp_path / "run", start(STOPS, "watchdog.step_s=4", "watchdog.start_s=80", restarts=1)
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "err").read_text()
-    assert_same_weights(run_dir, undisturbed, 60)
+    assert_same_weights(run_dir, undisturbed, STEPS)
     reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
     assert "stuck: rank 1 has been in" in reason and "; rank 1 is stopped" in reason
     assert "_add_gradients" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
-def test_a_second_job_on_the_same_folder_is_rejected(slow, tmp_path, prepared):
-    run_dir = tmp_path / "run"
-    arguments = train_overrides(run_dir, prepared, *LONG, "max_steps=100000")
-    first = start(arguments, script=slow)
-    eventually(lambda: steps_logged(run_dir) or first.poll() is not None)
-    watched = [run_dir / "config.yaml", run_dir / "environment.json", *(run_dir / "lease").iterdir()]
-    before = [path.stat().st_ino for path in watched[:2]]
-    second = run(arguments)
-    assert before == [path.stat().st_ino for path in watched[:2]] and all(path.exists() for path in watched)
-    assert second.returncode == 2
-    assert f"in use by process {first.pid} on" in second.stderr, second.stderr
-    assert "Traceback" not in second.stderr
-    first.terminate()
-    assert first.communicate(timeout=PATIENCE_S) and first.returncode == 75
-    assert outcome(run_dir)["outcome"] == "stopped"
+def test_a_second_job_on_the_same_folder_is_rejected_and_writes_nothing(toy):
+    toy.train(max_steps=3)
 
+    def content():
+        return {path: path.read_bytes() for path in toy.folder.rglob("*") if path.is_file()}
 
-def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_path, prepared):
-    """For torchrun an exit code of 75 is a failure, to be tried again."""
-    run_dir = tmp_path / "run"
-    slow.write_text(SLOW.replace("0.05", "0.05 * int(os.environ['RANK'])"))
-    options = [*LONG, "max_steps=100000", "straggler.windows=2"]
-    process = start(train_overrides(run_dir, prepared, *options), ranks=2, restarts=3, script=slow)
-    eventually(lambda: (steps_logged(run_dir) and lines(run_dir, "fault")) or process.poll() is not None)
-    (run_dir / "STOP").touch()
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    ended = outcome(run_dir)
-    assert (ended["outcome"], ended["kind"]) == ("stopped", "stop_file"), output
-    assert output.count("torchrun reports exit code 75 as a failure; the run stopped as asked") == 1
-    assert output.count("not started again: it stopped") == 1
-    assert not (run_dir / "STOP").exists()  # obeyed
-    assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
-    assert "rank 1 on" in lines(run_dir, "fault")[0]["reason"]  # this one is slow
-    assert "holds the others up" in lines(run_dir, "fault")[0]["reason"]
+    with Lease(LocalFolder(toy.folder / "run"), 600.0):
+        before = content()
+        with pytest.raises(InputError, match=f"in use by process {os.getpid()} on"):
+            toy.train()
+        assert content() == before
+    assert toy.train() == ("done", 6)
 
 
 # ---- gradients that are no numbers -----------------------------------------------------------------------------------
@@ -239,8 +178,10 @@ def test_a_checkpoint_of_a_bad_moment_is_as_good_as_another(toy):
     assert toy.saved()[8]["skipped"] == 3
 
 
-def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeypatch):
-    """A rate that blows the weights up, once: the gradients after it are no numbers."""
+def test_xla_goes_back_as_well_without_another_graph(toy, monkeypatch):
+    """A rate that blows the weights up, once: the gradients after it are no numbers. All graphs are in memory then."""
+    options = {"backend": XLAConfig(device="cpu", layers="unrolled"), "max_steps": 8, "eval_every": None}
+    toy.train("before", **options)
     before, blown = loop.learning_rate, []
 
     def blow_up_once(step, **settings):
@@ -249,13 +190,11 @@ def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeyp
         return before(step, **settings)
 
     monkeypatch.setattr(loop, "learning_rate", blow_up_once)
-    options = ["backend=xla", "model.num_layers=1", "max_steps=8", "max_epochs=9", "eval_every=null", "export=false"]
-    assert train_here(tmp_path / "run", prepared, *options) == ("done", 8)
-    assert "back to step 3" in lines(tmp_path / "run", "fault")[-1]["reason"]
-    summary = lines(tmp_path / "run", "summary")[0]
-    assert summary["rollbacks"] == 1
-    assert summary["graphs"] <= 2  # to train and to evaluate; other tests may have compiled them before
-    assert math.isfinite(lines(tmp_path / "run", "eval")[-1]["loss"])
+    assert toy.train(**options) == ("done", 8)
+    assert "back to step 3" in toy.faults()[-1]
+    (summary,) = toy.lines("summary")
+    assert (summary["rollbacks"], summary["graphs"]) == (1, 0)
+    assert math.isfinite(toy.values("eval", "loss")[-1])
 
 
 @pytest.mark.parametrize("rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"])
@@ -368,6 +307,15 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
     summary = toy.lines("summary", "parts")[-1]
     assert (last["tokens"], last["train_s"]) == (summary["tokens"], summary["train_s"])
     assert toy.weights(12, "whole") == toy.weights(12, "parts")
+
+
+def test_a_stop_file_is_obeyed_with_a_checkpoint_and_removed(toy):
+    toy.train(max_steps=1)
+    file = toy.folder / "run/STOP"
+    file.touch()
+    reason, step = toy.train(max_steps=10**6, eval_every=None)
+    assert (reason, toy.outcome()["kind"]) == ("the file STOP in the run folder", "stop_file")
+    assert toy.outcome()["checkpoint"] == step and not file.exists()
 
 
 def test_max_run_s_ends_a_run_with_a_checkpoint(toy):

@@ -396,7 +396,8 @@ def rank_of_two(folder):
         backend.rng_state = went_on  # else it would wait for rank 0, as it should
     store = LocalStore(Path(folder) / "saved")
     draft = Manifest(0, 1, {}, {}, {}, 2, "ddp", None)
-    saver = AsyncSaver(CheckpointConfig(), store, engine, backend, draft, may_commit=print, after_commit=print)
+    run_folder = SimpleNamespace(check_owner=print, mirror=print)
+    saver = AsyncSaver(CheckpointConfig(), store, engine, backend, draft, run_folder)
     result["other"] = failure(functools.partial(saver.save, Progress(), {}, metric=None))
     saver.close(waits=True)
     result["saved"] = (Path(folder) / "saved").exists()

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from running import eventually
@@ -78,6 +80,19 @@ def dead_process():
 
 
 @pytest.fixture
+def watch(monkeypatch):
+    """The pauses of a job that watches an owner, which take no time: `meanwhile` is called instead."""
+    watch = SimpleNamespace(pauses_s=[], meanwhile=lambda: None)
+
+    def sleep(pause_s):
+        watch.pauses_s.append(pause_s)
+        watch.meanwhile()
+
+    monkeypatch.setattr(lease, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    return watch
+
+
+@pytest.fixture
 def as_another(monkeypatch):
     """Makes the calls from now on those of another process, which differs in these."""
     real = lease.identity
@@ -89,11 +104,14 @@ def here():
     return {name: lease.identity()[name] for name in ELSEWHERE}
 
 
-def leave(folder, **changes):
-    """A lease as a job on another machine left it without releasing it."""
+def left(**changes):
+    """The lease of a job on another machine that has not released it."""
     owner = {**lease.identity(), **ELSEWHERE, "owner": "x", "ttl_s": 0.5, "started": "Monday", "number": 1}
-    content = {**owner, "beats": 3, "step": 40, "released": False, **changes}
-    folder.write(name_of(content["number"]), canonical_json(content))
+    return {**owner, "beats": 3, "step": 40, "released": False, **changes}
+
+
+def leave(folder, **changes):
+    folder.write(name_of(changes.get("number", 1)), canonical_json(left(**changes)))
 
 
 def kept(folder, number):
@@ -181,18 +199,19 @@ def test_a_dead_owner_on_this_machine_is_followed_at_once(folder, new, dead_proc
 
 
 @pytest.mark.parametrize("change", [{"pid_namespace": "pid:[1]"}, {"host": "node-2"}, {"boot_id": None}], ids=str)
-def test_an_owner_that_cannot_be_seen_and_beats_is_not_disturbed(folder, new, as_another, dead_process, change):
+def test_an_owner_that_cannot_be_seen_and_beats_is_not_disturbed(folder, new, as_another, dead_process, watch, change):
     """It has no process here. The same must hold where neither side knows its machine."""
     as_another(**dead_process, **change)
-    owner = new(3.0)
+    owner = new()
     owner.take()
     if change != {"boot_id": None}:
         as_another()
+    watch.meanwhile = lambda: owner.heartbeat() if len(watch.pauses_s) == lease.LOOKS else None  # at the last look
     lines = []
     with pytest.raises(InputError, match="is in use by process .* on .*, since "):
         new(3.0, on_wait=lines.append).take()
     (line,) = lines
-    assert f"{folder.location} was last used by process" in line and "up to 3 s (until " in line
+    assert f"{folder.location} was last used by process" in line and f"up to {LONG_S:g} s (until " in line
     owner.check()
     assert folder.names() == ["lease/00000001.json"]
 
@@ -200,72 +219,47 @@ def test_an_owner_that_cannot_be_seen_and_beats_is_not_disturbed(folder, new, as
 # ---- owners elsewhere -----------------------------------------------------------------------------------------------
 
 
-SILENT = {
-    "elsewhere": dict,
-    "a time without end": lambda: {**here(), "ttl_s": float("inf")},
-    "a very long time": lambda: {**here(), "ttl_s": 1e300},
-    "a huge process id": lambda: {**here(), "pid": 10**30},
-    "a negative process id": lambda: {**here(), "pid": -1},
-}
+FORGED = [{"ttl_s": float("inf")}, {"ttl_s": 1e300}, {"pid": 10**30}, {"pid": -1}]
+DAMAGED = [b"", b"\xff\xfe", b'{"number": 1', b"[1]", b'{"released": true}', canonical_json(dict.fromkeys(KINDS, True))]
 
 
-@pytest.mark.parametrize("owner", SILENT)
-def test_a_silent_owner_or_a_forged_one_is_watched_and_followed(folder, new, owner):
-    leave(folder, number=7, **SILENT[owner]())
-    lines = []
-    new_owner = new(0.5, on_wait=lines.append)
-    new_owner.take()
-    assert (new_owner.number, len(lines)) == (8, 1)
-    new_owner.check()
+@pytest.mark.parametrize("number", [7, 10**18 - 1])
+def test_an_owner_whose_file_says_nothing_of_use_is_watched_and_followed(folder, new, watch, number):
+    for content in (*DAMAGED, *(canonical_json(left(**here(), **changes)) for changes in FORGED)):
+        lines = []
+        folder.write(name_of(number), content)
+        owner = new(60.0, on_wait=lines.append)
+        owner.take()
+        assert (owner.number, owner.previous, sum(watch.pauses_s)) == (number + 1, None, pytest.approx(60.0)), content
+        assert ["last used by an owner whose lease file cannot be read" in line for line in lines] == [True]
+        with pytest.raises(InputError, match="is in use by process"):
+            new().take()
+        folder.remove(name_of(number + 1))
+        watch.pauses_s.clear()
 
 
-def test_a_process_that_the_kernel_hides_is_not_judged_dead(folder, new, monkeypatch):
-    """With hidepid /proc shows nothing of another user's process, but it is there."""
-    leave(folder, **here())
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_silent_owner_is_watched_for_its_own_time_and_followed(folder, new, watch, monkeypatch, is_hidden):
+    """On another machine; or here, where hidepid shows nothing of another user's process, but it is there."""
+    leave(folder, ttl_s=600.0, **(here() if is_hidden else {}))
     monkeypatch.setattr(processes, "read_process", lambda _: None)
-    lines = []
-    new(0.1, on_wait=lines.append).take()
-    assert len(lines) == 1
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff\xfe", b'{"number": 1', b"[1]", b'{"released": true}', canonical_json(dict.fromkeys(KINDS, True))],
-    ids=["empty", "no text", "half", "a list", "little", "wrong"],
-)
-@pytest.mark.parametrize("number", [1, 10**18 - 1])
-def test_a_damaged_file_is_watched_like_a_silent_owner(folder, new, content, number):
-    folder.write(name_of(number), content)
-    lines = []
-    owner = new(0.1, on_wait=lines.append)
-    owner.take()
-    assert (owner.number, owner.previous) == (number + 1, None)
-    (line,) = lines
-    assert "last used by an owner whose lease file cannot be read" in line
-    with pytest.raises(InputError, match="is in use by process"):
-        new().take()
-
-
-def test_an_owner_is_watched_for_its_own_time(folder, new, monkeypatch):
-    leave(folder, ttl_s=600.0)
-    waited = []
-    monkeypatch.setattr(lease.time, "sleep", waited.append)
-    new(60.0, on_wait=lambda _: None).take()
-    assert sum(waited) == pytest.approx(600)
-
-
-def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder, new, monkeypatch):
-    leave(folder)
-    waited = []
-    monkeypatch.setattr(lease.time, "sleep", lambda pause_s: waited.append(pause_s) or leave(folder, released=True))
     owner = new(60.0, on_wait=lambda _: None)
     owner.take()
-    assert (owner.number, waited) == (2, [5.0])
+    assert (owner.number, sum(watch.pauses_s)) == (2, pytest.approx(600))
+    owner.check()
 
 
-def test_a_damaged_file_that_changes_has_an_owner(folder, new, monkeypatch):
+def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder, new, watch):
+    leave(folder)
+    watch.meanwhile = lambda: leave(folder, released=True)
+    owner = new(60.0, on_wait=lambda _: None)
+    owner.take()
+    assert (owner.number, watch.pauses_s) == (2, [5.0])
+
+
+def test_a_damaged_file_that_changes_has_an_owner(folder, new, watch):
     folder.write(name_of(1), b"?")
-    monkeypatch.setattr(lease.time, "sleep", lambda _: folder.write(name_of(1), b"??"))
+    watch.meanwhile = lambda: folder.write(name_of(1), b"??")
     with pytest.raises(InputError, match="is in use by an owner whose lease file cannot be read; stop it"):
         new(on_wait=lambda _: None).take()
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from forks import launch, start_forked
+from forks import start_changed
 from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
 
@@ -67,8 +68,9 @@ def watching(
     run_s: float = 0,
     **settings: object,
 ) -> Notices:
-    cfg = PreemptConfig(**{"poll_s": POLL_S, **settings})  # type: ignore[arg-type]
-    return Notices(cfg, stop, has_stop_file=stop_file, max_run_s=max_run_s, began_s=time.monotonic() - run_s)
+    preempt = PreemptConfig(**{"poll_s": POLL_S, **settings})  # type: ignore[arg-type]
+    cfg = SimpleNamespace(preempt=preempt, max_run_s=max_run_s)
+    return Notices(cfg, stop, stop_file, time.monotonic() - run_s)  # type: ignore[arg-type]
 
 
 def more_rounds(imds: FakeIMDS) -> None:
@@ -110,8 +112,7 @@ def test_a_wish_for_a_save_ends_with_the_save(stop):
     stop.ask_save("a notice")
     stop.ask_save("another")
     assert (stop.saves_soon, stop.reason) == ("a notice", None)
-    stop.saved()
-    assert stop.saves_soon is None
+    stop.saves_soon = None
     stop.ask_save("another")
     assert stop.saves_soon == "another"
 
@@ -125,71 +126,64 @@ def test_a_signal_may_come_while_its_own_thread_asks(stop):
 # ---- EC2's notices -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_asked_while_there_is_nothing_to_say(imds, stop, warnings):
-    imds.say(EVENTS, [])
-    with watching(stop):
-        more_rounds(imds)
-    assert (stop.reason, stop.saves_soon, warnings()) == (None, None, [])
-    assert {request.status for request in imds.seen(SPOT) + imds.seen(REBALANCE)} == {404}
-
-
-def test_a_spot_notice_ends_the_run(imds, stop, monkeypatch):
+def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(imds, stop, warnings, monkeypatch):
+    """Before it nothing is said, not even in the log."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a link-local address is not for a proxy
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    imds.say(EVENTS, [])
     with watching(stop):
         more_rounds(imds)
+        assert (stop.reason, stop.saves_soon) == (None, None)
+        assert {request.status for request in imds.seen(SPOT) + imds.seen(REBALANCE)} == {404}
+        imds.expire_tokens()
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)
-    assert stop.reason == "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
-
-
-def test_a_rebalance_recommendation_asks_for_one_save(imds, stop):
-    with watching(stop):
-        imds.say(REBALANCE, {"noticeTime": "2026-11-20T08:22:00Z"})
-        eventually(lambda: stop.saves_soon)
-        assert stop.saves_soon == "EC2 rebalance recommendation of 2026-11-20T08:22:00Z"
-        stop.saved()
-        more_rounds(imds)
-        assert stop.saves_soon is None
-        imds.say(REBALANCE, {"noticeTime": "2026-11-20T09:22:00Z"})
-        eventually(lambda: stop.saves_soon)
-    assert stop.reason is None
-
-
-@pytest.mark.parametrize(("mode", "ends"), [("leave", True), ("ignore", False)])
-def test_a_rebalance_recommendation_can_end_the_run_or_be_ignored(imds, stop, mode, ends):
-    imds.say(REBALANCE, {"noticeTime": "2026-11-20T08:22:00Z"})
-    with watching(stop, rebalance=mode):
-        eventually(lambda: stop.reason) if ends else more_rounds(imds)
-    assert stop.reason == ("EC2 rebalance recommendation of 2026-11-20T08:22:00Z" if ends else None)
-    assert stop.kind == ("rebalance" if ends else "")
-    assert stop.saves_soon is None
+    assert 401 in [request.status for request in imds.seen()]
+    assert len(imds.seen(TOKEN, "PUT")) == 2 and warnings() == []
 
 
 def event(code: str, state: str = "active") -> dict[str, str]:
     return {"NotBefore": "20 Nov 2026 08:10:00 GMT", "Code": code, "EventId": "instance-event-0d59", "State": state}
 
 
-@pytest.mark.parametrize("code", ["instance-stop", "instance-retirement"])
-def test_a_stop_for_good_ends_the_run_when_it_is_near(imds, stop, wall_clock, code):
-    imds.say(EVENTS, [event("instance-reboot"), event(code)])
-    with watching(stop):
-        stop.save_s = 60
-        wall_clock.now = NOW + timedelta(minutes=6, seconds=59)
-        more_rounds(imds)
-        assert stop.reason is None
-        wall_clock.now = NOW + timedelta(minutes=7)
-        eventually(lambda: stop.reason)
-    assert (stop.reason, stop.kind) == (f"EC2 scheduled event: {code} at 2026-11-20T08:10:00Z", "scheduled_event")
+def of(moment: str) -> dict[str, str]:
+    return {"noticeTime": moment}
 
 
-def test_reboots_and_cancelled_events_are_not_for_the_run(imds, stop, wall_clock, warnings):
-    wall_clock.now = NOW + timedelta(minutes=20)
-    imds.say(EVENTS, [event("system-reboot"), event("system-maintenance"), event("instance-stop", state="canceled")])
-    with watching(stop):
-        more_rounds(imds)
-    assert (stop.reason, warnings()) == (None, [])
+NEAR = timedelta(minutes=7)  # two minutes and the minute of a save before the event
+STOPS = [event("instance-reboot"), event("instance-stop")]
+MENDED = [event("system-reboot"), event("system-maintenance"), event("instance-stop", state="canceled")]
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "settings", "later", "kind", "words"),
+    [
+        (SPOT, SPOT_NOTICE, {}, NEAR, "spot_notice", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"),
+        (REBALANCE, of("08:22"), {"rebalance": "leave"}, NEAR, "rebalance", "EC2 rebalance recommendation of 08:22"),
+        (REBALANCE, of("08:22"), {"rebalance": "ignore"}, NEAR, "", None),
+        (EVENTS, STOPS, {}, NEAR - timedelta(seconds=1), "", None),
+        (EVENTS, STOPS, {}, NEAR, "scheduled_event", "EC2 scheduled event: instance-stop at 2026-11-20T08:10:00Z"),
+        (EVENTS, [event("instance-retirement")], {}, NEAR, "scheduled_event", "EC2 scheduled event: instance-r"),
+        (EVENTS, MENDED, {}, 3 * NEAR, "", None),
+    ],
+)
+def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, settings, later, kind, words):
+    monkeypatch.setattr(Metadata, "get", lambda _, name: said if path.endswith(name) else None)
+    stop.save_s, wall_clock.now = 60, NOW + later
+    watching(stop, notices="on", **settings).look_at_metadata()
+    assert (stop.kind, stop.saves_soon) == (kind, None)
+    assert words is None if stop.reason is None else stop.reason.startswith(words)
+
+
+def test_a_rebalance_recommendation_asks_for_one_save(stop, monkeypatch):
+    notices, said = watching(stop, notices="on"), {}
+    monkeypatch.setattr(Metadata, "get", lambda _, name: dict(said) if "rebalance" in name else None)
+    for moment, asks in (("08:22", True), ("08:22", False), ("09:22", True)):
+        said.update(of(moment))
+        notices.look_at_metadata()
+        assert (stop.saves_soon, stop.reason) == (f"EC2 rebalance recommendation of {moment}" if asks else None, None)
+        stop.saves_soon = None
 
 
 # ---- the metadata service ------------------------------------------------------------------------------------------
@@ -207,16 +201,6 @@ def test_a_token_is_renewed_before_its_end(imds, monkeypatch):
     service.get("spot/instance-action")
     assert len(imds.seen(TOKEN, "PUT")) == 2
     assert [request.status for request in imds.seen()] == [404] * 3  # none was rejected
-
-
-def test_a_token_that_was_forgotten_is_renewed(imds, stop, warnings):
-    with watching(stop):
-        more_rounds(imds)
-        imds.expire_tokens()
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-    assert 401 in [request.status for request in imds.seen()]
-    assert len(imds.seen(TOKEN, "PUT")) == 2 and warnings() == []
 
 
 @pytest.mark.parametrize(
@@ -313,32 +297,24 @@ def test_a_run_folder_that_hangs_does_not_hide_a_spot_notice(imds, stop):
     assert "spot" in stop.reason
 
 
-def test_max_run_s_keeps_the_time_of_a_save(imds, stop):
-    looks: list[bool] = []
-    imds.say(SPOT, SPOT_NOTICE)
-    with watching(stop, stop_file=lambda: bool(looks.append(True)), max_run_s=7200, run_s=3600, notices="off"):
-        eventually(lambda: len(looks) > 3)
-        assert stop.reason is None
-        stop.save_s = 3600
-        eventually(lambda: stop.reason)
-    assert stop.reason == "max_run_s=7200 is over"
-    assert imds.requests == []  # notices are off
+def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
+    notices = watching(stop, max_run_s=7200, run_s=3600, notices="off")
+    notices.look_at_clock()
+    assert stop.reason is None
+    stop.save_s = 3600
+    notices.look_at_clock()
+    assert (stop.reason, stop.kind) == ("max_run_s=7200 is over", "max_run_s")
 
 
 def test_the_run_leaves_a_capacity_block_in_time(stop, wall_clock):
     """10:00 at the latest, less a minute, less the save: 31 + 2 minutes before."""
-    looks: list[bool] = []
-    end = "2026-11-20T12:00:00+02:00"
-    with watching(stop, stop_file=lambda: bool(looks.append(True)), block_end=end, notices="off"):
-        stop.save_s = 120
-        wall_clock.now = NOW + timedelta(minutes=86, seconds=59)
-        seen = len(looks)
-        eventually(lambda: len(looks) > seen + 3)
-        assert stop.reason is None
-        wall_clock.now = NOW + timedelta(minutes=87)
-        eventually(lambda: stop.reason)
+    notices = watching(stop, block_end="2026-11-20T12:00:00+02:00", notices="off")
+    stop.save_s = 120
+    for later, asked in ((timedelta(minutes=86, seconds=59), None), (timedelta(minutes=87), "capacity_block")):
+        wall_clock.now = NOW + later
+        notices.look_at_clock()
+        assert (stop.kind or None) == asked
     assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, its instances 30 minutes before"
-    assert stop.kind == "capacity_block"
 
 
 def test_a_block_that_has_no_time_left_is_rejected(stop, wall_clock):
@@ -380,18 +356,21 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_call():
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, prepared):
+def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_none_again(imds, tmp_path, prepared):
+    """For torchrun an exit code of 75 is a failure, to be tried again. Until the notice one rank holds the other up."""
     run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
-    options = ["max_steps=100000", "eval_every=null", "checkpoint.every=100000", "export=false", "preempt.poll_s=0.05"]
-    words, err = launch("train", train_overrides(run_dir, prepared, *options), ranks=2), tmp_path / "err"
-    process = start_forked(words, os.environ, err=err)
+    options = ["max_steps=100000", "max_epochs=null", "eval_every=null", "checkpoint.every=100000", "export=false"]
+    options += ["preempt.poll_s=0.05", "straggler.windows=2"]
+    slow = "time.sleep(0.05 * int(os.environ['RANK']))"
+    process = start_changed(tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3)
     try:
-        eventually(lambda: not process.is_alive() or imds.seen(SPOT))
+        metrics = run_dir / "metrics.jsonl"
+        eventually(lambda: not process.is_alive() or (metrics.exists() and lines(run_dir, "fault")))
         imds.say(SPOT, SPOT_NOTICE)
-        process.join(120)
+        process.join(90)
     finally:
         process.terminate()
-    stderr = err.read_text()
+    stderr = (tmp_path / "err").read_text()
     files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
     assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
     ended = outcome(run_dir)
@@ -399,3 +378,7 @@ def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, p
     assert ended["reason"] == f"{notice}, at rank 0 on {platform.node()}"
     assert ended["checkpoint"] == ended["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
     assert len(imds.seen(TOKEN, "PUT")) == 1  # one process of a machine asks
+    assert stderr.count("torchrun reports exit code 75 as a failure; the run stopped as asked") == 1
+    assert stderr.count("not started again: it stopped") == 1
+    assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
+    assert re.search("^rank 1 on .* holds the others up", lines(run_dir, "fault")[0]["reason"])

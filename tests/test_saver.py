@@ -7,10 +7,11 @@ import re
 import shutil
 import threading
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
-from running import lines, outcome, run, train_config, train_here, train_overrides
+from running import outcome, run, train_config, train_here, train_overrides
 from torch import nn
 
 from train.backend.ddp import DDP
@@ -26,7 +27,7 @@ from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
-PATIENCE_S = 300.0  # never waited for unless a test fails
+PATIENCE_S = 90.0  # never waited for unless a test fails
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -47,9 +48,9 @@ def backend():
     return DDP(BackendConfig(device="cpu", precision="fp32"))
 
 
-def saver_of(store, *, may_commit=lambda: None, after_commit=lambda: None, **settings):
-    cfg = CheckpointConfig(**settings)
-    return AsyncSaver(cfg, store, replica(*built()), backend(), DRAFT, may_commit=may_commit, after_commit=after_commit)
+def saver_of(store, *, check_owner=lambda: None, **settings):
+    folder = SimpleNamespace(check_owner=check_owner, mirror=lambda: None)
+    return AsyncSaver(CheckpointConfig(**settings), store, replica(*built()), backend(), DRAFT, folder)
 
 
 def replica(model, optimizer):
@@ -252,11 +253,12 @@ def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_p
 
 
 def test_a_failure_after_the_commit_is_reported_as_that(tmp_path):
-    def fail():
-        raise FULL
+    def check_owner():
+        if store.steps():
+            raise FULL
 
     store = LocalStore(tmp_path)
-    saver = saver_of(store, after_commit=fail)
+    saver = saver_of(store, check_owner=check_owner)
     assert "it is there, but" in saved(saver, 3, built())
     assert saver.newest == 3 and newest_valid(store)[0].step == 3
 
@@ -277,12 +279,12 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
 def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
     lost = []
 
-    def may_commit():
+    def check_owner():
         if lost:
             raise LeaseLost("another job owns it now")
 
     store, trained = LocalStore(tmp_path), built()
-    saver = saver_of(store, may_commit=may_commit)
+    saver = saver_of(store, check_owner=check_owner)
     assert saved(saver, 3, trained) is None
     lost.append(True)
     assert saved(saver, 6, trained) == "LeaseLost: another job owns it now"
@@ -307,14 +309,10 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def train(run_dir, data):
-    return train_here(run_dir, data, "eval_every=null", "export=false", "checkpoint.every=1", "checkpoint.keep=0")
-
-
 @pytest.mark.parametrize("step", [5, 6])
-def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, step):
+def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
     """Not if the one before has, even if that is known only when the last one begins. The same command continues."""
-    last_begins = threading.Event()
+    last_begins, options = threading.Event(), {"eval_every": None, "checkpoint": {"every": 1, "keep": 0}}
     wait, begin = AsyncSaver.wait, LocalStore.begin
 
     def waiting(self, *options):
@@ -330,17 +328,16 @@ def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, 
     monkeypatch.setattr(AsyncSaver, "wait", waiting)
     monkeypatch.setattr(LocalStore, "begin", rejecting)
     if step == 5:
-        assert train(tmp_path / "run", prepared) == ("done", 6)
-        assert outcome(tmp_path / "run")["checkpoint"] == 6
+        assert toy.train(**options) == ("done", 6)
+        assert toy.outcome()["checkpoint"] == 6
     else:
         with pytest.raises(SavesFail, match="saving step 6: OSError: .*No space left.* newest checkpoint is of step 5"):
-            train(tmp_path / "run", prepared)
-        ended = outcome(tmp_path / "run")
+            toy.train(**options)
+        ended = toy.outcome()
         assert (ended["outcome"], ended["kind"], ended["checkpoint"]) == ("failed", "saves_fail", 5)
-    alarm, *_ = (line["reason"] for line in lines(tmp_path / "run", "fault"))
-    assert alarm == f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
-    monkeypatch.undo()
-    assert train(tmp_path / "run", prepared) == ("done", 6)
+    assert toy.faults()[0] == f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
+    monkeypatch.setattr(LocalStore, "begin", begin)
+    assert toy.train(**options) == ("done", 6)
 
 
 def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):

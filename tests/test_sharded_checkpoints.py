@@ -7,23 +7,20 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import free_port, start_forked
-from run_results import losses, weights
-from running import run, train_config, train_overrides
+from run_results import losses
+from running import run, train_overrides
 from s3_fixtures import Bucket
-from safetensors.torch import load_file
 from saved_steps import flip
 from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Rejecting, left
 from torch import nn
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
-from train.checkpoints.__main__ import main as checkpoints
 from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read_weights
 from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted, check_files
 from train.checkpoints.saver import AsyncSaver
@@ -76,29 +73,12 @@ def test_it_resumes_on_fewer_ranks(run_dir, prepared):
     assert len(store_of(run_dir).manifest(6).files_of("model")) == 2
 
 
-def test_it_resumes_in_one_process_which_writes_whole_files(run_dir, prepared):
-    shutil.rmtree(run_dir / "checkpoints/step_00000006")
-    loop.run(train_config(run_dir, prepared, *BERT), StopRequest())
-    assert losses(run_dir)[6:] == pytest.approx(losses(run_dir)[3:6], rel=2e-5)
-    assert store_of(run_dir).manifest(6).files.keys() == {"model.pt", "optimizer.pt", "ranks.pt"}
-
-
 @pytest.mark.parametrize(("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")])
 def test_without_one_of_its_parts_a_step_is_none(run_dir, name, fault):
     path = run_dir / "checkpoints/step_00000006" / name
     flip(path, 100) if fault == "has sha256" else path.unlink()
     manifest, faults = newest_valid(store_of(run_dir))
     assert manifest.step == 3 and f"step 6 is damaged ({name} {fault}" in faults[0]
-
-
-def test_it_is_inspected_and_exported_as_a_whole_one(run_dir, tmp_path, capsys):
-    (run_dir / "model").mkdir()
-    assert checkpoints([str(run_dir), "verify"]) == 0
-    assert checkpoints([str(run_dir), "diff", "3", "3"]) == 0
-    assert "weights and moments are bit-equal" in capsys.readouterr().out
-    assert checkpoints([str(run_dir), "export", str(tmp_path / "export"), "--step", "6"]) == 0
-    exported, saved = load_file(tmp_path / "export/model.safetensors"), weights(run_dir)
-    assert exported and all(torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items())
 
 
 # ---- in S3 ---------------------------------------------------------------------------------------------------------
@@ -162,9 +142,9 @@ def main(folder):
     """One of two ranks: save at each step, with the fault of that step; rank 0 writes down what failed."""
     backend, store = DDP(BackendConfig(device="cpu", precision="fp32")), Failing(Path(folder) / "checkpoints")
     model = nn.Linear(2, 2, bias=False)
-    options = {"may_commit": lambda: None, "after_commit": lambda: None}
+    run_folder = SimpleNamespace(check_owner=lambda: None, mirror=lambda: None)
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
-    saver = AsyncSaver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, **options)
+    saver = AsyncSaver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, run_folder)
     failures = []
     for step, store.rejected in FAULTS.items():
         model.weight.data.fill_(float("nan" if store.rejected == "NaN" and backend.world.rank == 1 else step))

@@ -121,14 +121,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
             set_up_logging(folder.log, may_write=attempt.may_log)
             stack.enter_context(attempt.watch)
             if launch.local_rank == 0:
-                notices = Notices(
-                    cfg.preempt,
-                    attempt.stop,
-                    has_stop_file=attempt.has_stop_file,
-                    max_run_s=cfg.max_run_s,
-                    began_s=attempt.began_s,
-                )
-                stack.enter_context(notices)
+                stack.enter_context(Notices(cfg, attempt.stop, attempt.has_stop_file, attempt.began_s))
             yield attempt
         except BaseException as error:
             kind = kind_of(error)

@@ -15,9 +15,8 @@ import torch
 from train.attempt import goodput
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
-from train.checkpoints.retention import best, look_at_all
 from train.checkpoints.saver import AsyncSaver, Saved, SavesFail
-from train.checkpoints.store import open_store
+from train.checkpoints.store import best, look_at_all, open_store
 from train.config import NotPermitted, TrainConfig, flat
 from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window
@@ -78,17 +77,8 @@ class CheckpointManager:
         self.recorder, attempt, lease = recorder, self.attempt, self.attempt.lease
         world_size, name, fence = self.world.size, self.backend.name, lease.number if lease else 0
         draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
-        self.saver = AsyncSaver(
-            self.cfg.checkpoint,
-            self.store,
-            self.engine,
-            self.backend,
-            draft,
-            may_commit=self._before_commit,
-            after_commit=attempt.folder.check_owner,  # older checkpoints are removed next
-            newest=self.loaded.progress.step if self.loaded.ranks else None,
-        )
-        attempt.checkpoint = self.saver.newest
+        self.saver = AsyncSaver(self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder)
+        self.saver.newest = attempt.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
         self._restore_window(self.loaded)
         for fault in self.loaded.faults:
             recorder.fault(fault)
@@ -125,11 +115,6 @@ class CheckpointManager:
         window = Window(**saved) if rank == 0 else Window(**{**saved, "count": 0.0, "tokens": 0.0})
         self.recorder.window = dataclasses.replace(window, wait_s=float(own["wait_s"]), work_s=float(own["work_s"]))
 
-    def _before_commit(self) -> None:
-        """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
-        self.attempt.folder.check_owner()
-        self.attempt.folder.mirror()
-
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
     @property
@@ -143,7 +128,7 @@ class CheckpointManager:
             self.attempt.lease.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             since_s = time.time() - self.lost.last_sign_unix_s
-            recover_s = max(since_s, self.attempt.folder.clock.attempt_s())  # clocks may differ
+            recover_s = max(since_s, self.attempt.folder.attempt_s())  # clocks may differ
             text = f"{self.lost.reason}; {self.lost.steps} steps lost, {recover_s:.0f} s until the first step"
             logger.warning(text)
             self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
@@ -173,7 +158,7 @@ class CheckpointManager:
         self.attempt.watch.phase("save", step=progress.step)
         if stop.saves_soon is not None:
             logger.info("step %d: saving, as asked by %s", progress.step, stop.saves_soon)
-            stop.saved()
+            stop.saves_soon = None
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
@@ -250,7 +235,7 @@ class CheckpointManager:
             return {}
         return goodput.facts(
             self.attempt.folder.metrics,
-            wall_s=self.attempt.folder.clock.run_s(),
+            wall_s=self.attempt.folder.run_s(),
             stall_s=sum(stalls_s) / len(stalls_s),
             save_s=self.saver.save_s,
             step_s=self.recorder.train_s / max(1, self.recorder.steps_done),

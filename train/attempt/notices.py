@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from train.attempt.preempt import StopRequest
-from train.config import InputError, PreemptConfig, Unreachable, check
+from train.config import InputError, TrainConfig, Unreachable, check
 from train.host.metadata import Metadata, metadata_endpoint
 
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
@@ -44,25 +44,19 @@ class Notices:
     has no time left and for an invalid address.
     """
 
-    def __init__(
-        self,
-        cfg: PreemptConfig,
-        stop: StopRequest,
-        *,
-        has_stop_file: Callable[[], bool],
-        max_run_s: float | None,
-        began_s: float,  # of time.monotonic()
-    ) -> None:
-        self.cfg, self.stop = cfg, stop
-        self.has_stop_file, self.max_run_s, self.began_s = has_stop_file, max_run_s, began_s
-        self.block_end = None if cfg.block_end is None else datetime.fromisoformat(cfg.block_end.replace("Z", "+00:00"))
+    def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:
+        """`began_s` is of time.monotonic()."""
+        self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
+        self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
+        end = self.cfg.block_end
+        self.block_end = None if end is None else datetime.fromisoformat(end.replace("Z", "+00:00"))
         check(
             self.block_end is None or now() < self.block_leave_at(self.block_end),
-            f"preempt.block_end={cfg.block_end} leaves no time: EC2 ends the instances of a block 30 minutes before, "
+            f"preempt.block_end={end} leaves no time: EC2 ends the instances of a block 30 minutes before, "
             f"and it is {as_text(now())}; give the end of a later block, or null",
         )
         self.sources: dict[str, Callable[[], None]] = {"clock": self.look_at_clock, "stop file": self.look_for_file}
-        if watches_metadata(cfg.notices, os.environ):
+        if watches_metadata(self.cfg.notices, os.environ):
             self.metadata = Metadata(metadata_endpoint(os.environ))
             self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
         self.rebalance: object = None  # the last recommendation that was followed

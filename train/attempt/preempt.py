@@ -33,7 +33,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None  # leave at the next step, with a checkpoint
         self.kind = ""  # an identifier of the reason, for programs; empty where the reason itself is one
-        self.saves_soon: str | None = None  # save at the next step and continue
+        self.saves_soon: str | None = None  # save at the next step and continue; the loop sets it back
         self.save_s = 0.0  # seconds that the last save took
         self.signal: str | None = None  # the first one's name
         self.at_s = 0.0  # when it came
@@ -89,14 +89,8 @@ class StopRequest:
                 self.reason, self.kind = reason, kind
 
     def ask_save(self, reason: str) -> None:
-        """Have the run save at the next step and continue. The first reason stays until `saved`. From any thread."""
-        with self.lock:
-            self.saves_soon = self.saves_soon or reason
-
-    def saved(self) -> None:
-        """Note that the loop has saved."""
-        with self.lock:
-            self.saves_soon = None
+        """Have the run save at the next step and continue. The first reason stays until then. From any thread."""
+        self.saves_soon = self.saves_soon or reason
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()

@@ -6,8 +6,7 @@ progress. An engine that splits the state over ranks has each of them write its 
 
 Readers go by the manifests; `LATEST`, on disk, is a hint for people. Checksums are compared before any file is loaded.
 
-    manifest    describes a step              store, store_s3   steps on disk, and in S3
-    staging     the copy in host memory       retention         decides which steps are removed
+    manifest    describes a step              store, store_s3   steps on disk and in S3, and which are removed
+    staging     the copy in host memory       loader            loads the newest valid step
     saver       saves beside the training     __main__          list, verify, prune, export, diff
-    loader      loads the newest valid step
 """

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.checkpoints.manifest import Damaged, Manifest, step_name
-from train.checkpoints.retention import ALWAYS_VALID, Retention, best, look_at_all
-from train.checkpoints.store import Store, open_store
+from train.checkpoints.store import ALWAYS_VALID, Retention, Store, best, look_at_all, open_store
 from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check

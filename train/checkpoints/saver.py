@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
-from train.checkpoints.retention import Retention
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
-from train.checkpoints.store import Store
+from train.checkpoints.store import Retention, Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
 from train.host.runtime import pool_beside_training
 from train.ranks import no_wait
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from train.backend import Backend
     from train.parallel import Checkpointed
     from train.ranks import World
+    from train.run_folder.folder import RunFolder
 
 logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # errors of a service that is away or rejects: it may take the files later
@@ -67,17 +67,11 @@ class AsyncSaver:
         engine: Checkpointed,
         backend: Backend,
         draft: Manifest,
-        *,
-        may_commit: Callable[[], None],
-        after_commit: Callable[[], None],
-        newest: int | None = None,
+        folder: RunFolder,
     ) -> None:
-        """`draft` has what the manifests of this attempt have in common. `may_commit` and `after_commit` raise if the
-        run folder belongs to another job by now. `newest` is the step that the run resumes from.
-        """
-        self.cfg, self.store, self.draft = cfg, store, draft
+        """`draft` has what the manifests of this attempt have in common."""
+        self.cfg, self.store, self.draft, self.folder = cfg, store, draft, folder
         self.engine, self.backend, self.world = engine, backend, backend.world
-        self.may_commit, self.after_commit = may_commit, after_commit
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
         self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
         self.pool = pool_beside_training("save")
@@ -85,7 +79,7 @@ class AsyncSaver:
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # since the last call of `take`
         self.failures: list[str] = []  # the reasons of saves that failed in a row
-        self.newest = newest  # committed
+        self.newest: int | None = None  # committed, or the one that the run resumes from
         self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # how long the last save took
@@ -212,7 +206,7 @@ class AsyncSaver:
         try:
             num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
             if self.world.rank == 0:
-                self.after_commit()
+                self.folder.check_owner()  # older checkpoints are removed next
                 if self.failures:
                     with suppress(NotPermitted):
                         self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
@@ -245,7 +239,7 @@ class AsyncSaver:
 
             def prepare() -> Manifest:
                 prepared = retried(lambda: self.store.prepare(scratch, manifest))
-                retried(self.may_commit)
+                retried(self._prepare_folder)
                 return prepared
 
             parts = self._on_all(write_files)
@@ -266,6 +260,11 @@ class AsyncSaver:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
             if folder is not None and is_own and not keeps and folder.is_dir():  # on disk a commit has renamed it
                 shutil.rmtree(folder)
+
+    def _prepare_folder(self) -> None:
+        """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
+        self.folder.check_owner()
+        self.folder.mirror()
 
     def _on_all(self, action: Callable[[], Result]) -> list[Result]:
         """Take an action on every rank that writes. Returns the results of all, in the order of the ranks. If one has

@@ -1,4 +1,5 @@
-"""Where checkpoints are: the protocol for a folder on disk and for S3, the folder on disk, and what opens either.
+"""Where checkpoints are: the protocol for a folder on disk and for S3, the folder on disk, and what opens either; and
+which of them may be removed.
 
 On disk, which all ranks see, a step is a folder that gets its name by a rename. No torch here.
 """
@@ -6,28 +7,25 @@ On disk, which all ranks see, a step is a folder that gets its name by a rename.
 from __future__ import annotations
 
 import uuid
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, step_name, step_of
-from train.storage.atomic_io import (
-    begin_folder,
-    publish_folder,
-    remove_folder,
-    remove_temporaries,
-    sync,
-    write_atomic,
-)
+from train.config import NotPermitted
+from train.storage.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
 from train.storage.checksums import fault_of
 from train.storage.folders import Folder, LocalFolder, check_space
 from train.storage.schema import FileName
+
+ALWAYS_VALID = 2
 
 
 class Store(Protocol):
     """The checkpoints of a run, by their steps. A broken one is put in quarantine under another name, never deleted.
 
     A save calls `begin`, on other ranks with a part of the state `join`, then `prepare`, `send` on every rank, and
-    `commit`; a load calls `fetch`, `path_of`, `release`.
+    `commit`; a load calls `fetch`, `path_of`, `release`. What a disk that all ranks see does not need has a body here.
     """
 
     location: str
@@ -61,6 +59,7 @@ class Store(Protocol):
 
     def release(self, fetched: Path) -> None:
         """Remove the files that `fetch` has copied."""
+        return
 
     def begin(self, step: int, num_bytes: int) -> Path:
         """An empty folder of this machine for rank 0's files of a step. OSError if `num_bytes` do not fit."""
@@ -74,9 +73,11 @@ class Store(Protocol):
         """Return the manifest to commit, now that all files of the step are written on their machines. In S3 it says
         where they go; if `scratch` has all of them, it is from now on a checkpoint that can be uploaded by hand.
         """
+        return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
         """Bring a rank's files to where `commit` needs them. They are synced."""
+        return
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Make a step of the files that were sent. It exists when this returns, and not before."""
@@ -88,8 +89,9 @@ class Store(Protocol):
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
         """Remove the files of saves of these leases, all of which have ended, that were not committed. Returns the
-        names of their folders; with `dry` it removes nothing.
+        names of their folders; with `dry` it removes nothing. On disk a save that fails has removed them.
         """
+        return []
 
     def collect_garbage(self, *, ended_below: int) -> None:
         """Remove leftovers of killed saves of leases below this number. Only the run folder's owner calls it."""
@@ -98,9 +100,6 @@ class Store(Protocol):
 class LocalStore(Store):
     def __init__(self, path: Path) -> None:
         self.path, self.location = path, str(path)
-
-    def path_of_step(self, step: int) -> Path:
-        return self.path / step_name(step)
 
     def steps(self) -> list[int]:
         numbers = [step_of(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
@@ -111,7 +110,7 @@ class LocalStore(Store):
 
     def manifest(self, step: int) -> Manifest:
         try:
-            return Manifest.from_json((self.path_of_step(step) / FILE).read_bytes(), step=step)
+            return Manifest.from_json((self.path / step_name(step) / FILE).read_bytes(), step=step)
         except (FileNotFoundError, NotADirectoryError) as error:  # other errors are of the disk, and may pass
             raise Damaged(f"{FILE}: {error.strerror}") from error
 
@@ -119,16 +118,15 @@ class LocalStore(Store):
         return LocalFolder(self.path_of(manifest)).size(name)
 
     def fetch(self, step: int) -> Path:
-        check_files(self.path_of_step(step), self.manifest(step))
-        return self.path_of_step(step)
+        manifest = self.manifest(step)
+        check_files(self.path_of(manifest), manifest)
+        return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return self.path_of_step(manifest.step)
-
-    def release(self, fetched: Path) -> None: ...
+        return self.path / step_name(manifest.step)
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        folder = begin_folder(self.path_of_step(step))
+        folder = begin_folder(self.path / step_name(step))
         check_space(folder, num_bytes)
         return folder
 
@@ -136,15 +134,10 @@ class LocalStore(Store):
         check_space(self.path / name, num_bytes)
         return self.path / name  # never made here: a new owner of the run folder may have removed it
 
-    def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        return manifest
-
-    def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None: ...
-
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Fails, and changes nothing, if a new owner of the run folder has removed `scratch`."""
         write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced
-        path = self.path_of_step(manifest.step)
+        path = self.path_of(manifest)
         try:
             publish_folder(scratch, path)
         except FileExistsError:
@@ -153,17 +146,14 @@ class LocalStore(Store):
         write_atomic(self.path / LATEST, f"{path.name}\n".encode())
 
     def quarantine(self, step: int, why: str) -> str:
-        path = self.path_of_step(step)
+        path = self.path / step_name(step)
         target = path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}")
         path.rename(target)
         sync(self.path)
         return target.name
 
     def remove(self, step: int) -> None:
-        remove_folder(self.path_of_step(step))
-
-    def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        return []  # a save that fails removes them
+        remove_folder(self.path / step_name(step))
 
     def collect_garbage(self, *, ended_below: int) -> None:
         """Remove the leftovers of all leases: a save whose folder was removed cannot be committed any more."""
@@ -179,3 +169,80 @@ def open_store(folder: Folder, scratch: Path) -> Store:
 
     assert isinstance(folder, S3Folder)
     return S3Store(folder, scratch)
+
+
+# ---- which may be removed: all but the newest, the best, and the last two that are valid -----------------------------
+
+
+class Retention:
+    """Decides which steps stay, and reads each once to verify it."""
+
+    def __init__(self, store: Store, keep: int) -> None:
+        self.store, self.keep = store, keep
+        self.verified: set[int] = set()
+
+    def prune(self) -> list[int]:
+        """Remove the steps that need not stay, and return them. Without the permission all stay from now on."""
+        removed = [step for step, reason in self.reasons().items() if reason is None]
+        try:
+            for step in removed:
+                self.store.remove(step)
+        except NotPermitted:
+            self.keep, removed = 0, []
+        return removed
+
+    def reasons(self) -> dict[int, str | None]:
+        """The reason why each step stays; None for a step that may be removed. A damaged step stays: somebody may
+        repair it.
+        """
+        steps = self.store.steps()
+        newest = steps[-self.keep :] if self.keep else steps
+        reasons: dict[int, str | None] = dict.fromkeys(steps)
+        if newest != steps:
+            manifests, damaged = look_at_all(self.store)
+            reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
+            valid = islice(filter(self.is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
+            best_step = best(manifests)
+            reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
+            reasons |= {best_step: "the best"} if best_step is not None else {}
+        return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
+
+    def is_valid(self, step: int) -> bool:
+        """Whether the files match the manifest. They are read once, unless S3 has compared them as it took them."""
+        if not self.store.compares_when_written and step not in self.verified:
+            try:
+                self.store.fetch(step)
+            except Damaged:
+                return False
+        self.verified.add(step)
+        return True
+
+
+def look_at_all(store: Store) -> tuple[dict[int, Manifest], dict[int, Damaged]]:
+    """The manifests of the steps whose files are there with their lengths, and what is wrong with the other steps."""
+    manifests: dict[int, Manifest] = {}
+    damaged: dict[int, Damaged] = {}
+    for step in store.steps():
+        try:
+            manifests[step] = store.look(step)
+        except Damaged as error:
+            damaged[step] = error
+    return manifests, damaged
+
+
+def best(manifests: dict[int, Manifest]) -> int | None:
+    """The step with the best evaluation by the run's present metric, the first of equal ones; None if none was
+    evaluated. A step may be evaluated after it was saved: then only the newest checkpoint knows that it is the best.
+    """
+    if not manifests:
+        return None
+    newest = manifests[max(manifests)]
+    known, name = newest.progress.get("best_step"), newest.settings.get("best.metric")
+    if known in manifests and manifests[known].metric is None:
+        return int(known)
+    scores = {
+        step: manifest.metric
+        for step, manifest in manifests.items()
+        if manifest.metric is not None and manifest.settings.get("best.metric") == name
+    }
+    return min(scores, key=lambda step: (scores[step], step)) if scores else None

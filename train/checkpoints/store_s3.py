@@ -6,7 +6,6 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -187,11 +186,20 @@ class S3Store(Store):
         self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        left = []
-        for step, folder, names in self.leftovers(leases):
-            for name in [] if dry else names:
-                self.folder.remove(name)
-            left += [f"{step_name(step)}/{folder}"] if names[1:] else []
+        """Steps with a manifest in quarantine, which may be unreadable, and strange marks are left alone."""
+        objects, left = self.names(), []
+        in_doubt = {step for step, name in objects if in_quarantine(name)}
+        for step, name in objects:
+            match = UNFINISHED.fullmatch(name)
+            if not match or int(match[2]) not in leases or step in in_doubt:
+                continue
+            folder, mark, files = match[1], self.key(step, name), []
+            with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
+                if (step, FILE) not in objects or self.manifest(step).folder != folder:
+                    files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
+                for key in [] if dry else [*(self.key(step, f"{folder}/{file}") for file in files), mark]:  # it is last
+                    self.folder.remove(key)
+                left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 
     def tidy_saving(self, newest: int) -> None:
@@ -205,21 +213,6 @@ class S3Store(Store):
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"
                 logger.warning("%s holds a save that is not in S3: %s", folder, text)
-
-    def leftovers(self, leases: range) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield step, folder and names of what the marks of these leases name, in the order in which it is removed: the
-        mark is the last. Steps with a manifest in quarantine, which may be unreadable, and strange marks are left out.
-        """
-        objects = self.names()
-        in_doubt = {step for step, name in objects if in_quarantine(name)}
-        for step, name in objects:
-            match = UNFINISHED.fullmatch(name)
-            if match and int(match[2]) in leases and step not in in_doubt:
-                folder, mark, files = match[1], self.key(step, name), []
-                with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
-                    if (step, FILE) not in objects or self.manifest(step).folder != folder:
-                        files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
-                    yield step, folder, [*(self.key(step, f"{folder}/{file}") for file in files), mark]
 
 
 def in_quarantine(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from train.run_folder.folder import RunFolder
 from train.storage.atomic_io import new_folder, remove_temporaries, sync_tree
 from train.storage.folders import Folder, canonical_json
+from train.storage.schema import read_object
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -48,8 +48,8 @@ def mirror(folder: RunFolder) -> None:
 def is_outdated(run: Folder) -> bool:
     """Whether a run has trained on since it wrote its export, or is writing it now."""
     try:
-        step = int(json.loads(run.read(f"export/{MARK}"))["step"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):  # damaged: a checkpoint is better
+        step = int(read_object(run.read(f"export/{MARK}"))["step"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # damaged: a checkpoint is better
         return True
     return step < max(saved_steps(run), default=0)
 

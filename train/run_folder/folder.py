@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -152,7 +151,7 @@ class RunFolder:
         # The environment comes first: it marks the folder as a run's.
         description = {
             "identity": identity,
-            "first_started_unix_s": self.clock.first_started_unix_s,
+            "first_started_unix_s": self.first_started_unix_s,
             **environment(),
             **facts,
         }
@@ -163,13 +162,18 @@ class RunFolder:
         self.mirror()
 
     @cached_property
-    def clock(self) -> RunClock:
+    def first_started_unix_s(self) -> float:
+        """When the first attempt began, by its machine's clock."""
         before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
         first = before.get("first_started_unix_s")
-        if isinstance(first, int | float):
-            return RunClock(self.began_s, float(first))
-        age_s = machine.age_s(os.getpid())
-        return RunClock(time.monotonic() - age_s, time.time() - age_s)
+        return float(first) if isinstance(first, int | float) else time.time() - machine.age_s(os.getpid())
+
+    def attempt_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def run_s(self) -> float:
+        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempt_s`."""
+        return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:
         """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
@@ -245,21 +249,6 @@ class RunFolder:
     def last_outcome(self) -> dict[str, Any]:
         """How the last attempt ended; empty if it left no outcome, neither in S3 nor on this machine."""
         return read_outcome(self.storage) or read_outcome(LocalFolder(self.path))
-
-
-@dataclass
-class RunClock:
-    """How long a run has taken, by this machine's clock."""
-
-    began_s: float  # of this attempt, by time.monotonic()
-    first_started_unix_s: float  # of the first attempt
-
-    def attempt_s(self) -> float:
-        return time.monotonic() - self.began_s
-
-    def run_s(self) -> float:
-        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempt_s`."""
-        return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:

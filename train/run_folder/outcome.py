@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from train.host.launched import launched
 from train.storage.folders import Folder, canonical_json
+from train.storage.schema import BadContent, read_object
 
 NAME = "outcome.json"
 STOP_FILE = "STOP"  # in the run folder: the run stops at its next step, with a checkpoint
@@ -58,15 +59,11 @@ def write_outcome(
 
 def read_outcome(folder: Folder) -> dict[str, Any]:
     """How the last attempt ended; empty if it left no outcome, or if another program wrote the file."""
-    try:
-        content = folder.read(NAME)
-    except FileNotFoundError:
-        return {}
-    try:
-        outcome = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return outcome if isinstance(outcome, dict) and outcome.keys() >= KEYS else {}
+    with suppress(FileNotFoundError, BadContent):
+        outcome = read_object(folder.read(NAME))
+        if outcome.keys() >= KEYS:
+            return outcome
+    return {}
 
 
 def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ lease/00000007.json   one file for each owner; the owner's has the highest numbe
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from train.config import Failure, check
 from train.storage.folders import Folder, local_path
+from train.storage.schema import BadContent, read_object
 
 LEASES = "lease/"
 LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
@@ -71,15 +72,11 @@ def check_no_links(location: str) -> None:
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
     """The identity of the run that the folder belongs to; None without environment.json, or if that is not a run's."""
-    try:
-        content = folder.read(ENVIRONMENT)
-    except FileNotFoundError:
-        return None
-    try:
-        identity = json.loads(content)["identity"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return identity if isinstance(identity, dict) and identity.keys() >= IDENTITY_KEYS else None
+    with suppress(FileNotFoundError, BadContent):
+        identity = read_object(folder.read(ENVIRONMENT)).get("identity")
+        if isinstance(identity, dict) and identity.keys() >= IDENTITY_KEYS:
+            return identity
+    return None
 
 
 def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
@@ -124,14 +121,12 @@ def newest(folder: Folder) -> tuple[int, bytes]:
 
 def parse(content: bytes) -> dict[str, Any] | None:
     """The fields of a lease file, see KINDS; None if it is damaged or another program's."""
-    try:
-        lease = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(lease, dict):
-        return None
-    fits = all(name in lease and isinstance(lease[name], kind) for name, kind in KINDS.items())
-    return lease if fits and 0 < lease["ttl_s"] < MAX_TTL_S and 0 < lease["pid"] < MAX_PID else None
+    with suppress(BadContent):
+        lease = read_object(content)
+        fits = all(name in lease and isinstance(lease[name], kind) for name, kind in KINDS.items())
+        if fits and 0 < lease["ttl_s"] < MAX_TTL_S and 0 < lease["pid"] < MAX_PID:
+            return lease
+    return None
 
 
 def describe(content: bytes) -> str:

@@ -289,7 +289,7 @@ class Recorder:
         """The share of all seconds since the run began, pauses between attempts included, that was spent in steps that
         were not lost.
         """
-        return self.progress.productive_s / max(self.folder.clock.run_s(), self.progress.productive_s, 1e-9)
+        return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """Write the last line of this attempt. Unknown figures are null."""
@@ -332,7 +332,7 @@ class Recorder:
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:
             return None
-        attempt_s = max(machine.age_s(os.getpid()), self.folder.clock.attempt_s())
+        attempt_s = max(machine.age_s(os.getpid()), self.folder.attempt_s())
         return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
