@@ -22,6 +22,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rejections import rejects
 
 from train import convert, entry, loop, precompile, predict, prepare, records, shards
 from train import hub as hub_command
@@ -50,14 +51,7 @@ MAINS = {
     "precompile": precompile.main,
 }
 LONG = "x" * 300
-TRAIN = [
-    "run_dir=new",
-    "max_steps=6",
-    "global_batch_size=8",
-    "data.num_workers=0",
-    "model=albert_tiny",
-    "data.path=DATA",
-]
+TRAIN = "run_dir=new max_steps=6 global_batch_size=8 data.num_workers=0 model=albert_tiny data.path=DATA".split()
 PREPARE = ["output=new", "corpus=text", "corpus.path=TEXT", "seq_len=32", "tokenizer.vocab_size=120"]
 RECORDS = ["task=classify", "data=csv", "data.path=CSV", "model.tokenizer=DATA/tokenizer", "seq_len=32"]
 
@@ -203,12 +197,9 @@ FLAGS = [
     ("train", "--max_steps=5", "settings have no dashes: max_steps=5"),
     ("train", "--max_steps 5", "settings have no dashes: max_steps=..."),
     ("train", "--frob", "--frob is not a flag"),
-    ("train", "-x", "-x is not a flag"),
     ("train", "--cfg", "--cfg"),
     ("train", "--cfg all", "invalid choice: 'all'"),
     ("train", "--cfg job optim.lr=-1", "optim.lr=-1"),
-    ("train", "--cfg job optim.lr=nan", "optim.lr=nan"),
-    ("train", "--cfg job max_steps=ten", "max_steps=ten"),
     ("train", "--cfg job model=nosuch", "model=nosuch"),
     ("train", "-m max_steps=1", "-m is not a flag"),
     ("train", "", "is not set"),
@@ -217,32 +208,22 @@ FLAGS = [
     ("prepare", "--output=x", "settings have no dashes: output=x"),
     ("prepare", "", "output is not set"),
     ("prepare", "--cfg job validation_fraction=2", "validation_fraction=2"),
-    ("records", "--frob", "--frob is not a flag"),
     ("records", "data.path=DATA", "python -m train.shards"),
     ("records", "task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer", "nosuch.csv"),
     ("records", "task=classify data=csv data.path=CSV", "model.tokenizer is not set"),
     ("records", "task=classify data=csv data.path=CSV model.tokenizer=/nosuch", "model.tokenizer=/nosuch"),
     ("report", "", "required"),
     ("report", "nosuch", "nosuch is not a folder"),
-    ("report", "'a\nb'", "must be one line"),
     ("report", "'s3://b/a\tb'", "must be one line"),
-    ("report", "RUN --output 'a\nb'", "must be one line"),
-    ("checkpoints", "'a\nb'", "must be one line"),
     ("shards", "ls 's3://b/a\nb'", "must be one line"),
     ("report", "TEXT", "is not a folder"),
     ("report", "EMPTY", "holds no metrics.jsonl"),
-    ("report", "''", "a path is empty"),
-    ("report", LONG, "too long for a path"),
-    ("report", "RUN --output", "--output"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
-    ("report", "RUN --frob", "--frob"),
     ("compare", "", "required"),
     ("compare", "RUN nosuch", "nosuch is not a folder"),
     ("compare", "RUN EMPTY", "holds no metrics.jsonl"),
-    ("compare", "RUN EMPTY --tolerance x", "'x'"),
     ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
     ("compare", "RUN EMPTY --tolerance nan", "--tolerance=nan"),
-    ("compare", "RUN EMPTY --frob", "--frob"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
     ("compare", "experiment=nosuch", "experiment=nosuch"),
@@ -254,7 +235,6 @@ FLAGS = [
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
-    ("doctor", "--machines x", "--machines: x"),
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
     ("doctor", "--bucket mine", "--bucket: mine"),
     ("doctor", "--bucket s3://", "--bucket: s3://"),
@@ -265,12 +245,8 @@ FLAGS = [
     ("shards", "frob DATA", "'frob'"),
     ("shards", "ls nosuch", "nosuch"),
     ("shards", "ls EMPTY", "EMPTY"),
-    ("shards", "ls ''", "a path is empty"),
-    ("shards", "verify TEXT", "TEXT"),
-    ("shards", f"ls {LONG}", "too long for a path"),
+    ("shards", "verify TEXT", "is a file, not a folder; name the folder"),
     ("shards", "head DATA -n 0", "-n 0"),
-    ("shards", "head DATA -n x", "'x'"),
-    ("shards", "head DATA -n 1.5", "'1.5'"),
     ("shards", "head DATA --split test", "'test'"),
     ("shards", "stats DATA --spl train", "--spl"),
     ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
@@ -278,24 +254,15 @@ FLAGS = [
     ("checkpoints", "", "required"),
     ("checkpoints", "nosuch", "nosuch is no run folder"),
     ("checkpoints", "EMPTY", "is no run folder"),
-    ("checkpoints", "TEXT", "is no run folder"),
-    ("checkpoints", "''", "a path is empty"),
-    ("checkpoints", LONG, "too long for a path"),
     ("checkpoints", "RUN frob", "'frob'"),
-    ("checkpoints", "RUN verify --step x", "'x'"),
     ("checkpoints", "RUN verify --step 7", "there is no step 7"),
-    ("checkpoints", "RUN verify --step -1", "there is no step -1"),
     ("checkpoints", "RUN prune", "--keep"),
     ("checkpoints", "RUN prune --keep 0", "--keep 0"),
-    ("checkpoints", "RUN prune --keep x", "'x'"),
     ("checkpoints", "RUN export", "FOLDER"),
     ("checkpoints", "RUN export TEXT", "is a file; choose another folder"),
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
-    ("checkpoints", "RUN export ''", "a path is empty"),
-    ("checkpoints", f"RUN export {LONG}", "too long for a path"),
     ("checkpoints", "RUN diff 1", "STEP"),
     ("checkpoints", "RUN diff 1 2", "there is no step 1"),
-    ("checkpoints", "RUN diff a b", "'a'"),
     ("convert", "", "direction"),
     ("convert", "sideways a b", "'sideways'"),
     ("convert", "to-arrow nosuch new", "nosuch"),
@@ -303,13 +270,11 @@ FLAGS = [
     ("convert", "to-arrow DATA DATA", "is not empty; choose another folder"),
     ("convert", "from-arrow nosuch new", "--tokenizer"),
     ("convert", "from-arrow nosuch new --tokenizer DATA/tokenizer", "nosuch"),
-    ("convert", "from-arrow TEXT new --tokenizer DATA/tokenizer", "TEXT"),
     ("convert", "from-arrow EMPTY new --tokenizer DATA/tokenizer", "EMPTY"),
     ("predict", "", "MODEL"),
     ("predict", "RUN", "--text"),
     ("predict", "RUN --text a --input b", "--input"),
     ("predict", "RUN --text a --batch-size 0", "--batch-size 0"),
-    ("predict", "RUN --text a --batch-size x", "'x'"),
     ("predict", "RUN --text a --seq-len 0", "--seq-len 0"),
     ("predict", "RUN --text a --device neuron", "--device neuron"),
     ("predict", "RUN --question a", "--question: these flags do not go together"),
@@ -322,8 +287,6 @@ FLAGS = [
     ("predict", "RUN --text a --format xml", "xml"),
     ("predict", "/nosuch --text a", "/nosuch"),
     ("predict", "EMPTY --text a", "EMPTY"),
-    ("predict", f"{LONG} --text a", "too long for a path"),
-    ("predict", "RUN --text a --null-threshold x", "'x'"),
     ("hub", "", "required"),
     ("hub", "RUN", "--to"),
     ("hub", "RUN --to jane", "--to jane"),
@@ -332,28 +295,33 @@ FLAGS = [
     ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
     ("hub", "nosuch --to a/b", "nosuch is no run folder"),
-    ("hub", "EMPTY --to a/b", "is no run folder"),
     ("hub", "RUN --to a/b --dry-run", "no exported model"),
     ("precompile", "", "not set"),
-    ("precompile", "--frob", "--frob"),
     ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8", "--nproc-per-node"),
-    (
-        "precompile",
-        "run_dir=r data.path=d max_steps=1 micro_batch_size=1 --nproc-per-node 0",
-        "ranks of this machine: 0",
-    ),
-    ("precompile", "--nproc-per-node x", "'x'"),
+    ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=1 --nproc-per-node 0", "of this machine: 0"),
     ("precompile", "--retries -1", "--retries=-1"),
     ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8 --nnodes 0", "--nnodes=0"),
     ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8 --nnodes 2 --node-rank 2", "--node-rank"),
     ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8 --node-rank 1", "--node-rank=1"),
 ]
 
+PATHS = [
+    ("report", "{}"),
+    ("shards", "ls {}"),
+    ("checkpoints", "{}"),
+    ("checkpoints", "RUN export {}"),
+    ("predict", "{} --text a"),
+]
+NO_PATHS = {"'a\nb'": "must be one line", "''": "a path is empty", LONG: "too long for a path"}
+FLAGS += [(command, words.format(path), says) for command, words in PATHS for path, says in NO_PATHS.items()]
+
 PREPARATIONS = [
     ("corpus=nosuch", "corpus=nosuch"),
     ("corpus=null", "corpus=null"),
     ("corpus=5", "corpus=5"),
     ("corpus=files_schema", "corpus=files_schema"),
+    ("corpus.kind=books", "corpus.kind=books is not known; choose one of: pydocs, text, jsonl, csv, parquet, hf"),
+    ("corpus.kind=hf", "use corpus=hf"),
     ("corpus.path=nosuch", "nosuch"),
     ('corpus.path="a\nb"', "corpus.path='a\\nb'"),
     ('output="a\tb"', "output='a\\tb'"),
@@ -417,18 +385,15 @@ TABLES = [
 def test_a_control_character_in_the_environment_is_rejected_too(monkeypatch):
     monkeypatch.setattr(machine, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/a\nb")
-    with pytest.raises(InputError, match="XDG_CACHE_HOME='/tmp/a"):
-        machine.cache_root()
+    rejects("XDG_CACHE_HOME='/tmp/a", machine.cache_root)
     monkeypatch.setenv("HF_HOME", "/tmp/a\nb")
-    with pytest.raises(InputError, match="HF_HOME='/tmp/a"):
-        check_encoding([])
+    rejects("HF_HOME='/tmp/a", check_encoding, [])
 
 
 def test_so_is_one_in_the_name_of_the_folder_that_a_relative_path_begins_in(monkeypatch, tmp_path):
     (tmp_path / "a\nb").mkdir()
     monkeypatch.chdir(tmp_path / "a\nb")
-    with pytest.raises(InputError, match="must be one line"):
-        local_path("rr")
+    rejects("must be one line", local_path, "rr")
 
 
 # ---- values made from the settings themselves ----------------------------------------------------------------------

@@ -67,24 +67,8 @@ class BucketEpochOrder:
 class BucketSampler(ShardSampler):
     """A ShardSampler (one shard) whose global batches have one length each. `bucket_of`: [rows]."""
 
-    def __init__(
-        self,
-        bucket_of: np.ndarray,
-        *,
-        seed: int,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        consumed_rows: int = 0,
-    ) -> None:
-        super().__init__(
-            [len(bucket_of)],
-            seed=seed,
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            consumed_rows=consumed_rows,
-        )
+    def __init__(self, bucket_of: np.ndarray, *, seed: int, **place: int) -> None:
+        super().__init__([len(bucket_of)], seed=seed, **place)  # type: ignore[arg-type]
         self.bucket_of = bucket_of
 
     def epoch_order(self, epoch: int) -> EpochOrder:
