@@ -272,7 +272,7 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
     for name, settings, message in (
         ("one", {"validation": "test"}, "holds one data set, not splits test"),
         ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
-        ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read as a data set: "),
+        ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read: "),
     ):
         rejects(message, read, folder / name, **settings)
 
