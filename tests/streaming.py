@@ -1,8 +1,7 @@
 """What the tests of training from S3 share. Fixtures among it."""
 
-import psutil
 import pytest
-from running import lines, prepare_config, train_overrides
+from running import prepare_config, train_overrides
 
 from train import prepare
 from train.data.shards import cache, download
@@ -43,19 +42,3 @@ def windowed(shards):
     validation = sum(shard.bytes for shard in manifest.splits["validation"])
     limit = validation + cache.WINDOWS_HELD * max(shard.bytes for shard in manifest.shards)
     return f"data.cache_gb={(limit + 1) / 1e9}"  # a byte for the rounding
-
-
-def losses(run_dir, kind="train"):
-    return [line["loss"] for line in lines(run_dir, kind)]
-
-
-def num_shards(shards):
-    return sum(map(len, read_manifest(shards).splits.values()))
-
-
-def descendants(pid):
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

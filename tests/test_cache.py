@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from rejections import rejects
 
 from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache
@@ -46,8 +47,7 @@ def test_the_window_is_all_that_fits_and_grows(of_size):
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
     with pytest.raises(InputError, match=r"may take 0.393 GB, windows of 1 shards need 0.394 GB; raise data.cache_gb"):
         small.check_fits(small.shuffle_block())
-    with pytest.raises(InputError, match=r"may take 0.393 GB, the data is 1.29 GB"):
-        of_size(20, 10 * MB + 6 * 64 * MB - MB).check_fits(None)
+    rejects(r"may take 0.393 GB, the data is 1.29 GB", of_size(20, 10 * MB + 6 * 64 * MB - MB).check_fits, None)
 
 
 def test_a_batch_larger_than_a_window_is_rejected_where_not_all_fits(of_size):
@@ -108,8 +108,7 @@ def test_what_the_disk_has_not_is_not_promised(of_size):
 def test_times_that_cannot_be_kept_are_rejected():
     with pytest.raises(InputError, match=r"data.deadline_s=700 must be below backend.timeout_s=600"):
         TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=ShardsConfig(path="s3://b", deadline_s=700))
-    with pytest.raises(InputError, match=r"data.attempt_s=60 is longer than data.deadline_s=30"):
-        ShardsConfig(path="", deadline_s=30)
+    rejects(r"data.attempt_s=60 is longer than data.deadline_s=30", ShardsConfig, path="", deadline_s=30)
 
 
 # ---- readers -------------------------------------------------------------------------------------------------------
@@ -149,8 +148,7 @@ def served(of_size, clock):
 
 
 def waited_s(served, clock, match, kind=Unreachable):
-    with pytest.raises(kind, match=match):
-        served.wait([SHARD])
+    rejects(match, served.wait, [SHARD], error=kind)
     return clock.now_s - 1000
 
 
@@ -215,5 +213,4 @@ def test_a_file_system_without_locks_is_named(of_size, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(cache.fcntl, "flock", no_locks)
-    with pytest.raises(InputError, match=r"lock cannot be locked: No locks available; set data.cache_dir to a local"):
-        of_size(1).hold(alone=True)
+    rejects(r"lock cannot be locked: No locks available; set data.cache_dir to a local", of_size(1).hold, alone=True)

@@ -40,26 +40,14 @@ class AsItIs:
 
 
 class Counted(str):
-    """A string that counts the characters that are copied out of it."""
+    """A string that counts the characters that are cut out of it."""
 
     copied = 0
 
     def __getitem__(self, key: Any) -> Counted:
-        return self.counted(super().__getitem__(key))
-
-    def lstrip(self, *_: Any) -> Counted:
-        return self.counted(super().lstrip())
-
-    def encode(self, *_: Any, **__: Any) -> bytes:
-        return self.counted(self).encoded()
-
-    def encoded(self) -> bytes:
-        return super().encode()
-
-    @staticmethod
-    def counted(text: str) -> Counted:
-        Counted.copied += len(text)
-        return Counted(text)
+        part = Counted(super().__getitem__(key))
+        Counted.copied += len(part)
+        return part
 
 
 @cache
@@ -132,13 +120,3 @@ def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> 
     encoded = tokenizer.encode_batch([part.strip() for part in STRETCH.findall(line)], add_special_tokens=False)
     assert len(encoded) >= 3
     assert sum((part.ids for part in encoded), []) == tokenizer.encode(line, add_special_tokens=False).ids
-
-
-def test_one_line_of_text_is_prepared_as_documents(prepared: Path, tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text(long_text(5 * 2**18))
-    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
-    manifest = prepare.prepare(prepare_config(tmp_path / "out", path, ready))
-    assert manifest is not None
-    assert manifest.counts["documents"] == pytest.approx(5 * 2**18 / STRETCH_CHARS, abs=1)
-    assert manifest.rows("validation") > 0

@@ -5,19 +5,20 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from unittest.mock import MagicMock
 
 import psutil
 import pytest
-from running import ROOT, prepare_config, write_corpus
+from forks import start_forked
+from rejections import rejects
+from running import eventually, prepare_config, write_corpus
+from safetensors.numpy import load_file
 from services.fault_proxy import Fault
 from test_prepare import content, killed_at
+from test_prepare import rejected as prepare_rejects
 
 from train import prepare
-from train.config import Failure, InputError, PrepareConfig
+from train.config import Failure, PrepareConfig
 from train.data.shards.format import check_files, read_manifest
 from train.data.text import preparation, processes, tokenizer
 from train.data.text.documents import CorpusPart
@@ -52,10 +53,7 @@ def merged(folder, corpus, *overrides):
 
 
 def rejected(folder, corpus, *overrides):
-    with pytest.raises(InputError) as error:
-        prepare.prepare(prepare_config(folder, corpus, SMALL, *overrides))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return prepare_rejects(folder, corpus, SMALL, *overrides)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -86,35 +84,29 @@ def test_two_processes_give_the_same_bytes_as_two_jobs(corpus, tmp_path):
     assert len(content(tmp_path / "jobs")) > 8
     output = tmp_path / "both"
     assert prepare.prepare(prepare_config(output, corpus, SMALL, "part=2/2", "processes=2")) is None
-    assert sorted(path.name for path in output.glob("part-*")) == [
-        state_name(CorpusPart(2, 4)),
-        state_name(CorpusPart(3, 4)),
-    ]
+    states = sorted(path.name for path in output.glob("part-*"))
+    assert states == [state_name(CorpusPart(index, 4)) for index in (2, 3)]
 
 
 def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
-    corpus = write_corpus(tmp_path / "text.txt", num_documents=12)
-    for number in range(1, 16):
-        prepare.prepare(prepare_config(tmp_path / "out", corpus, SMALL, ready, "seq_len=8", f"part={number}/15"))
+    corpus = write_corpus(tmp_path / "text.txt", num_documents=6)
+    for number in range(1, 9):
+        prepare.prepare(prepare_config(tmp_path / "out", corpus, SMALL, ready, "seq_len=8", f"part={number}/8"))
     manifest = merged(tmp_path / "out", corpus, ready, "seq_len=8")
-    assert manifest.counts["documents"] == 12
-    assert len({shard.file.split("-")[1] for shard in manifest.splits["train"]}) < 15
+    assert manifest.counts["documents"] == 6
+    assert len({shard.file.split("-")[1] for shard in manifest.splits["train"]}) < 8
 
 
 def test_parts_draw_their_own_cuts(ready, tmp_path):
     """One long document in each part makes the same sequences, cut in two at other positions."""
     text = write_corpus(tmp_path / "once.txt").read_text().replace("\n\n", "\n")
     (tmp_path / "text.txt").write_text(f"{text}{20 * chr(10)}{text}\n")
-    for number in (1, 2):
-        prepare.prepare(
-            prepare_config(
-                tmp_path / "out", tmp_path / "text.txt", ready, f"part={number}/2", "validation_fraction=0.0001"
-            )
-        )
-    folder = open_folder(str(tmp_path / "out"), PrepareConfig(corpus=None).s3)
-    first, second = (
-        preparation.load(folder.read(shard_name("train", CorpusPart(index, 2), 0)))["pivot"] for index in (0, 1)
-    )
+    pivots = []
+    for index in (0, 1):
+        given = (ready, f"part={index + 1}/2", "validation_fraction=0.0001")
+        prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", *given))
+        pivots.append(load_file(tmp_path / "out" / shard_name("train", CorpusPart(index, 2), 0))["pivot"])
+    first, second = pivots
     assert len(first) == len(second) > 100
     assert (first != second).mean() > 0.5
 
@@ -132,7 +124,7 @@ def test_finished_parts_are_not_done_twice(parts, corpus, ready):
 
 def test_a_killed_part_continues_to_the_same_bytes(in_three, corpus, ready, tmp_path):
     output = tmp_path / "killed"
-    killed_at(output, corpus, "preparation.write_shard", 3, ready, "part=2/3")
+    killed_at(output, corpus, (preparation, "write_shard"), 3, ready, "part=2/3")
     assert "part 1/3, part 2/3, part 3/3 are not finished" in rejected(output, corpus, ready, "merge=true")
     for number in (1, 2, 3):
         prepare.prepare(prepare_config(output, corpus, SMALL, ready, f"part={number}/3"))
@@ -202,9 +194,7 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
     assert expected in rejected(parts, corpus, ready, "merge=true")
     (parts / state_name(CorpusPart(2, 3))).unlink()
     prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
-    assert "the tokenizer of part 1/3, part 2/3 are not the published one" in rejected(
-        parts, corpus, ready, "merge=true"
-    )
+    assert "of part 1/3, part 2/3 are not the published one" in rejected(parts, corpus, ready, "merge=true")
 
 
 def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus, ready):
@@ -265,30 +255,30 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus
 
     cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
     monkeypatch.setattr(processes, "wait", killing)
-    with pytest.raises(Failure, match=r"^part \d/2 was killed by SIGKILL \(out of memory\?\); the same"):
-        prepare.prepare(cfg)
+    rejects(r"^part \d/2: killed by SIGKILL \(out of memory\?\); the same", prepare.prepare, cfg, error=Failure)
     assert not multiprocessing.active_children()
     monkeypatch.setattr(processes, "wait", wait)
     assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")
+
+
+def spawned(parent):
+    children = psutil.Process(parent.pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
     text = tmp_path / "long.txt"
     text.write_text("\n\n".join([corpus.read_text()] * 500))
     overrides = [f"output={tmp_path / 'out'}", "corpus=text", f"corpus.path={text}", ready, "processes=2"]
-    parent = subprocess.Popen([sys.executable, "-m", "train.prepare", *overrides], cwd=ROOT)
+    parent = start_forked(["train.prepare", *overrides], os.environ)
     try:
-        deadline = time.monotonic() + 300
-        children = []
-        while len(children) < 2:  # multiprocessing has one more, which tracks resources
-            assert parent.poll() is None and time.monotonic() < deadline
-            result = psutil.Process(parent.pid).children()
-            children = [child for child in result if "spawn_main" in " ".join(child.cmdline())]
-            time.sleep(0.05)
+        # multiprocessing has one more, which tracks resources
+        children = eventually(lambda: len(found := spawned(parent)) == 2 and found, 90)
+        assert parent.is_alive()
     finally:
         parent.kill()
-        parent.wait()
-    _, alive = psutil.wait_procs(children, timeout=300)
+        parent.join()
+    _, alive = psutil.wait_procs(children, timeout=90)
     assert not alive
     assert not list((tmp_path / "out").glob("part-*"))  # they had not finished
 

@@ -9,8 +9,9 @@ from tempfile import mkdtemp
 import datasets
 import huggingface_hub.constants
 import pytest
+from rejections import rejects
 
-from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config
+from train.config import ColumnsConfig, RecordsConfig, S3Config
 from train.data.records.raw import read_raw, read_texts
 from train.data.records.sources import version
 from train.tasks.classify.task import CLASSIFY_ROWS
@@ -54,40 +55,19 @@ def new_rows(path, *, labels=(), kind=CLASSIFY_ROWS, **settings):
     return list(read_texts(cfg, kind, str(path), S3, labels=labels))
 
 
-def texts_of(path, **settings):
-    return [row["text"] for row in new_rows(path, **settings)]
-
-
 # ---- CSV ----------------------------------------------------------------------------------------------------------
 
 
-def test_backslash_escapes_in_quoted_fields(folder):
-    rows = '"he said \\"hi\\" \\\\ ok","1"\n"two\nlines, one comma","0"\n'
-    path = put(folder, "a.csv", f'"text","label"\n{rows}"","x"\n')
-    put(folder, "dev.csv", csv_of(ROWS))
-    raw = read(path, validation="dev.csv", escape="\\", max_bad_rows=1)
-    assert raw.splits["train"]["text"][:] == ['he said "hi" \\ ok', "two\nlines, one comma"]
-    assert raw.dropped["train"].bad_examples == [f"{path}:5: an empty text"]  # the line that it begins on
-    with pytest.raises(InputError, match=r"a\.csv:2: not CSV: ',' expected after '\"'"):
-        texts_of(path)
-
-
 def test_all_of_the_original_text_comes_through(folder):
-    originals = [
-        "plain",
-        'a "quote"',
-        "back\\slash",
-        "ends in \\",
-        "new\nline",
-        "a\r\nb",
-        "c\rd",
-        " blanks ",
-        "é😀,;\t'",
-    ]
+    originals = 'plain|a "quote"|back\\slash|ends in \\|new\nline|a\r\nb|c\rd| blanks |é😀,;\t\''.split("|")
     for name, escape, quoted in (("a.csv", "\\", '\\"'), ("b.csv.gz", None, '""')):
         texts = [text.replace("\\", "\\\\") if escape else text for text in originals]
         rows = "".join('"' + text.replace('"', quoted) + '","1"\n' for text in texts)
-        assert texts_of(put(folder, name, f"text,label\n{rows}"), escape=escape) == originals
+        path = put(folder, name, f'text,label\n{rows}"","x"\n')
+        good = new_rows(put(folder, f"good-{name}", f"text,label\n{rows}"), escape=escape)
+        assert [row["text"] for row in good] == originals
+        rejects(rf"{name}:13: an empty text", read, path, escape=escape)  # the line that it begins on
+    rejects(r"a\.csv:3: not CSV: ',' expected after '\"'", read, folder / "a.csv")
     path = put(folder, "c.csv", "1,good\n0,bad\n")
     rows = new_rows(path, header=False, columns={"text": "1", "label": "0"})
     assert rows == [{"id": "0", "text": "good", "label": "1"}, {"id": "1", "text": "bad", "label": "0"}]
@@ -133,13 +113,9 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     reasons = [f"{bad}:{line}: {reason}" for line, reason in enumerate(BAD.values(), 2) if reason is not None]
     for example, reason in zip(dropped.bad_examples, reasons, strict=True):
         assert example.startswith(reason)
-    with pytest.raises(InputError, match=r"validation: 8 bad rows, data.max_bad_rows=7 .*a\.csv:3: 3 fields") as error:
-        read(path, **settings, max_bad_rows=7)
-    assert "\n" not in str(error.value)
+    rejects(r"validation: 8 bad rows, data.max_bad_rows=7 .*a\.csv:3: 3 fields", read, path, **settings, max_bad_rows=7)
     path = put(folder, "many.csv", csv_of([*ROWS, *[("", "1")] * 30]))
-    with pytest.raises(InputError) as error:
-        read(path, max_bad_rows=20)
-    assert "30 bad rows" in str(error.value) and str(error.value).count("many.csv:") == 10
+    rejects(r"30 bad rows, .*: (\S+many\.csv:\d+: an empty text; ){10}\.\.\.$", read, path, max_bad_rows=20)
 
 
 @pytest.mark.parametrize(
@@ -157,19 +133,13 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* leaves none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
         (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* 40 that data.label_map"),
-        (
-            csv_of(ROWS),
-            {"quote": ","},
-            r"data.delimiter, data.quote and data.escape are \[',', ','\]: they must differ",
-        ),
+        (csv_of(ROWS), {"quote": ","}, r"data.delimiter, data.quote and data.escape are \[',', ','\]: they must"),
         (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
         (csv_of([(text, str(n)) for n, (text, _) in enumerate(ROWS * 30)]), {}, "more than 1000 different labels"),
     ],
 )
 def test_unusable_data_is_one_line(folder, content, settings, message):
-    with pytest.raises(InputError, match=message) as error:
-        read(put(folder, "a.csv", content), **settings)
-    assert "\n" not in str(error.value)
+    rejects(message, read, put(folder, "a.csv", content), **settings)
 
 
 # ---- splits -------------------------------------------------------------------------------------------------------
@@ -206,10 +176,7 @@ def test_files_below_a_folder(folder):
         put(folder, f"sub/part-{number}.csv", csv_of(ROWS[number * 10 : number * 10 + 10]))
     put(folder, "dev.jsonl", '{"text": "a", "label": 1}\n')
     put(folder, "mm.jsonl", '{"text": "b", "label": 0.0}\n')
-    with pytest.raises(
-        InputError, match=r"holds 5 files \(dev.jsonl, mm.jsonl, .*; say which is for training: data.tr"
-    ):
-        read(folder)
+    rejects(r"holds 5 files \(dev.jsonl, mm.jsonl, .*; say which is for training: data.train", read, folder)
     raw = read(folder, train="sub/part-*.csv", validation="dev.jsonl", more_validation={"mismatched": "mm.jsonl"})
     assert list(raw.splits) == ["train", "validation", "mismatched"] == list(raw.dropped)
     assert raw.splits["train"]["text"][:] == [text for text, _ in ROWS[:30]]
@@ -232,8 +199,7 @@ def test_labels_are_found_and_sorted_or_keep_the_order_of_the_settings(folder):
     raw = read(path, validation="dev.csv", labels=["1", "0", "maybe"])
     assert raw.labels == ["1", "0", "maybe"] and raw.splits["validation"]["label"][:] == [2, 0]
     assert all(raw.labels[row["label"]] == str(int(row["id"]) % 2) for row in raw.splits["train"])
-    with pytest.raises(InputError, match=r"dev\.csv:2: unknown label maybe; the labels are 0, 1"):
-        read(path, validation="dev.csv")
+    rejects(r"dev\.csv:2: unknown label maybe; the labels are 0, 1", read, path, validation="dev.csv")
 
 
 def test_label_map(folder):
@@ -243,12 +209,8 @@ def test_label_map(folder):
     names = {"1": "bad", "2": "bad", "3": None, "4": "good", "5": "good", "": None, "-1": None}
     raw = read(path, label_map=names, max_bad_rows=10)
     assert raw.labels == ["bad", "good"]
-    assert {int(row["id"]) % 8: raw.labels[row["label"]] for row in raw.splits["train"]} == {
-        0: "bad",
-        1: "bad",
-        3: "good",
-        4: "good",
-    }
+    of_row = {int(row["id"]) % 8: raw.labels[row["label"]] for row in raw.splits["train"]}
+    assert of_row == {0: "bad", 1: "bad", 3: "good", 4: "good"}
     assert raw.dropped["train"].left_out == 30
     assert "a.jsonl:6: unknown label 1.5; the labels are bad, good" in raw.dropped["train"].bad_examples[0]
 
@@ -270,15 +232,13 @@ def test_json_lines_with_objects_in_them(folder):
     assert sorted(row["text"] for table in raw.splits.values() for row in table) == sorted(text for text, _ in ROWS)
     examples = enumerate(zip(raw.dropped["train"].bad_examples, bad.values(), strict=True))
     assert all(f"a.json:{81 + 2 * number}: " in where and reason in where for number, (where, reason) in examples)
-    with pytest.raises(InputError, match=r"a\.json: one JSON list"):
-        read(put(folder, "a.json", "[{}]"))
+    rejects(r"a\.json: one JSON list", read, put(folder, "a.json", "[{}]"))
 
 
 def table(names=("neg", "pos")):
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(names))})
-    return datasets.Dataset.from_dict(
-        {"text": [text for text, _ in ROWS], "label": [int(label) for _, label in ROWS]}, features
-    )
+    rows = {"text": [text for text, _ in ROWS], "label": [int(label) for _, label in ROWS]}
+    return datasets.Dataset.from_dict(rows, features)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "hub"])
@@ -299,10 +259,8 @@ def test_names_of_labels_in_the_data(folder, kind):
     assert raw.labels == ["pos", "neg"] and raw.splits["validation"]["label"][:] == [1, 0] * 5
     raw = read(path, **settings, labels=["good", "bad"], label_map={"neg": "bad", "pos": "good"})
     assert raw.splits["validation"]["label"][:] == [1, 0] * 5
-    with pytest.raises(InputError, match=r"its labels are neg, pos, data.labels are good, bad; name the same ones"):
-        read(path, **settings, labels=["good", "bad"])
-    with pytest.raises(InputError, match="no column body .*; the columns are: text, label"):
-        read(path, **settings, columns={"text": "body"})
+    rejects("its labels are neg, pos, data.labels are good, bad; name", read, path, **settings, labels=["good", "bad"])
+    rejects("no column body .*; the columns are: text, label", read, path, **settings, columns={"text": "body"})
 
 
 def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
@@ -314,24 +272,16 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
     for name, settings, message in (
         ("one", {"validation": "test"}, "holds one data set, not splits test"),
         ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
-        ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read as a data set: "),
+        ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read: "),
     ):
-        with pytest.raises(InputError, match=message) as error:
-            read(folder / name, **settings)
-        assert "\n" not in str(error.value)
+        rejects(message, read, folder / name, **settings)
 
 
 def test_a_hub_id_that_cannot_be_loaded(folder):
-    with pytest.raises(
-        InputError, match="user/set cannot be read: .*no such file or folder here, and at the Hub: .*data.path=FOLDER"
-    ) as e:
-        read("user/set")
-    assert "\n" not in str(e.value)
-    with pytest.raises(InputError, match="and at the Hub"):
-        version(RecordsConfig(path="user/set"), S3)
+    rejects("user/set cannot be read: .*no such file or folder here, and at the Hub: .*data.path=", read, "user/set")
+    rejects("and at the Hub", version, RecordsConfig(path="user/set"), S3)
     for path in (folder / "nowhere", "nowhere/train.csv"):
-        with pytest.raises(InputError, match="there is no such file or folder"):
-            read(path)
+        rejects("there is no such file or folder", read, path)
 
 
 def test_hub_settings_reach_the_library(folder, monkeypatch):
@@ -354,8 +304,7 @@ def test_one_row_of_json_lines_may_lack_a_column(folder):
     assert sum(map(len, raw.splits.values())) == 40
     assert raw.dropped["train"].bad_examples == [f"{path}:1: no label"]
     path = put(folder, "b.jsonl", '[]\n{"text": "first"}\n{"body": "x"}\n')
-    with pytest.raises(InputError, match=r"b\.jsonl:2: no column label .*; the columns are: text, body"):
-        read(path, max_bad_rows=3)
+    rejects(r"b\.jsonl:2: no column label .*; the columns are: text, body", read, path, max_bad_rows=3)
 
 
 # ---- new data, versions, S3 -----------------------------------------------------------------------------------
@@ -375,10 +324,8 @@ def test_new_texts_need_no_labels_and_pairs_need_one_text(folder):
         ("body\nfirst\n", {}, r"d\.csv:2: no column text"),
         ("a,b\n, \n", pair, r"d\.csv:2: an empty a"),
     ):
-        with pytest.raises(InputError, match=message):
-            new_rows(put(folder, "d.csv", content), columns=columns, max_bad_rows=5)
-    with pytest.raises(InputError, match="there is no such file"):
-        new_rows("nowhere")
+        rejects(message, new_rows, put(folder, "d.csv", content), columns=columns, max_bad_rows=5)
+    rejects("there is no such file", new_rows, "nowhere")
 
 
 def test_another_file_time_or_setting_of_reading_is_another_version(folder):
@@ -418,18 +365,17 @@ def test_data_in_s3(folder, bucket):
     assert {name: rows.to_dict() for name, rows in splits("set/train.csv").items()} == {
         name: rows.to_dict() for name, rows in here.items()
     }
-    result = splits("set", train="*.csv", validation="dev-?.jsonl")
+    result = splits("set", train="tr*.csv", validation="dev-?.jsonl")
     assert len(result["train"]) == 40 and result["validation"]["text"][:] == ["a"]
     assert sum(map(len, splits("saved").values())) == 40
-    with pytest.raises(InputError, match=r"set/nowhere\.csv: there is no such file"):
-        splits("set/nowhere.csv")
-    with pytest.raises(InputError, match=r"data\.train=x-\*: there is no such file in s3://"):
-        splits("set", train="x-*")
-    with pytest.raises(InputError, match=r"train\.csv: both in train and in validation"):
-        splits("set", train="train.csv", validation="tr*.csv")
-    bucket.put("set/train.csv", csv_of([*ROWS, ("", "1")]).encode())
-    with pytest.raises(InputError, match=r"1 bad rows.*: s3://\S+/set/train\.csv:42: an empty text"):
-        splits("set/train.csv")
+    bucket.put("set/bad.csv", csv_of([*ROWS, ("", "1")]).encode())
+    for message, prefix, settings in (
+        (r"set/nowhere\.csv: there is no such file", "set/nowhere.csv", {}),
+        (r"data\.train=x-\*: there is no such file in s3://", "set", {"train": "x-*"}),
+        (r"train\.csv: both in train and in validation", "set", {"train": "train.csv", "validation": "tr*.csv"}),
+        (r"1 bad rows.*: s3://\S+/set/bad\.csv:42: an empty text", "set/bad.csv", {}),
+    ):
+        rejects(message, read, bucket.location(prefix), s3=s3, **settings)
     cfg = RecordsConfig(path=bucket.location("set/train.csv"))
     versions, before = [], len(bucket.proxy.requests("^GET"))
     for rows in (ROWS, ROWS[::-1]):  # of the same size
@@ -449,15 +395,16 @@ def question(name, text="Normandy", start=None, **more):
 
 
 def squad(*qas, context=CONTEXT, **more):
-    return json.dumps(
-        {**more, "data": [{"title": "t", "paragraphs": [{"context": context, "qas": list(qas)}]}]}, indent=1
-    )
+    data = [{"title": "t", "paragraphs": [{"context": context, "qas": list(qas)}]}]
+    return json.dumps({**more, "data": data}, indent=1)
 
 
-def read_questions(folder, validation="dev.json", *, train="train.json", unanswerable=True, **settings):
+def read_questions(folder, *, message=None, unanswerable=True, **settings):
+    """Of train.json and dev.json; or that they are rejected with a message."""
     put(folder, "train.json", squad(question("one"), question("two", "owners"), version="1.1"))
-    kind = qa_rows(QAConfig(unanswerable=unanswerable))
-    return read(folder, kind=kind, train=train, validation=validation, **settings)
+    settings = {"kind": qa_rows(QAConfig(unanswerable=unanswerable)), "train": "train.json", **settings}
+    settings = {"validation": "dev.json", **settings}
+    return read(folder, **settings) if message is None else rejects(message, read, folder, **settings)
 
 
 def test_squad_of_both_versions(folder):
@@ -465,6 +412,7 @@ def test_squad_of_both_versions(folder):
     empty = {"id": "empty", "question": "why?", "answers": []}
     put(folder, "dev.json", squad(plausible, empty, question("there", "😀", is_impossible=False), version="v2.0"))
     raw = read_questions(folder)
+    assert qa_rows(QAConfig()).split_by == "context"  # by which rows are held out
     assert raw.labels == [] and raw.splits["train"].column_names == ["id", "question", "context", "answers"]
     assert raw.splits["train"][1] == {
         "id": "two",
@@ -475,8 +423,8 @@ def test_squad_of_both_versions(folder):
     answers = raw.splits["validation"]["answers"]
     assert [answer["text"] for answer in answers] == [[], [], ["😀"]]  # offsets are characters, not bytes
     assert answers[0]["answer_start"] == []
-    with pytest.raises(InputError, match=r"dev\.json, question impossible: no answer; for SQuAD v2 set task.unanswer"):
-        read_questions(folder, unanswerable=False)
+    says = r"dev\.json, question impossible: no answer; for SQuAD v2 set task.unanswerable"
+    read_questions(folder, unanswerable=False, message=says)
     raw = read_questions(folder, unanswerable=False, max_bad_rows=2)
     assert raw.splits["validation"]["id"][:] == ["there"] and raw.dropped["validation"].bad_rows == 2
 
@@ -494,10 +442,7 @@ def test_answers_that_are_not_where_they_should_be(folder):
         "no object",
     ]
     put(folder, "dev.json", squad(*qas))
-    with pytest.raises(
-        InputError, match=r"7 bad rows, .*dev\.json, question shifted: answer 'Normandy' is not at char"
-    ):
-        read_questions(folder)
+    read_questions(folder, message=r"7 bad rows, .*dev\.json, question shifted: answer 'Normandy' is not at char")
     raw = read_questions(folder, max_bad_rows=7)
     assert raw.splits["validation"]["id"][:] == ["fine", "7"]
     named = [example.partition(": ")[0].rpartition(", ")[2] for example in raw.dropped["validation"].bad_examples]
@@ -518,9 +463,7 @@ def test_answers_that_are_not_where_they_should_be(folder):
 )
 def test_broken_squad_is_one_line(folder, content, message):
     put(folder, "dev.json", content)
-    with pytest.raises(InputError, match=message) as error:
-        read_questions(folder, format="squad")
-    assert "\n" not in str(error.value)
+    read_questions(folder, format="squad", message=message)
 
 
 def test_answers_in_the_shape_of_the_hub_are_checked_too(folder):
@@ -536,20 +479,10 @@ def test_answers_in_the_shape_of_the_hub_are_checked_too(folder):
     }
     tables = datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), dev=datasets.Dataset.from_dict(rows))
     tables.save_to_disk(folder / "saved")
-    with pytest.raises(InputError, match="split train, row 3: answer 'Normandy' is not at character 3 of the context"):
-        read_questions(folder / "saved", "dev", train="train")
-    raw = read_questions(folder / "saved", "dev", train="train", max_bad_rows=1, columns={"id": "id"})
+    settings = {"kind": qa_rows(QAConfig(unanswerable=True)), "train": "train", "validation": "dev"}
+    rejects("row 3: answer 'Normandy' is not at character 3 of the context", read, folder / "saved", **settings)
+    raw = read(folder / "saved", max_bad_rows=1, columns={"id": "id"}, **settings)
     assert raw.splits["train"]["answers"][:] == rows["answers"][:2] and raw.splits["train"]["id"][:] == ["a", "b"]
-
-
-def test_contexts_are_held_out_whole(folder):
-    qas = [[{"id": f"{number}-{i}", "question": "q", "answers": []} for i in range(5)] for number in range(100)]
-    paragraphs = [{"context": f"{number} is it", "qas": part} for number, part in enumerate(qas)]
-    put(folder, "all.json", json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    splits = read_questions(folder, None, train="all.json", validation_fraction=0.3).splits
-    held_out = set(splits["validation"]["context"])
-    assert 10 < len(held_out) < 50 and len(splits["validation"]) == 5 * len(held_out)
-    assert not held_out & set(splits["train"]["context"])
 
 
 def test_new_questions_may_have_answers(folder):

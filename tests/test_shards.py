@@ -1,14 +1,18 @@
 """Looking into prepared data by `python -m train.shards`."""
 
+import os
 import re
 import shutil
 
 import pytest
+from rejections import rejects
 from saved_steps import flip
 from streaming import upload
 
 from train import shards
+from train.config import S3Config, ShardsConfig
 from train.data.shards.format import read_manifest
+from train.data.shards.prepared import PreparedData
 
 
 def called(capsys, *arguments):
@@ -30,21 +34,28 @@ def test_verify_passes_whole_data_and_names_all_that_is_damaged(prepared, tmp_pa
     copy = shutil.copytree(prepared, tmp_path / "data")
     manifest = read_manifest(copy)
     first, second = manifest.splits["train"][0].file, manifest.splits["validation"][0].file
+    (copy / "tokenizer" / "tokenizer.json").write_text("{}")
     flip(copy / first, -1)
-    (copy / second).unlink()
-    code, output = called(capsys, "verify", copy)
-    assert code == 1
-    assert f"{first} has sha256" in output.out and f"{second} is missing" in output.out
+    for damage, says in (
+        (lambda: os.truncate(copy / second, 99), f"{second} has 99 bytes, the manifest says"),
+        ((copy / second).unlink, f"{second} is missing"),
+    ):
+        damage()
+        code, output = called(capsys, "verify", copy)
+        assert code == 1 and says in output.out
+        assert f"{first} has sha256" in output.out and "not the tokenizer that made the shards" in output.out
 
 
-def test_verify_sees_a_truncated_shard_and_another_tokenizer(prepared, tmp_path, capsys):
+def test_a_run_looks_at_lengths_before_it_begins_and_at_checksums_if_asked(prepared, tmp_path):
     copy = shutil.copytree(prepared, tmp_path / "data")
     shard = copy / read_manifest(copy).splits["train"][0].file
-    shard.write_bytes(shard.read_bytes()[:-2])
-    (copy / "tokenizer" / "tokenizer.json").write_text("{}")
-    code, output = called(capsys, "verify", copy)
-    assert code == 1
-    assert "the manifest says" in output.out and "not the tokenizer that made the shards" in output.out
+    flip(shard, -5)
+    given = PreparedData, ShardsConfig(path=str(copy)), S3Config()
+    rejects(f"{shard.name} has sha256", PreparedData(*given[1:]).verify)
+    os.truncate(shard, 99)
+    rejects(f"{shard.name} has 99 bytes, the manifest says", *given)
+    shard.unlink()
+    rejects(f"{shard.name} is missing", *given)
 
 
 def test_head_shows_text_and_marks_what_is_to_predict(prepared, capsys):

@@ -1,13 +1,11 @@
-"""Prepared examples as tensors: padding, lengths, and what goes to another process."""
-
-import pickle
+"""Prepared examples as tensors: padding and lengths."""
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from rejections import rejects
 
-from train.config import InputError
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.token_rows import TokenRows
@@ -88,10 +86,8 @@ def test_a_row_takes_the_first_length_it_fits_into(table):
 
 def test_rows_that_do_not_fit_their_bucket_are_errors(table):
     data = token_rows(table, LENGTHS)
-    with pytest.raises(ValueError, match="a row of 20 tokens in a batch of 8"):
-        data.draw(np.array([[0]]))
-    with pytest.raises(ValueError, match=r"several lengths: buckets \[0, 1\]"):
-        data.draw(np.array([[5, 1 << BUCKET_SHIFT]]))
+    rejects("a row of 20 tokens in a batch of 8", data.draw, np.array([[0]]), error=ValueError)
+    rejects(r"several lengths: buckets \[0, 1\]", data.draw, np.array([[5, 1 << BUCKET_SHIFT]]), error=ValueError)
 
 
 def test_padding_counts_for_nothing(table):
@@ -127,17 +123,6 @@ def test_chosen_and_joined_tables_are_read_alike(table):
         assert drawn["input_ids"][0, 0, : table[chosen[2]]["length"]].tolist() == table[chosen[2]]["input_ids"]
 
 
-def test_another_process_gets_the_names_of_files(table):
-    data = token_rows(table, LENGTHS)
-    sent = pickle.dumps(data)
-    assert table.data.nbytes > 2000 and len(sent) < len(pickle.dumps(table)) + 1000
-    items = np.array([[0, 1]]) + (1 << BUCKET_SHIFT)
-    there, here = pickle.loads(sent).draw(items)["inputs"], data.draw(items)["inputs"]
-    assert all(torch.equal(there[name], here[name]) for name in here)
-
-
 def test_what_does_not_fit_is_rejected(table):
-    with pytest.raises(InputError, match="no column title; there are input_ids, length"):
-        token_rows(table, columns={"labels": "title"})
-    with pytest.raises(InputError, match="a row of 20 tokens, longer than 16"):
-        token_rows(table, [8, 16])
+    rejects("no column title; there are input_ids, length", token_rows, table, columns={"labels": "title"})
+    rejects("a row of 20 tokens, longer than 16", token_rows, table, [8, 16])

@@ -61,8 +61,7 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
     assert isinstance(cfg.data, RecordsConfig)
     seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
-    for split in tables.splits:
-        facts = tables.facts["splits"][split]
+    for split, facts in tables.facts["splits"].items():
         yield f"{split}: {facts['examples']:,} examples, {facts['rows']:,} rows of tokens"
         if facts["label_counts"]:
             total = sum(facts["label_counts"].values())

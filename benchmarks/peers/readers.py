@@ -112,7 +112,7 @@ def write_ours(corpus: Corpus) -> None:
     ]
     splits, tokenizer = {"train": shards, "validation": []}, write_tokenizer(folder, VOCAB_SIZE)
     sizes = {"seq_len": corpus.seq_len, "dtype": "uint16"}
-    write_manifest(folder, **sizes, splits=splits, tokenizer=tokenizer, counts={}, config={})  # type: ignore[arg-type]
+    write_manifest(folder, **sizes, splits=splits, tokenizer=tokenizer, counts={}, config={})
 
 
 # ---- Hugging Face datasets -----------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
-from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler
+from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, ShuffleBlock
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
 FIRST_ROUNDS = 2  # batches of each length at the start: in so many steps all graphs of a length occur
@@ -37,11 +36,12 @@ def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
     return plain, int(buckets[0]) if len(buckets) else 0
 
 
-class BucketEpochOrder:
-    """The rows of an epoch, each with its bucket, batch after batch; stands in for EpochOrder."""
+class BucketEpochOrder(EpochOrder):
+    """The rows of an epoch, each with its bucket, batch after batch."""
 
-    def __init__(self, plain: EpochOrder, bucket_of: np.ndarray, *, batch_size: int) -> None:
-        shuffled = plain.rows(0, len(bucket_of))
+    def __init__(self, bucket_of: np.ndarray, *, seed: int, epoch: int, batch_size: int) -> None:
+        super().__init__([len(bucket_of)], ShuffleBlock(1), seed=seed, epoch=epoch)
+        shuffled = super().rows(0, len(bucket_of))
         mine = bucket_of[shuffled]
         batches: list[np.ndarray] = []  # of each bucket: [batches, batch_size]
         left = np.empty(0, np.int64)
@@ -51,12 +51,12 @@ class BucketEpochOrder:
             batches.append(rows[:whole].reshape(-1, batch_size) + (bucket << BUCKET_SHIFT))
             left = rows[whole:]
         first = []
-        for _ in range(FIRST_ROUNDS if plain.epoch == 0 else 0):
+        for _ in range(FIRST_ROUNDS if epoch == 0 else 0):
             for bucket in reversed(range(len(batches))):
                 first.append(batches[bucket][:1])
                 batches[bucket] = batches[bucket][1:]
         rest = np.concatenate(batches)
-        rest = rest[np.random.default_rng([plain.seed, plain.epoch, 0, 2]).permutation(len(rest))]
+        rest = rest[np.random.default_rng([seed, epoch, 0, 2]).permutation(len(rest))]
         self.order = np.concatenate([*first, rest]).ravel()
 
     def rows(self, start: int, stop: int) -> np.ndarray:
@@ -67,29 +67,12 @@ class BucketEpochOrder:
 class BucketSampler(ShardSampler):
     """A ShardSampler (one shard) whose global batches have one length each. `bucket_of`: [rows]."""
 
-    def __init__(
-        self,
-        bucket_of: np.ndarray,
-        *,
-        seed: int,
-        global_batch_size: int,
-        rank: int,
-        world_size: int,
-        consumed_rows: int = 0,
-    ) -> None:
-        super().__init__(
-            [len(bucket_of)],
-            seed=seed,
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            consumed_rows=consumed_rows,
-        )
+    def __init__(self, bucket_of: np.ndarray, *, seed: int, **place: int) -> None:
+        super().__init__([len(bucket_of)], seed=seed, **place)  # type: ignore[arg-type]
         self.bucket_of = bucket_of
 
     def epoch_order(self, epoch: int) -> EpochOrder:
-        plain = super().epoch_order(epoch)
-        return cast(EpochOrder, BucketEpochOrder(plain, self.bucket_of, batch_size=self.global_batch_size))
+        return BucketEpochOrder(self.bucket_of, seed=self.seed, epoch=epoch, batch_size=self.global_batch_size)
 
 
 class BucketEvalOrder:

@@ -126,18 +126,10 @@ class MultiBatch(Dataset[Batch]):
     def __getitems__(self, micro_batches: list[np.ndarray]) -> Batch:
         try:
             return self.dataset.draw(np.stack(micro_batches))
-        except Exception:
-            return self.until_failure(micro_batches)
-
-    def until_failure(self, micro_batches: list[np.ndarray]) -> Batch:
-        for good, micro_batch in enumerate(micro_batches):
-            try:
-                self.dataset.draw(np.asarray(micro_batch)[None])
-            except Exception as error:
-                none: Batch = {"inputs": {}, "count": [], "tokens": []}
-                drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else none
-                return {**drawn, "failure": error}
-        return self.dataset.draw(np.stack(micro_batches))
+        except Exception as error:
+            none: Batch = {"inputs": {}, "count": [], "tokens": []}
+            before = self.__getitems__(micro_batches[:-1]) if len(micro_batches) > 1 else none
+            return {"failure": error, **before}  # theirs, if the first failure is one of them
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
@@ -158,7 +150,6 @@ class Batches:
         prefetch: int,
         pin_memory: bool,
         multi_batch: int | None = None,  # micro batches that are drawn at once, at most
-        start_method: str = "fork",  # shares the memory maps instead of copying them
     ) -> None:
         num_drawn = max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
@@ -172,7 +163,7 @@ class Batches:
                 num_workers=num_workers,
                 prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
-                multiprocessing_context=start_method if num_workers else None,
+                multiprocessing_context="fork" if num_workers else None,  # shares the memory maps
                 worker_init_fn=leave_signals_to_the_parent,
                 generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
             )

@@ -29,20 +29,17 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
     def stop(error: OSError) -> NoReturn:  # os.walk leaves out what it cannot read
         raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
 
-    seen: set[tuple[int, int]] = set()
+    seen: set[Path] = set()
     waiting = [root]
     for top in waiting:  # the list grows on the way
-        if top != root and top.parent.resolve().is_relative_to(top.resolve()):
-            report_left_out(top)
-            continue
+        holds_link = top != root and top.parent.resolve().is_relative_to(top.resolve())
         for parent, names, files in os.walk(top, onerror=stop):
             path = Path(parent)
-            status = path.stat()
-            if (status.st_dev, status.st_ino) in seen:
+            if holds_link or path.resolve() in seen:
                 report_left_out(path)
                 names.clear()
                 continue
-            seen.add((status.st_dev, status.st_ino))
+            seen.add(path.resolve())
             names[:] = [name for name in names if not name.startswith((".", "__pycache__")) and name not in skipped]
             waiting += [path / name for name in sorted(names) if (path / name).is_symlink()]
             yield path, [name for name in files if not name.startswith(".")]

@@ -214,14 +214,9 @@ def hub_version(cfg: RecordsConfig) -> str:
 def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    errors = (*LIBRARY_ERRORS, DatasetsError)
-    if local_path(cfg.path).is_dir():
-        with naming(f"data.path={cfg.path} cannot be read as a data set", errors):
-            yield
-        return
+    hint = "" if local_path(cfg.path).is_dir() else "; without the Hub, give a file or folder: data.path=FOLDER"
     try:
         with asking_hub(cfg.path):
             yield
-    except errors as error:
-        hint = "without the Hub, give a file or folder: data.path=FOLDER"
-        raise InputError(f"data.path={cfg.path} cannot be read: {why_missing(cfg.path, error)}; {hint}") from error
+    except (*LIBRARY_ERRORS, DatasetsError) as error:
+        raise InputError(f"data.path={cfg.path} cannot be read: {why_missing(cfg.path, error)}{hint}") from error

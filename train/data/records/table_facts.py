@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from datasets import Dataset
 
-QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # shares of rows that are as short
 SHORTEST_EDGE = 4
 STEP = 16  # suggested lengths are multiples of it, as matrix units like them
 
@@ -34,16 +34,13 @@ def facts_of_split(
         "rows": len(features),
         "tokens": int(lengths.sum()),
         "label_counts": dict(zip(labels, counts, strict=True)),
-        "length_quantiles": quantiles(lengths),
+        "length_quantiles": {
+            name: int(np.quantile(lengths, share, method="higher")) for name, share in QUANTILES.items()
+        },
         "length_histogram": length_histogram(lengths, seq_len),
         "padding_share": round(padding_share(lengths, [seq_len]), 6),
         "notes": notes,
     }
-
-
-def quantiles(lengths: np.ndarray) -> dict[str, int]:
-    """Lengths that half, 90 %, ... of the rows do not exceed."""
-    return {name: int(np.quantile(lengths, share, method="higher")) for name, share in QUANTILES.items()}
 
 
 def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:

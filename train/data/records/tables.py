@@ -81,11 +81,6 @@ class Tables:
     id: str  # sha256 of the rows of tokens and the labels
     facts: Facts  # tables.json
 
-    @property
-    def splits(self) -> list[str]:
-        """train, validation, and the further ones in their order."""
-        return list(self.facts["splits"])
-
     def features(self, split: str) -> datasets.Dataset:
         """The tokens of a split, memory-mapped."""
         return load_saved(self.folder / split)
@@ -125,12 +120,6 @@ class TableRequest:
     featurizer: Featurizer
     tokenizer_id: str
     root: Path  # of all tables on this machine
-
-    def folder(self, version: str) -> Path:
-        """Where the tables made of this version of the raw data are kept."""
-        kind, settings = self.featurizer.kind.name, self.featurizer.settings
-        made_by = sha256_json([FORMAT, settings_of(self.data), self.cfg.seed, kind, settings, self.tokenizer_id])
-        return self.root / f"{made_by[:12]}-{version[:12]}"
 
 
 def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
@@ -202,9 +191,10 @@ def find_or_make(request: TableRequest) -> Path:
 
     Raw data that has not changed since is not read again.
     """
-    data = request.data
+    data, kind, settings = request.data, request.featurizer.kind.name, request.featurizer.settings
     now = version(data, request.cfg.s3)
-    folder = request.folder(now)
+    made_by = sha256_json([FORMAT, settings_of(data), request.cfg.seed, kind, settings, request.tokenizer_id])
+    folder = request.root / f"{made_by[:12]}-{now[:12]}"
     if whole_facts(folder, checksums=data.verify) is None:
         remake(folder, lambda temporary: make(request, temporary, now))
     for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():

@@ -6,7 +6,7 @@ The tokens stay where they are, in memory-mapped Arrow files: a row is a slice o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -69,30 +69,17 @@ class TokenRows:
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
         check(not missing, f"the data has no column {', '.join(missing)}; there are {', '.join(table.column_names)}")
-        self.table, self.pad_id, self.lengths = table, pad_id, tuple(lengths)
-        self.columns, self.weights = dict(columns), weights
-        self._open()
-        longest = int(self.row_lengths.max(initial=0))
-        check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
-        self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
-
-    def _open(self) -> None:
-        arrow = self.table.with_format("arrow")[:]  # as it is on disk; only rows that were selected are gathered
+        self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
+        arrow = table.with_format("arrow")[:]  # as it is on disk; only rows that were selected are gathered
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
         self.second_at = arrow.column("second_at").to_numpy()
-        named = {name: arrow.column(column) for name, column in self.columns.items()}
+        named = {name: arrow.column(column) for name, column in columns.items()}
         self.lists = {name: Lists(column) for name, column in named.items() if hasattr(column.type, "value_type")}
         self.values = {name: column.to_numpy() for name, column in named.items() if name not in self.lists}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for loader processes that are not forked: the table is sent as the names of its files."""
-        derived = ("tokens", "row_lengths", "second_at", "values", "lists")
-        return {name: value for name, value in self.__dict__.items() if name not in derived}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+        longest = int(self.row_lengths.max(initial=0))
+        check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
+        self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -73,16 +73,10 @@ class ShardCache:
         self.run = self.folder / "runs" / launch_name()
         self.compared, self.status = self.run / "compared", self.run / "status.json"
         self.gave_up: Unreachable | None = None  # why this process waits for no shard any more
+        sizes = [shard.bytes for shard in manifest.shards]
+        self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
 
     # ---- size ------------------------------------------------------------------------------------------------------
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(shard.bytes for shard in self.manifest.shards)
-
-    @property
-    def largest_bytes(self) -> int:
-        return max(shard.bytes for shard in self.manifest.shards)
 
     def limit_bytes(self) -> int:
         """How many bytes the shards may take on this disk. InputError if the disk has less than the settings say."""
@@ -180,8 +174,7 @@ class ShardCache:
             if self.gave_up is not None:
                 raise self.gave_up
             now_s = time.monotonic()
-            is_lost = now_s - entered_s > STARTS_WITHIN_S if status is None else is_gone(status["owner"])
-            if is_lost:
+            if now_s - entered_s > STARTS_WITHIN_S if status is None else is_gone(status["owner"]):
                 what = "the process that fetches shards on this node is gone, its error is above"
                 raise Unreachable(f"{missing[0]} cannot come: {what}")
             wanted, faults = (status["wanted"], status["faults"]) if status else ([], {})
@@ -193,9 +186,8 @@ class ShardCache:
                     raise InputError(fault["reason"])
             if now_s - began_s > self.cfg.deadline_s:
                 reasons = [fault["reason"] for fault in (*known, *faults.values())]
-                others = reasons[0] if reasons else "there is no error: a slow network?"
-                reason = others if known else f"{missing[0]} does not come; {others}"
-                self.gave_up = Unreachable(f"{reason}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
+                what = f"{missing[0]} does not come; {reasons[0] if reasons else 'there is no error: a slow network?'}"
+                self.gave_up = Unreachable(f"{what}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
             time.sleep(POLL_S)
 
 

@@ -13,9 +13,8 @@ import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
@@ -32,7 +31,6 @@ logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
 CONNECTOR_ATTEMPTS = 3
-ASK_EVERY_S = 30.0  # for renewed credentials
 FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's code
     "bucket does not exist": "NoSuchBucket",
     "No signing credentials": "NoCredentialsError",
@@ -54,7 +52,7 @@ class Doubtful(RuntimeError):
 
 class Client:
     """The connector over the objects of one data set, with the present credentials of boto3, which finds them in more
-    ways than the connector and renews them. A new client is needed when they have changed, and after a failure.
+    ways than the connector and renews them. A new client is needed after a failure: these may have expired.
     """
 
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
@@ -62,10 +60,11 @@ class Client:
         uses_environment = folder.s3.profile is None and bool(given) and given != put_here
         self.session = open_session(folder.s3, skips_environment=not uses_environment)
         try:
-            self.credentials = self.current_credentials()
+            credentials = self.session.get_credentials()
+            frozen = None if credentials is None else credentials.get_frozen_credentials()
         except (BotoCoreError, ClientError) as error:
             raise Unreachable(f"there are no credentials: {error}") from error
-        self.asked_s = time.monotonic()
+        self.credentials = (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
         if not uses_environment:
             put(self.credentials)
         self.numbers = {file: number for number, file in enumerate(files)}
@@ -80,23 +79,6 @@ class Client:
                 max_attempts=CONNECTOR_ATTEMPTS,
             ),
         )
-
-    def current_credentials(self) -> tuple[str | None, ...]:
-        credentials = self.session.get_credentials()
-        if credentials is None:
-            return (None, None, None)
-        frozen = credentials.get_frozen_credentials()
-        return (frozen.access_key, frozen.secret_key, frozen.token)
-
-    def is_stale(self) -> bool:
-        """Whether credentials were renewed, looked up now and then. The old ones serve while there are no new ones."""
-        if time.monotonic() - self.asked_s < ASK_EVERY_S:
-            return False
-        self.asked_s = time.monotonic()
-        try:
-            return self.current_credentials() != self.credentials
-        except (BotoCoreError, ClientError):
-            return False
 
     def read(self, file: str, *, most_bytes: float = math.inf) -> list[bytes]:
         """The content of an object, in pieces; of one that is longer than `most_bytes`, its beginning. Raises Doubtful
@@ -166,12 +148,12 @@ class Downloader:
             return
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
-        doubts, reads = 0, set[Future[list[bytes]]]()
+        doubts = 0
 
         def attempt() -> None:
             nonlocal doubts
             try:
-                self.store(shard, self.fetch(shard, reads))
+                self.store(shard, self.fetch(shard))
             except Doubtful as doubt:
                 doubts += 1
                 if doubts >= self.cfg.refetches:
@@ -197,10 +179,8 @@ class Downloader:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{url}: {error}") from error
 
-    def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
-        """The content of a shard, read by a thread of its own, or by that of an earlier attempt, in `reads`, if it ends
-        first: a read cannot be stopped, and over a slow link it may be nearly done.
-        """
+    def fetch(self, shard: Shard) -> list[bytes]:
+        """The content of a shard, read by a thread of its own: a read cannot be stopped."""
         content, clients = Future[list[bytes]](), list[Client]()
 
         def read() -> None:
@@ -210,17 +190,14 @@ class Downloader:
             except BaseException as error:  # for the thread that waits
                 content.set_exception(error)
 
-        reads.add(content)
         threading.Thread(target=read, daemon=True).start()
-        ended = wait(reads, self.cfg.attempt_s, return_when=FIRST_COMPLETED).done
-        reads -= ended
-        whole = [each for each in ended if each.exception() is None]
-        if not whole and self.client in clients:
+        is_ended = bool(wait([content], self.cfg.attempt_s).done)
+        if self.client in clients and not (is_ended and content.exception() is None):
             self.client = None
-        if not ended:
+        if not is_ended:
             limit = f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)"
             raise Unreachable(f"{limit}; over a slow link raise it, or lower data.downloads")
-        return (whole or list(ended))[0].result()
+        return content.result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
         """Give a shard its name in the cache. Doubtful for a content that does not match the manifest."""
@@ -243,9 +220,9 @@ class Downloader:
             raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
     def current_client(self) -> Client:
-        """The client, a new one after a failure and after credentials were renewed."""
+        """The client, a new one after a failure."""
         with self.lock:
-            if self.client is None or self.client.is_stale():
+            if self.client is None:
                 files = [shard.file for shard in self.cache.manifest.shards]
                 self.client = Client(self.source, files, largest_bytes=self.cache.largest_bytes)
             return self.client

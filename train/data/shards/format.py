@@ -20,13 +20,7 @@ from safetensors.numpy import save
 
 from train.config import InputError, check
 from train.storage.checksums import check_entries, sealed, unsealed
-from train.storage.folders import (
-    Folder,
-    LocalFolder,
-    canonical_json,
-    sha256_bytes,
-    sha256_file,
-)
+from train.storage.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
 from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
@@ -54,9 +48,6 @@ class Rows:
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
-
-    def copy(self) -> Rows:
-        return Rows(**{name: tensor.copy() for name, tensor in vars(self).items()})
 
 
 ROW_TENSORS = tuple(field.name for field in fields(Rows))
@@ -116,23 +107,14 @@ def read_manifest(where: Folder | Path) -> DataManifest:
         missing = f"data.path={location} does not exist; python -m train.prepare output={location} writes it"
         check(folder.path.is_dir(), missing)
     try:
-        return read_whole_manifest(folder)
+        return parse_manifest(folder.read("manifest.json"))
     except FileNotFoundError:
         raise InputError(
             f"{location} holds no manifest.json: nothing was prepared there (python -m train.prepare "
             f"output={location}), or the preparation did not finish"
         ) from None
-
-
-def read_whole_manifest(folder: Folder) -> DataManifest:
-    """Raises InputError if it is not what it says of itself, FileNotFoundError if there is none."""
-    content = folder.read("manifest.json")
-    try:
-        return parse_manifest(content)
     except BadContent as error:
-        raise InputError(
-            f"{folder.location}/manifest.json is not a manifest: {error}; prepare the data again"
-        ) from error
+        raise InputError(f"{location}/manifest.json is not a manifest: {error}; prepare the data again") from error
 
 
 def parse_manifest(content: bytes) -> DataManifest:
@@ -188,26 +170,10 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
     return Shard(file=FileName(name), rows=len(rows), bytes=len(content), sha256=Sha256(sha256_bytes(content)))
 
 
-def write_manifest(
-    folder: Folder,
-    *,
-    seq_len: int,
-    dtype: str,
-    splits: dict[str, list[Shard]],
-    tokenizer: TokenizerInfo,
-    counts: dict[str, Any],
-    config: dict[str, Any],
-) -> DataManifest:
-    """Complete a data set: nothing reads the folder before this file is there."""
-    body = {
-        "format": FORMAT,
-        "seq_len": seq_len,
-        "dtype": dtype,
-        "splits": {split: [asdict(shard) for shard in shards] for split, shards in splits.items()},
-        "tokenizer": asdict(tokenizer),
-        "counts": counts,
-        "config": config,
-    }
+def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
+    """Complete a data set, with the fields of its manifest but the id: nothing reads the folder before it is there."""
+    body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
+    del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
     return read_manifest(folder)
 
@@ -229,8 +195,7 @@ def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> Non
 class ShardSet:
     """The sequences of one split, memory-mapped, numbered in the manifest's order.
 
-    A shard is opened when it is first read, after `wait` has returned (S3: cache.py). Copies in other processes, forked
-    or spawned, open their own.
+    A shard is opened when it is first read, after `wait` has returned (S3: cache.py).
     """
 
     def __init__(
@@ -249,9 +214,6 @@ class ShardSet:
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "maps": {}}
 
     def rows(self, numbers: np.ndarray) -> Rows:
         """The sequences with these numbers, in this order."""
@@ -275,8 +237,9 @@ class ShardSet:
             for name, values in zip(names, gathered, strict=True):
                 # "clip" writes straight into `out`; the default mode gathers into a copy first
                 tensors[name].take(local, 0, values[first:last], "clip")
-                if name == "tokens":
-                    self.check_tokens(values[first:last], self.shards[shard])
+                if name == "tokens" and (largest := int(values[first:last].max())) >= self.vocab_size:
+                    has = f"{self.folder / self.shards[shard].file} holds token {largest}"
+                    raise InputError(f"{has}, its vocabulary has {self.vocab_size}; prepare again")
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
@@ -299,32 +262,11 @@ class ShardSet:
             check(ok, f"{path} does not hold the {rows} sequences of its manifest; prepare again")
             self.maps[number] = tensors
 
-    def check_tokens(self, tokens: np.ndarray, shard: Shard) -> None:
-        largest = int(tokens.max(initial=0))
-        check(
-            largest < self.vocab_size,
-            f"{self.folder / shard.file} holds token {largest}, its vocabulary has {self.vocab_size}; prepare again",
-        )
-
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Memory-map a safetensors file (layout: https://github.com/huggingface/safetensors#format) without copies.
-
-    InputError for a file whose header does not match it.
-    """
-    names = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
+    """The ROW_TENSORS that a file holds, memory-mapped without copies. InputError for what is no safetensors file."""
     try:
-        with safe_open(path, "numpy"):  # compares sizes, shapes and offsets
-            pass
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = read_object(file.read(header_bytes))
-    except (SafetensorError, BadContent) as error:
+        with safe_open(path, "pt") as file:  # "numpy" would copy
+            return {name: file.get_tensor(name).numpy() for name in {*ROW_TENSORS} & {*file.keys()}}
+    except (SafetensorError, TypeError) as error:  # TypeError: numpy has no such numbers
         raise InputError(f"{path} is not a shard: {error}; prepare the data again") from error
-    data = np.asarray(np.memmap(path, np.uint8, "r", offset=8 + header_bytes))  # memmap's own indexing is slow
-    tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__" and entry["dtype"] in names:
-            first, last = entry["data_offsets"]
-            tensors[name] = data[first:last].view(names[entry["dtype"]]).reshape(entry["shape"])
-    return tensors

@@ -52,13 +52,9 @@ class EpochOrder:
     def window(self, number: int) -> np.ndarray:
         """[rows of the window] int64: its sequences in order."""
         if self.held[0] != number:
-            self.held = (number, self.shuffled(number))
+            rows = np.concatenate([np.arange(self.firsts[s], self.firsts[s + 1]) for s in self.windows[number]])
+            self.held = (number, np.random.default_rng([self.seed, self.epoch, number]).permutation(rows))
         return self.held[1]
-
-    def shuffled(self, number: int) -> np.ndarray:
-        shards = self.windows[number]
-        rows = np.concatenate([np.arange(self.firsts[s], self.firsts[s + 1]) for s in shards])
-        return np.random.default_rng([self.seed, self.epoch, number]).permutation(rows)
 
     def window_at(self, position: int) -> int:
         return int(np.searchsorted(self.ends, position, side="right"))

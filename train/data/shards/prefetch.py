@@ -17,7 +17,7 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -41,13 +41,10 @@ TICK_S = 0.5  # between looks at what is there
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
-class Prefetcher:
-    """Keeps the cache ahead of a run while it trains; a context manager. This one does nothing: it is for ranks whose
-    data is on disk, or is fetched by a process of another rank.
+class Prefetcher(AbstractContextManager["Prefetcher"]):
+    """Keeps the cache ahead of a run while it trains. This one does nothing: it is for ranks whose data is on disk, or
+    is fetched by a process of another rank.
     """
-
-    def __enter__(self) -> Prefetcher:
-        return self
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -78,9 +75,6 @@ class ShardPrefetcher(Prefetcher):
         self.process.start()
         receiver.close()
         held.close()  # the process has it: loaders that outlive a killed rank must not hold the cache
-
-    def __enter__(self) -> ShardPrefetcher:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.consumed_rows.close()

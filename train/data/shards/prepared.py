@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from train.config import S3Config, ShardsConfig, check
+from train.config import InputError, S3Config, ShardsConfig
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import TOKENIZER_FILE, DataManifest, Shard, ShardSet, check_files, read_manifest
 from train.data.shards.order import ShardSampler, ShuffleBlock
@@ -45,8 +45,8 @@ class PreparedData:
         """Compare local shards with their checksums. Shards in S3 are compared as they arrive; of them only the lengths
         are looked up. InputError names the first that does not match.
         """
-        fault = first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), self.manifest.shards)
-        check(fault is None, fault or "")
+        if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), self.manifest.shards):
+            raise InputError(fault)
 
     def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
         """What is wrong with a shard at its source; None if it matches the manifest."""

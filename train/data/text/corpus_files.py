@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import dropwhile, islice, takewhile
+from itertools import chain, dropwhile, islice, takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
@@ -235,11 +235,8 @@ class Parquet(FilesCorpus):
             for group in range(file.num_row_groups):
                 end = row + file.metadata.row_group(group).num_rows
                 if row < last_row and end > first_row:
-                    texts = enumerate(self.texts(file, group), row + 1)
+                    batches = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.cfg.column])
+                    texts = enumerate(chain.from_iterable(batch.column(0).to_pylist() for batch in batches), row + 1)
                     for done, text in islice(texts, max(0, first_row - row), last_row - row):
-                        yield text, self.sizes[path] * done // num_rows
+                        yield text or "", self.sizes[path] * done // num_rows
                 row = end
-
-    def texts(self, file: Any, group: int) -> Iterator[str]:
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.cfg.column]):
-            yield from (text or "" for text in batch.column(0).to_pylist())

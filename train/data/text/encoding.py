@@ -51,13 +51,6 @@ def starts_of(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
 
 
-def text_pieces(info: TokenizerInfo) -> np.ndarray:
-    """[vocab] bool: False for [CLS], [SEP], [MASK] and padding, which structure sequences and which no text holds."""
-    is_text = np.ones(info.vocab_size, bool)
-    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False
-    return is_text
-
-
 def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     chunk: list[Document] = []
     size = 0
@@ -72,6 +65,7 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray) -> Encoded:
+    """`is_text`: [vocab] bool, the pieces that are kept."""
     encodings = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -86,8 +80,9 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray)
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
     """Documents in order, a chunk at a time. The next chunks are encoded meanwhile: tokenizers release the GIL."""
-    tokenizer, is_text = vocabulary.open(), text_pieces(vocabulary.info)
-    source = chunks(documents)
+    tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
+    is_text = np.ones(info.vocab_size, bool)
+    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # they structure sequences
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(encode, chunk, tokenizer, is_text) for chunk in islice(source, CHUNKS_AHEAD)]
         while pending:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -154,12 +153,10 @@ def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPar
     if finished:
         return
     documents = islice(corpus.documents(part), work.done["documents"], None)
-    with work.uploads:
-        for chunk in encoded(documents, recipe.vocabulary):
-            work.add(chunk)
-            report(sum(document.source_bytes for document in chunk.documents), len(chunk.tokens))
-        work.flush(finished=True)
-        work.written.result()
+    for chunk in encoded(documents, recipe.vocabulary):
+        work.add(chunk)
+        report(sum(document.source_bytes for document in chunk.documents), len(chunk.tokens))
+    work.flush(finished=True)
 
 
 class Preparation:
@@ -177,11 +174,9 @@ class Preparation:
         }
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
         self.pending: dict[str, list[Rows]] = {split: [packer.add(*nothing)] for split, packer in self.packers.items()}
-        self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}  # changed by uploads only
+        self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0, "validation_pairs": 0}
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # of the training split
-        self.uploads, self.written = ThreadPoolExecutor(1), Future[None]()  # in order, one piece at a time
-        self.written.set_result(None)
 
     def add(self, chunk: Encoded) -> None:
         """Pack a chunk; write each shard that is full."""
@@ -204,40 +199,32 @@ class Preparation:
             self.flush(finished=False)
 
     def flush(self, *, finished: bool) -> None:
-        """Begin to write waiting sequences as shards, the incomplete one too if it is the last, then the state."""
-        size = self.rows_per_shard
-        full: list[tuple[str, Rows]] = []
+        """Write waiting sequences as shards, the incomplete one too if it is the last, then the state."""
+        size, arrays = self.rows_per_shard, {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
             # Sequences whose segments have an order, for sentence-order prediction; earlier versions counted none.
             if split == "validation" and "validation_pairs" in self.done:
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
-            full += [(split, rows[first : min(first + size, whole)]) for first in range(0, whole, size)]
-            self.pending[split] = [rows[whole:].copy()]  # not to keep all of it in memory
-        arrays = {"token_counts": self.token_counts.copy()}
-        for split, packer in self.packers.items():
-            rows = Rows.concatenate(self.pending[split])
-            tensors = {"stream": packer.stream, **vars(rows)}
+            for first in range(0, whole, size):
+                name = shard_name(split, self.part, len(self.shards[split]))
+                shard = write_shard(self.folder, name, rows[first : min(first + size, whole)])
+                self.shards[split].append(shard)
+            rest = Rows.concatenate([rows[whole:]])  # a copy, not to keep all of it in memory
+            self.pending[split] = [rest]
+            tensors = {"stream": self.packers[split].stream, **vars(rest)}
             arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
         state = PartState(
             identity=self.identity,
             tokenizer=self.vocabulary.info,
             finished=finished,
-            shards=self.shards,  # those that are still being written follow
-            done=dict(self.done),
+            shards=self.shards,
+            done=self.done,
             next_row={split: packer.next_row for split, packer in self.packers.items()},
             arrays=arrays,
         )
-
-        def work() -> None:
-            for split, rows in full:
-                name = shard_name(split, self.part, len(self.shards[split]))
-                self.shards[split].append(write_shard(self.folder, name, rows))
-            self.folder.write(state_name(self.part), state.to_bytes())
-
-        self.written.result()  # an error of the piece before
-        self.written = self.uploads.submit(work)
+        self.folder.write(state_name(self.part), state.to_bytes())
 
     def resume(self) -> bool:
         """Continue the work of an earlier process, if there is any; True if all of it is done."""

@@ -41,8 +41,10 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
                 except EOFError:
                     part, process = running.pop(receiver)
                     process.join()
-                    if process.exitcode:
-                        raise Failure(f"part {part} {ended(process.exitcode)}; the same command resumes it") from None
+                    if code := process.exitcode or 0:
+                        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, see above"
+                        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+                        raise Failure(f"part {part}: {how}{hint}; the same command resumes it") from None
                     continue
                 if isinstance(message, Exception):
                     raise message
@@ -67,10 +69,3 @@ def work(recipe: Recipe, part: CorpusPart, sender: Connection, threads: int) -> 
         sender.send(error)
     except BrokenPipeError:
         raise SystemExit(1) from None
-
-
-def ended(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"failed (exit code {exitcode}), see above"
-    name = signal.Signals(-exitcode).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

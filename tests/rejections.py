@@ -1,0 +1,17 @@
+"""How tests see that what a user gave is rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from train.config import InputError
+
+
+def rejects(match: str, action: Callable[..., Any], *arguments: Any, error: type = InputError, **settings: Any) -> None:
+    """Check that the call is rejected, in one line in which the regular expression is found."""
+    with pytest.raises(error, match=match) as raised:
+        action(*arguments, **settings)
+    assert "\n" not in str(raised.value)
