@@ -13,7 +13,7 @@ import boto3
 import botocore.endpoint
 import pytest
 from botocore.config import Config
-from services.fault_proxy import FaultProxy
+from services.fault_proxy import OF_A_TEST, FaultProxy
 from services.process import set_aws
 from services.s3_server import PACKAGES, S3Server, missing_programs
 
@@ -113,8 +113,9 @@ def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bu
     """A new one, no faults, and an environment (that of child processes too) that leads to it and nowhere else."""
     set_aws(monkeypatch, s3_server.server.key, s3_server.server.secret)
     s3_server.server.start_gateway()  # a test may have killed it
+    name, client = f"{OF_A_TEST}{uuid.uuid4().hex}", s3_server.client()
+    s3_server.proxy.bucket = name
     s3_server.proxy.set()
-    name, client = f"bucket-{uuid.uuid4().hex}", s3_server.client()
     client.create_bucket(Bucket=name)
     yield Bucket(name, s3_server, client)
     s3_server.proxy.set()

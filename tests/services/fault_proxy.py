@@ -24,6 +24,7 @@ from pathlib import Path
 from services.process import HttpService, Process, free_port
 
 CONTROL = "/_faults"  # no bucket can be called that
+OF_A_TEST = "bucket-"  # begins the name of a test's bucket
 FOREVER = 3600.0
 OVERTAKES_S = 0.05  # a reset overtakes what is still on its way
 OWN_HEADERS = ("connection", "content-length", "expect", "transfer-encoding")  # of one connection
@@ -66,15 +67,17 @@ class FaultProxy:
     """The proxy before a server at a port of this machine, at a free port."""
 
     def __init__(self, upstream_port: int, *, log: Path) -> None:
-        self.port = free_port()
+        self.port, self.bucket = free_port(), ""
         self.endpoint = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "services.fault_proxy", str(self.port), str(upstream_port)]
         self.process = Process(command, log=log, cwd=Path(__file__).resolve().parent.parent)
         self.process.wait_for_port(self.port)
 
     def set(self, *faults: Fault) -> None:
-        """These rules instead of the earlier ones; without any, all requests pass. Forgets the requests seen."""
-        self.control("PUT", json.dumps([asdict(fault) for fault in faults]))
+        """These rules instead of the earlier ones; without any, all requests pass. Forgets the requests seen. With
+        `bucket`, those of other tests' buckets pass unseen: what an earlier test has left behind may ask for a minute.
+        """
+        self.control("PUT", json.dumps({"faults": [asdict(fault) for fault in faults], "bucket": self.bucket}))
 
     def requests(self, match: str = "") -> list[Request]:
         """Requests since `set` that a rule with this `match` would fit."""
@@ -123,9 +126,12 @@ class Proxy(HttpService):
         self.upstream_port, self.lock = upstream_port, threading.Lock()
         self.rules: list[Rule] = []
         self.seen: list[Request] = []
+        self.bucket = ""
 
     def add(self, request: Request) -> Fault | None:
         """What is to happen to a request."""
+        if request.path.startswith(f"/{OF_A_TEST}") and not request.path.startswith(f"/{self.bucket}"):
+            return None
         with self.lock:
             self.seen.append(request)
             fault = next((rule.fault for rule in self.rules if rule.acts(request)), None)
@@ -135,7 +141,9 @@ class Proxy(HttpService):
     def command(self, method: str, body: bytes) -> bytes:
         with self.lock:
             if method == "PUT":
-                self.rules, self.seen = [Rule(Fault(**fault)) for fault in json.loads(body)], []
+                given = json.loads(body)
+                self.rules, self.seen = [Rule(Fault(**fault)) for fault in given["faults"]], []
+                self.bucket = given["bucket"]
             return json.dumps([asdict(request) for request in self.seen]).encode()
 
 
