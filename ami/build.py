@@ -12,7 +12,7 @@ from ami.files import HERE, write_files
 from ami.images import MINUTES, TAG, faults, find_by_name
 from ami.plan import BUILD, ImagePlan
 from launch.ec2.api import Api
-from launch.ec2.sweep import CLOCK, GONE, Resource, delete, find, sweep
+from launch.ec2.sweep import GONE, Resource, delete, find, sweep
 from train.config import Failure
 from train.host.versions import read_versions
 from train.storage.aws_errors import Rejected
@@ -72,7 +72,7 @@ def remove_left(api: Api, region: str, build_id: str | None) -> None:
                 remove_role(api, region, each.id)
 
     look = partial(find_left, api, region, build_id)
-    if left := sweep(look, remove, CLOCK, looks=2, say=lambda line: print(line, flush=True)):
+    if left := sweep(look, remove, looks=2):
         listed = ", ".join(map(str, left))
         raise Failure(f"a build left {listed}: remove these by hand, and look with python -m ami clean")
 

@@ -100,7 +100,7 @@ def promote(options: argparse.Namespace) -> int:
         before = read_parameter(api, image.region, name)
         print(printable(f"{name} in {image.region}: {before or 'none'} -> {image.id}"))
         if options.yes and before != image.id:
-            value = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
+            value: dict[str, Any] = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
             api.ask(image.region, "put_parameter", service="ssm", Overwrite=True, **value)
     print("done" if options.yes else "nothing was changed: --yes does it")
     return DONE

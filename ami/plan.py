@@ -11,11 +11,12 @@ from typing import Any
 from ami.config import IMAGES, AmiConfig
 from ami.images import MINUTES, PREFIX, TAG, Image, differences, own_images, read_image, read_parameter, wanted_tags
 from ami.packer import find_packer
-from launch.ec2.api import Api, explained
+from launch.ec2.api import Api
 from train.cli.command import printable
 from train.config import InputError, check
 from train.host.environment import commit
 from train.host.versions import read_versions
+from train.storage.aws_errors import explained
 
 BUILD = "baretrain:build"  # tag of all that exists only during a build
 NOT_ASKED = (
@@ -41,7 +42,7 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
     regions, base, last = cfg.regions, None, None
     source = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
     parameter = "" if cfg.base.startswith("ami-") else read_versions().bases[source].version
-    with explained("this machine", "credentials"):
+    with explained("this machine, credentials"):
         has_credentials = api.session.get_credentials() is not None
     if cfg.build or has_credentials:
         regions = api.regions(regions)

@@ -17,7 +17,7 @@ import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launch.job import Job
 from train.config import InputError, S3Config, check
@@ -28,6 +28,7 @@ from train.storage.schema import BadContent, read_object, record
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
 EVENTS, DAMAGED = "events/", "damaged"
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ class Record:
             return Job.from_json(content)
         except BadContent as error:
             raise InputError(f"{self.location}/{JOB} cannot be read: {error}") from error
+
+    def read(self, kind: type[Kind], name: str) -> Kind:
+        """A file of the record. InputError if it is damaged."""
+        try:
+            return record(kind, read_object(self.folder.read(name)))
+        except BadContent as error:
+            raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
 
     def write(self, job: Job, *, plan: dict[str, Any], config: str, bundle: bytes) -> None:
         """Write all that a job needs; job.json last."""

@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from planning import plan
 from services.fake_ec2 import ALIVE, UBUNTU, FakeEc2
 
+from launch import record
+from launch.ec2 import calls, launcher, scheduler, sweep
 from launch.ec2 import request as request_module
 from launch.ec2.account import Resolved, read_resolved, resolve
 from launch.ec2.api import Api
@@ -18,7 +21,7 @@ from launch.ec2.calls import remove
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
-from launch.ec2.sweep import Clock, Resource
+from launch.ec2.sweep import Resource
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -38,23 +41,18 @@ class Killed(BaseException):
 
 @dataclass
 class Trial:
-    """A run on EC2, and a clock whose every pause is a moment in which something may happen."""
+    """A run on EC2; every pause of its launch is a moment in which something may happen."""
 
     ec2: FakeEc2
     record: Record
     job: Job
     api: Api = field(default_factory=Api)
     happens: Callable[[Trial], None] = lambda _: None
-    said: list[str] = field(default_factory=list)
     bundle: bytes = b""  # the code of the job
 
     @property
     def cluster(self) -> Ec2Config:
         return cluster_of(self.job, Ec2Config)
-
-    @property
-    def clock(self) -> Clock:
-        return Clock(self.ec2.now, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.ec2.passed_s += seconds
@@ -72,12 +70,12 @@ class Trial:
     def launcher(self) -> Launcher:
         resolved = read_resolved(self.record)
         assert resolved is not None
-        return Launcher(self.record, self.job, self.cluster, resolved, self.api, clock=self.clock, say=self.said.append)
+        return Launcher(self.record, self.job, self.cluster, resolved, self.api)
 
     def clean(self) -> list[Resource]:
         """What `launch clean --yes` does."""
         self.record.append_event("cleaning")
-        return remove(self.api, self.record, ["us-east-1"], self.clock, say=self.said.append)
+        return remove(self.api, self.record, ["us-east-1"])
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event.details for event in self.record.events() if event.kind == kind]
@@ -104,10 +102,17 @@ def done(run: Trial) -> None:
 def trial(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> Trial:
     """A launch whose record is in a local folder: the launcher does not mind."""
     monkeypatch.setattr(request_module, "user_data", lambda *_, **__: USER_DATA)
-    monkeypatch.setattr("launch.record.time.time", ec2.now)  # of events
     _, job = plan([*OWN, *own], RUN)
     job = dataclasses.replace(job, run_dir=str(folder))
-    return Trial(ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done)
+    made = Trial(ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done)
+    set_time(monkeypatch, ec2.now, made.sleep)
+    return made
+
+
+def set_time(monkeypatch: Any, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    """A time that tests make, for all that launches on EC2."""
+    for module in (calls, launcher, record, scheduler, sweep):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=now, sleep=sleep))
 
 
 class KillAt:

@@ -12,13 +12,14 @@ import importlib.util
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+from services.process import free_port as free_port
 
 ROOT = Path(__file__).parent.parent
 NOWHERE = Path(os.devnull)
@@ -90,12 +91,6 @@ def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0)
         program = result.origin
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--master-port={free_port()}"]
     return [TORCHRUN, *options, "--start-method=fork", "--run-path", program, *arguments]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # `python -m train`, in which something happens before each loss.

@@ -16,27 +16,30 @@ HELD = "HELD"  # the variable that names the folder with a file for each step be
 START_CODE = b"""import os, runpy, sys, time
 from pathlib import Path
 
-import train.optim
-from train.attempt.preempt import StopRequest
 
-rate, ask, asked = train.optim.learning_rate, StopRequest.ask, []
+def hold():
+    import train.optim
+    from train.attempt.preempt import StopRequest
 
+    rate, ask, asked = train.optim.learning_rate, StopRequest.ask, []
 
-def noted(self, reason, **settings):
-    asked.append(reason)
-    ask(self, reason, **settings)
+    def noted(self, reason, **settings):
+        asked.append(reason)
+        ask(self, reason, **settings)
 
+    def held(step, **settings):
+        while (file := Path(os.environ["HELD"], str(step))).exists():
+            if asked:
+                file.unlink(missing_ok=True)  # all ranks go on, since they stop together
+            time.sleep(0.02)
+        return rate(step, **settings)
 
-def held(step, **settings):
-    while (file := Path(os.environ["HELD"], str(step))).exists():
-        if asked:
-            file.unlink(missing_ok=True)  # all ranks go on, since they stop together
-        time.sleep(0.02)
-    return rate(step, **settings)
+    StopRequest.ask, train.optim.learning_rate = noted, held
 
 
 if __name__ == "__main__":
-    StopRequest.ask, train.optim.learning_rate = noted, held
+    if sys.argv[1] == "train":  # the other modules start without torch
+        hold()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 

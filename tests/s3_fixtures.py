@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,8 @@ import boto3
 import botocore.endpoint
 import pytest
 from botocore.config import Config
-from services.fault_proxy import FaultProxy
+from services.fault_proxy import OF_A_TEST, FaultProxy
+from services.process import set_aws
 from services.s3_server import PACKAGES, S3Server, missing_programs
 
 from train.config import S3Config
@@ -109,25 +109,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
+def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """A new one, no faults, and an environment (that of child processes too) that leads to it and nowhere else."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    nothing = tmp_path / "no_aws_configuration"
-    nothing.touch()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": s3_server.server.key,
-        "AWS_SECRET_ACCESS_KEY": s3_server.server.secret,
-        "AWS_CONFIG_FILE": str(nothing),
-        "AWS_SHARED_CREDENTIALS_FILE": str(nothing),
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_aws(monkeypatch, s3_server.server.key, s3_server.server.secret)
     s3_server.server.start_gateway()  # a test may have killed it
+    name, client = f"{OF_A_TEST}{uuid.uuid4().hex}", s3_server.client()
+    s3_server.proxy.bucket = name
     s3_server.proxy.set()
-    name, client = f"bucket-{uuid.uuid4().hex}", s3_server.client()
     client.create_bucket(Bucket=name)
     yield Bucket(name, s3_server, client)
     s3_server.proxy.set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import boto3
 import pytest
-from ec2_launching import OWN, RUN, trial
+from ec2_launching import OWN, RUN, set_time, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
@@ -18,7 +18,6 @@ from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
-from launch.ec2.sweep import Clock
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.host.versions import read_versions
@@ -179,22 +178,18 @@ class Cli:
 @pytest.fixture
 def cli(ec2, capsys, monkeypatch):
     made = Cli(ec2, capsys)
-    monkeypatch.setattr("launch.ec2.sweep.CLOCK", Clock(ec2.now, made.sleep))
-    monkeypatch.setattr("launch.record.time.time", ec2.now)
-    monkeypatch.setattr("launch.ec2.scheduler.time.time", ec2.now)
+    set_time(monkeypatch, ec2.now, made.sleep)
     return made
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch, as_json):
+def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", "http://127.0.0.1:9")  # nobody answers there
-    assert cli.launch("cluster.market=spot", *(["--json"] if as_json else [])) == 0
+    assert cli.launch("cluster.market=spot", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["run_instances"]["MinCount"] == plan["run_instances"]["MaxCount"] == 2
+    assert plan["run_instances"]["UserData"].startswith("#!/bin/bash") and plan["estimate"]["rows"]
+    assert cli.launch("cluster.market=spot") == 0
     shown = capsys.readouterr().out
-    if as_json:
-        plan = json.loads(shown)
-        assert plan["run_instances"]["MinCount"] == plan["run_instances"]["MaxCount"] == 2
-        assert plan["run_instances"]["UserData"].startswith("#!/bin/bash") and plan["estimate"]["rows"]
-        return
     for text in (
         "EC2 was not asked",
         f'"ImageId": "{UBUNTU}"',

@@ -15,30 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ec2_launching import OWN, Trial
-from launching import losses
+from ec2_launching import OWN, Trial, set_time
+from held import HELD, Holds
+from launching import losses, settings_of_run
 from planning import plan
-from running import eventually, run, train_overrides
+from running import eventually
 from s3_fixtures import Bucket
-from services.ec2_machines import Ec2Machines, ec2_machines
-from services.fake_ec2 import FakeEc2, fake_ec2
+from services.ec2_machines import HURRIES, Ec2Machines, ec2_machines
+from services.fake_ec2 import fake_ec2
 from services.fake_imds import SPOT
 from services.machines import Machines
 
 from launch import code
 from launch.ec2 import request as request_module
 from launch.ec2.request import user_data
-from launch.ec2.sweep import Clock
 from launch.job import Code, Job
 from launch.record import Record
 from launch.run_progress import newest_checkpoint
-from train.cli.command import DONE
+from train.cli.command import DONE, FAILED
 from train.config import S3Config
 from train.storage.schema import FileName, Sha256
-
-LONG = ["max_steps=160", "checkpoint.every=40", "checkpoint.keep=2", "eval_every=80", "log_every=40", "export=false"]
-LONG += ["lease.ttl_s=2", "preempt.poll_s=0.2", "preempt.notices=on", "watchdog.step_s=4"]
-BUNDLE = code.pack()
 
 
 @pytest.fixture
@@ -52,42 +48,43 @@ class Launched:
     record: Record
     job: Job
     inner: Record  # as the machines reach it
+    bundle: bytes
 
     def user_data(self, **named: Any) -> bytes:
         return user_data(self.job, self.inner, **{"request": 1, "max_run_s": 3600, **named})
 
 
 @pytest.fixture
-def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path) -> Iterator[Any]:
+def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> Iterator[Any]:
     """Write the record of a run of two machines."""
+    bundle = code.pack()
     with ec2.machines.reaching(bucket.service.server.port) as address:
         s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
+        of_run = settings_of_run(
+            bucket.location("runs/mine"),
+            prepared,
+            "preempt.notices=on",
+            "lease.ttl_s=2",
+            f"s3.endpoint={s3['endpoint']}",
+            *bucket.overrides()[1:],
+        )
 
-        def make(*cluster: str, bundle: bytes = BUNDLE.content, python: str = sys.executable) -> Launched:
-            run_dir = bucket.location("runs/mine")
-            own = [f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
-            of_run = [*train_overrides(Path("-"), prepared), *LONG, f"run_dir={run_dir}", *own]
-            given = list({each.partition("=")[0]: each for each in of_run}.values())  # the last one counts
-            _, job = plan([*OWN, *cluster], given)
-            code_of_job = Code(FileName(BUNDLE.file), Sha256(BUNDLE.sha256), "")
-            overrides = [each for each in job.overrides if not each.startswith("instance")]
+        def make(*cluster: str, content: bytes = bundle.content, python: str = sys.executable) -> Launched:
+            _, job = plan([*OWN, *cluster], of_run)
             job = replace(
-                job, code=code_of_job, python=python, overrides=overrides, processes_per_node=1, environment={}, s3=s3
+                job,
+                code=Code(FileName(bundle.file), Sha256(bundle.sha256), ""),
+                python=python,
+                overrides=[each for each in job.overrides if not each.startswith("instance")],
+                processes_per_node=1,
+                environment={HELD: str(hold.folder)},
+                s3=s3,
             )
-            record = Record(run_dir, bucket.config())
-            record.write(job, plan={}, config="", bundle=bundle)
-            return Launched(record, job, Record(run_dir, S3Config(**s3)))
+            record = Record(job.run_dir, bucket.config())
+            record.write(job, plan={}, config="", bundle=content)
+            return Launched(record, job, Record(job.run_dir, S3Config(**s3)), content)
 
         yield make
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> list[float]:
-    """The losses of LONG on one rank of this machine."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = run(train_overrides(folder, prepared, *LONG, "preempt.notices=off"))
-    assert done.returncode == DONE, done.stderr
-    return losses((folder / "metrics.jsonl").read_bytes())
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------
@@ -98,42 +95,34 @@ class Cloud(Trial):
     """moto's EC2, each machine of which is a namespace."""
 
     machines: Any = None  # Ec2Machines
-    interruption: str = ""
+    hold: Any = None
+    interruptions: tuple[str, ...] = ()  # one in each attempt, after its first checkpoint
+    interrupted: int = 0
     started: dict[str, int] = field(default_factory=dict)  # machine: its namespace
+    ended: set[str] = field(default_factory=set)
     lost: int = -1  # namespace of a machine that was lost
     stack: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def clock(self) -> Clock:
-        return Clock(sleep=self.pause)
 
     def pause(self, seconds: float) -> None:
         time.sleep(0.2)
         for machine in self.made():
-            if machine.id not in self.started and machine.state == "running":
-                self.boot(machine)
+            if machine.state == "running" and machine.id not in {*self.started, *self.ended}:
+                number = next(each for each in (0, 1, 2) if each not in (*self.started.values(), self.lost))
+                self.started[machine.id] = number
+                content = base64.b64decode(self.ec2.requests[-1]["UserData"])
+                self.machines.run_instances(number, machine.id, content, launch_index=machine.ami_launch_index)
             number = self.started.get(machine.id)
-            if number is None:
-                continue
-            if machine.state == "running" and self.machines.shutdowns(number)[-1:] == ["-P now"]:
+            if machine.state == "terminated" and number is not None:
+                self.machines.machines.kill_all(self.started.pop(machine.id))
+                self.ended.add(machine.id)
+            elif number is not None and self.machines.shutdowns(number)[-1:] == ["-P now"]:
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
-            elif machine.state == "terminated":
-                self.machines.machines.kill_all(number)
-                del self.started[machine.id]
-                self.started[f"{machine.id} gone"] = -1
-        if self.interruption and (newest_checkpoint(self.record.run) or 0) > 0:
-            self.interrupt_one()
+        began, saved = self.events_of("attempt_began"), newest_checkpoint(self.record.run) or 0
+        if self.interrupted < len(began) <= len(self.interruptions) and saved > began[-1]["checkpoint"]:
+            self.interrupted = len(began)
+            self.interrupt_one(self.interruptions[self.interrupted - 1])
 
-    def boot(self, machine: Any) -> None:
-        if f"{machine.id} gone" in self.started:
-            return
-        number = next(each for each in (0, 1, 2) if each not in (*self.started.values(), self.lost))
-        content = base64.b64decode(self.ec2.requests[-1]["UserData"])
-        self.started[machine.id] = number
-        self.machines.run_instances(number, machine.id, content, launch_index=machine.ami_launch_index)
-
-    def interrupt_one(self) -> None:
-        kind, self.interruption = self.interruption, ""
+    def interrupt_one(self, kind: str) -> None:
         ident, number = list(self.started.items())[-1]
         if kind == "spot":
             self.machines.services[number].say(SPOT, {"action": "terminate", "time": "2026-11-20T08:22:00Z"})
@@ -141,53 +130,54 @@ class Cloud(Trial):
             self.lost = number
             self.stack.enter_context(self.machines.machines.dead(number))
             self.ec2.client().terminate_instances(InstanceIds=[ident])
+            self.hold.let_go(50)
 
     def says(self) -> str:
         events = [f"{event.kind} {event.details}" for event in self.record.events()]
         logs = [f"== {name}\n{self.record.folder.read(name).decode()}" for name in self.record.folder.names("logs/")]
-        return "\n".join([*self.said, *events, *logs, *map(self.machines.console, range(3))])
+        return "\n".join([*events, *logs, *map(self.machines.console, range(3))])
 
 
 @pytest.fixture
-def cloud(ec2, launched, bucket, monkeypatch) -> Iterator[Any]:
+def cloud(ec2, launched, hold, monkeypatch) -> Iterator[Any]:
     keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     with fake_ec2(monkeypatch) as fake, ExitStack() as stack:
-        assert isinstance(fake, FakeEc2)
         for name, value in {**keys, "AWS_ENDPOINT_URL_EC2": fake.endpoint}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
 
-        def make(*cluster: str, interruption: str = "") -> Cloud:
-            run = launched("cluster.gate=false", *cluster)
+        def make(*cluster: str, interruptions: tuple[str, ...] = ()) -> Cloud:
+            run = launched(*cluster)
             monkeypatch.setattr(request_module, "user_data", lambda *_, **named: run.user_data(**named))
-            return Cloud(
-                fake, run.record, run.job, bundle=BUNDLE.content, machines=ec2, interruption=interruption, stack=stack
-            )
+            more = {"machines": ec2, "hold": hold, "interruptions": interruptions, "stack": stack}
+            made = Cloud(fake, run.record, run.job, bundle=run.bundle, **more)
+            set_time(monkeypatch, time.time, made.pause)
+            made.submit()
+            return made
 
         yield make
 
 
-@pytest.mark.parametrize("interruption", ["spot", "lost"])
-def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, undisturbed, interruption):
-    run = cloud("cluster.again=true", interruption=interruption)
-    run.submit()
+def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, hold, undisturbed_losses):
+    """After a spot notice, and then after the loss of a machine."""
+    hold.before(30, 50)
+    run = cloud("cluster.gate=false", "cluster.again=true", interruptions=("spot", "lost"))
     assert run.launcher().run() == DONE, run.says()
-    assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
-    began = [event.details for event in run.record.events() if event.kind == "attempt_began"]
-    assert [each["checkpoint"] > 0 for each in began] == [False, True], run.says()
-    assert len(run.events_of("machines")) == 2 and len(run.events_of("requeued")) == 1
-    assert ("spot notice" in run.events_of("requeued")[0]["reason"]) == (interruption == "spot")
+    assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(undisturbed_losses, rel=1e-5)
+    first, second, third = (each["checkpoint"] for each in run.events_of("attempt_began"))
+    assert 0 == first < second < third and len(run.events_of("machines")) == 3, run.says()
+    notice, loss = (each["reason"] for each in run.events_of("requeued"))
+    assert "spot notice" in notice and "spot notice" not in loss and "has ended" in loss
     assert run.ec2.anything() == [] and run.events_of("cleaned")
     names = run.record.folder.names("logs/")
     assert f"logs/machines/{run.events_of('machines')[-1]['instances'][0]}.txt" in names
-    assert any(name.startswith("logs/attempt_0002/machine") for name in names)
+    assert any(name.startswith("logs/attempt_0003/machine") for name in names)
 
 
 def test_machines_that_are_not_fit_end_the_run(cloud):
     """Each knows itself by 127.0.1.1, which train.doctor takes for a fault."""
     run = cloud("cluster.gate=true")
-    run.submit()
-    assert run.launcher().run() == 1
+    assert run.launcher().run() == FAILED
     [ended] = run.events_of("ended")
     assert ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"], run.says()
     [preflight] = run.events_of("gate")
@@ -197,55 +187,66 @@ def test_machines_that_are_not_fit_end_the_run(cloud):
 # ---- one machine -----------------------------------------------------------------------------------------------------
 
 
-def wait_for_end(ec2: Ec2Machines, number: int) -> None:
-    eventually(lambda: ec2.shutdowns(number)[-1:] == ["-P now"] and not ec2.machines.running(number))
+def wait_for_end(ec2: Ec2Machines) -> None:
+    eventually(lambda: ec2.shutdowns(0)[-1:] == ["-P now"] and not ec2.machines.running(0))
 
 
-def wait_for_registration(run: Launched) -> None:
+def start(ec2: Ec2Machines, run: Launched, **named: Any) -> None:
+    """A machine that registers, and then waits for the other one."""
+    ec2.run_instances(0, "i-00000000", run.user_data(**named))
     eventually(lambda: run.record.folder.names("ec2/machines/"))
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"bundle": b"damaged"}, "does not match its checksum"),
+        ({"content": b"damaged"}, "does not match its checksum"),
         ({"python": "/opt/nowhere/bin/python"}, "/opt/nowhere/bin/python: No such file or directory"),
     ],
 )
 def test_a_machine_that_cannot_start_says_so_and_ends(launched, ec2, changed, line):
     run = launched(**changed)
     ec2.run_instances(0, "i-00000000", run.user_data())
-    wait_for_end(ec2, 0)
+    wait_for_end(ec2)
     assert line in (ec2.folder / "console.0").read_text() and not run.record.folder.names("ec2/machines/")
-    if "bundle" in changed:  # there is a Python that can write into the record
+    if "content" in changed:  # there is a Python that can write into the record
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
 
 
 def test_a_machine_whose_others_do_not_come_ends_the_run(launched, ec2):
     run = launched("cluster.boot_s=1")
-    ec2.run_instances(0, "i-00000000", run.user_data())
-    wait_for_end(ec2, 0)
+    start(ec2, run)
+    wait_for_end(ec2)
     [ended] = [event.details for event in run.record.events() if event.kind == "ended"]
     assert ended["outcome"] == "failed" and "cluster.boot_s" in ended["reason"]
 
 
-def test_a_machine_whose_node_program_hangs_ends(launched, ec2):
+def test_a_step_that_is_none_ends_a_machine_with_one_line(launched, ec2):
     run = launched()
-    ec2.run_instances(0, "i-00000000", run.user_data(dead_s=20))  # a sign comes every ten seconds
-    wait_for_registration(run)
+    record = run.record.folder
+    other = {"instance": "i-00000001", "host": "machine1", "address": "10.77.0.2", "index": 0}
+    record.write("ec2/machines/0001/0000.json", json.dumps(other).encode())
+    record.write("ec2/steps/0001/0001.json", b'{"command": "dance", "name": "x"}')
+    ec2.run_instances(0, "i-00000000", run.user_data(), launch_index=1)
+    wait_for_end(ec2)
+    assert "ec2/steps/0001/0001.json cannot be read: 'dance' is no step" in ec2.console(0)
+    assert "Traceback" not in ec2.console(0)
+
+
+def test_a_machine_whose_node_program_hangs_ends(launched, ec2):
+    start(ec2, launched(), dead_s=600)
     [program] = (
         pid for pid in ec2.machines.running(0) if b"launch.ec2.machine" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     os.kill(program, signal.SIGSTOP)
-    wait_for_end(ec2, 0)
-    assert "silent for 20 s" in ec2.console(0)
+    ec2.path(0, HURRIES).touch()
+    wait_for_end(ec2)
+    assert "silent for 600 s" in ec2.console(0)
 
 
 def test_a_machine_has_a_deadline_and_ends_when_it_is_rebooted(launched, ec2):
     """The script of another machine's disk ends nothing."""
-    run = launched()
-    ec2.run_instances(0, "i-00000000", run.user_data(max_run_s=3600))
-    wait_for_registration(run)
+    start(ec2, launched(), max_run_s=3600)
     assert ec2.shutdowns(0) == ["-P +90"]
     ec2.machines.kill_all(0)
     ident = ec2.path(0, "/var/lib/cloud/data/instance-id")

@@ -14,11 +14,10 @@ from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.job import Job
 from launch.record import Record
-from train.config import InputError, check
+from train.config import check
 from train.config.backend import CUDA, NEURON
 from train.host.versions import read_versions
 from train.storage.folders import canonical_json
-from train.storage.schema import BadContent, read_object, record
 
 RESOLVED = "ec2/resolved.json"
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
@@ -68,12 +67,7 @@ class Resolved:
 
 def read_resolved(run: Record) -> Resolved | None:
     """What the last submission came to; None if there was none. InputError for a file that is damaged."""
-    try:
-        return record(Resolved, read_object(run.folder.read(RESOLVED)))
-    except FileNotFoundError:
-        return None
-    except BadContent as error:
-        raise InputError(f"{run.location}/{RESOLVED} cannot be read: {error}") from error
+    return run.read(Resolved, RESOLVED) if run.folder.size(RESOLVED) is not None else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
 
 from train.config import S3Config, check
-from train.storage.aws_errors import NOT_ALLOWED, Rejected, code_of, explain
+from train.storage.aws_errors import NOT_ALLOWED, explained
 from train.storage.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
@@ -48,10 +46,6 @@ CURES = {
 }
 
 
-class NoCapacity(Rejected):
-    """A subnet has no such machines now, or never has them for this account: LATER or NEVER."""
-
-
 class Api:
     def __init__(self, profile: str | None = None, region: str | None = None) -> None:
         """`region`: the default one, if neither settings nor the profile name one."""
@@ -70,31 +64,30 @@ class Api:
         if (service, region, tries) not in self.clients:
             retries = {"mode": "standard", "total_max_attempts": tries}
             config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries)
-            self.clients[service, region, tries] = self.session.client(service, region_name=region, config=config)
+            client = self.clients[service, region, tries] = self.session.client(service, region, config=config)
+            if tries == 1:
+                client.meta.events.register("before-send.ec2", lambda **_: self.before_create())
         return self.clients[service, region, tries]
 
-    def ask(self, region: str, operation: str, *, service: str = "ec2", **parameters: Any) -> dict[str, Any]:
-        """Call an operation, named as boto3 does. Raises what `train.storage.aws_errors.explain` has, or NoCapacity."""
-        with explained(region, operation):
-            answer: dict[str, Any] = getattr(self.client(region, service), operation)(**parameters)
+    def ask(
+        self, region: str, operation: str, *, service: str = "ec2", tries: int = TRIES, **parameters: Any
+    ) -> dict[str, Any]:
+        """Call an operation, named as boto3 does. Raises what `train.storage.aws_errors.explain` has."""
+        with explained(f"{region}, {operation}", cures=CURES):
+            answer: dict[str, Any] = getattr(self.client(region, service, tries=tries), operation)(**parameters)
         return answer
+
+    def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """The same for what makes something: sent once, since lacking capacity too is an error of 500; and only if
+        `before_create` does not raise once the request has been signed, from when on EC2 takes it for minutes only.
+        """
+        return self.ask(region, operation, tries=1, **parameters)
 
     def image(self, region: str, ident: str) -> dict[str, Any]:
         """EC2's description of an image. InputError if there is none."""
         seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)["Images"]
         check(bool(seen), f"there is no image {ident} in {region}, or it is another account's")
         return dict(seen[0])
-
-    def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """The same for what makes something: sent once, since lacking capacity too is an error of 500; and only if
-        `before_create` does not raise once the request has been signed, from when on EC2 takes it for minutes only.
-        """
-        client = self.client(region, tries=1)
-        events = client.meta.events
-        events.register("before-send.ec2", lambda **_: self.before_create(), unique_id="before-create")
-        with explained(region, operation):
-            answer: dict[str, Any] = getattr(client, operation)(**parameters)
-        return answer
 
     def pages(
         self,
@@ -109,7 +102,7 @@ class Api:
         """All items of an operation, of all pages if it answers page by page; `by`: filters and their values."""
         if by is not None:
             parameters["Filters"] = [{"Name": name, "Values": [*values]} for name, values in by.items()]
-        with explained(region, operation):
+        with explained(f"{region}, {operation}", cures=CURES):
             client = self.client(region, service)
             is_paged = client.can_paginate(operation)
             ask = client.get_paginator(operation).paginate if is_paged else getattr(client, operation)
@@ -122,13 +115,3 @@ def growing(first_s: float, most_s: float) -> Iterator[float]:
     while True:
         yield first_s
         first_s = min(2 * first_s, most_s)
-
-
-@contextmanager
-def explained(region: str, operation: str) -> Iterator[None]:
-    """Raise errors of boto3 as one line each."""
-    try:
-        yield
-    except (BotoCoreError, ClientError) as error:
-        code, line = code_of(error), explain(error, f"{region}, {operation}", cures=CURES)
-        raise (NoCapacity(str(line), code) if code in (*LATER, *NEVER) else line) from error

@@ -12,19 +12,20 @@ that are older than SIGNED_S, what it makes exists, and is listed, at a time tha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from launch.ec2.api import Api
 from launch.ec2.request import RUN_TAG, run_id
-from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Clock, Resource, delete, find, sweep
+from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Resource, delete, find, sweep
 from launch.record import Event, Record
 from launch.values import count, table
-from train.config import Failure, InputError
+from train.config import Failure
 from train.host.processes import is_gone, owner_name
 from train.storage.folders import canonical_json
-from train.storage.schema import BadContent, read_object, record
+from train.storage.schema import BadContent
 
 CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
@@ -84,13 +85,7 @@ class Call:
 
 def read_calls(run: Record) -> list[Call]:
     """All calls of a run, those of earlier launches too. InputError for a file that is damaged."""
-    made = []
-    for name in run.folder.names(CALLS):
-        try:
-            made.append(record(Call, read_object(run.folder.read(name))))
-        except BadContent as error:
-            raise InputError(f"{run.location}/{name} cannot be read: {error}") from error
-    return made
+    return [run.read(Call, name) for name in run.folder.names(CALLS)]
 
 
 def call_regions(run: Record) -> list[str]:
@@ -98,10 +93,10 @@ def call_regions(run: Record) -> list[str]:
     return list(dict.fromkeys(call.region for call in read_calls(run)))
 
 
-def begin(run: Record, operation: str, region: str, *, submission: str, now_unix_s: float) -> Call:
+def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
     """Write down a call that is about to be sent. Superseded if another process has done so meanwhile."""
     number = 1 + len(run.folder.names(CALLS))
-    call = Call(number, operation, region, submission, owner_name(os.getpid()), round(now_unix_s, 3))
+    call = Call(number, operation, region, submission, owner_name(os.getpid()), round(time.time(), 3))
     if not run.folder.create(call.file, canonical_json(asdict(call))):
         raise Superseded(f"another launch of {run.run_dir} is under way; this one ends")
     return call
@@ -126,22 +121,20 @@ def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> 
     return [each for region in regions for each in find(api, region, by_run, kinds)]
 
 
-def left_over(
-    api: Api, record: Record, regions: Sequence[str], now_unix_s: float, *, seen: set[str] | None = None
-) -> list[Resource]:
+def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] | None = None) -> list[Resource]:
     """All that a run has, and all that it may have. Ids that EC2 has listed are in `seen`, to which this adds."""
     listed, seen = resources(api, record, regions, *KINDS), set() if seen is None else seen
     seen |= {each.id for each in listed}
-    return [*(each for each in listed if each.state not in GONE), *unlisted(record, seen, now_unix_s)]
+    return [*(each for each in listed if each.state not in GONE), *unlisted(record, seen)]
 
 
-def unlisted(record: Record, seen: set[str], now_unix_s: float) -> list[Resource]:
+def unlisted(record: Record, seen: set[str]) -> list[Resource]:
     """What was asked of EC2 since the last proof that nothing was left, as long as it may come to be listed."""
     events, left = record.events(), list[Resource]()
     proven = max((count(each.details, "calls") or 0 for each in events if each.kind == "cleaned"), default=0)
     for call in read_calls(record):
         until_s, kind = call.listed_unix_s(events), MADE[call.operation]
-        if call.number <= proven or now_unix_s >= until_s:
+        if call.number <= proven or time.time() >= until_s:
             continue
         if call.answered_unix_s is None:
             left.append(Resource(call.region, kind, f"of call {call.number}", UNANSWERED, until_s))
@@ -149,24 +142,14 @@ def unlisted(record: Record, seen: set[str], now_unix_s: float) -> list[Resource
     return left
 
 
-def remove(
-    api: Api,
-    record: Record,
-    regions: Sequence[str],
-    clock: Clock,
-    *,
-    say: Callable[[str], None] = lambda _: None,
-    only: Sequence[str] = KINDS,
-) -> list[Resource]:
+def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS) -> list[Resource]:
     """End and delete all of it, or the kinds `only`, until nothing is there and nothing more can come to be listed.
     Returns what is left. Nothing more must be made meanwhile.
     """
     seen = set[str]()
     left = sweep(
-        lambda: [each for each in left_over(api, record, regions, clock.now(), seen=seen) if each.kind in only],
+        lambda: [each for each in left_over(api, record, regions, seen) if each.kind in only],
         lambda found: delete(api, found),
-        clock,
-        say=say,
     )
     if not left and only == KINDS and record.event_names():
         record.append_event("cleaned", regions=[*regions], calls=len(read_calls(record)))

@@ -48,21 +48,21 @@ def clean_flags(parser: Parser) -> None:
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
     """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, until nothing is there or may come."""
-    from launch.ec2 import calls, sweep
+    from launch.ec2 import calls
     from launch.ec2.api import Api
 
-    record, clock, api = Record(options.run, s3), sweep.CLOCK, Api(s3.profile, s3.region)
+    record, api = Record(options.run, s3), Api(s3.profile, s3.region)
     regions = api.regions([*calls.call_regions(record), *options.regions, *filter(None, [api.default_region])])
     where = ", ".join(regions)
     if not options.yes:
-        left = calls.left_over(api, record, regions, clock.now())
+        left = calls.left_over(api, record, regions)
         lines = [printable(f"there is: {each}") for each in left] or [f"{where} lists nothing of {record.run_dir}"]
         print(*lines, "nothing was removed; --yes does it" if left else "--yes proves it", sep="\n")
         return FAILED if left else DONE
     is_known, has_ended = bool(record.event_names()), read_history(record.events()).has_end
     if is_known:
         record.append_event("cleaning")  # first: a launch that still runs makes nothing from here on
-    left = calls.remove(api, record, regions, clock, say=lambda text: print(printable(text), flush=True))
+    left = calls.remove(api, record, regions)
     if is_known and not has_ended:
         record.append_event("cancelled", reason="launch clean")
     if left:

@@ -4,26 +4,27 @@ machines made. Killed, it leaves machines that train to the end of the run and t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from launch.ec2 import calls, sweep
+from launch.ec2 import calls
 from launch.ec2.account import Resolved, Site
-from launch.ec2.api import NEVER, Api, NoCapacity, growing
+from launch.ec2.api import LATER, NEVER, Api, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
 from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
 from launch.ec2.request import name_of, placement_name, run_instances, tags
-from launch.ec2.sweep import Clock
+from launch.ec2.sweep import say
 from launch.history import read_history
 from launch.job import Job
 from launch.record import CONFIG, Event, Record
 from launch.run_progress import read_progress
 from launch.supervise import CODES, Decision
 from launch.values import number, shown_duration, shown_moment, text
-from train.cli.command import FAILED, printable
+from train.cli.command import FAILED
 from train.config import Failure, InputError, Unreachable
 from train.storage.aws_errors import BadCredentials, Rejected
 from train.storage.schema import read_object, read_yaml
@@ -36,40 +37,32 @@ FAILED_START = "ec2/failed/{}.json"  # why a machine could not start, see boot.s
 Result = TypeVar("Result")
 
 
+class NoCapacity(Failure):
+    """No subnet has such machines now."""
+
+
 class Launcher:
-    def __init__(
-        self,
-        record: Record,
-        job: Job,
-        cluster: Ec2Config,
-        resolved: Resolved,
-        api: Api,
-        *,
-        clock: Clock | None = None,
-        say: Callable[[str], None] = lambda line: print(printable(line), flush=True),
-    ) -> None:
+    def __init__(self, record: Record, job: Job, cluster: Ec2Config, resolved: Resolved, api: Api) -> None:
         self.record, self.job, self.cluster, self.resolved, self.api = record, job, cluster, resolved, api
-        self.clock = clock = clock or sweep.CLOCK
-        self.say = say
         api.before_create = lambda: calls.check(record, resolved.id)
         submitted = [each.time_unix_s for each in record.events() if each.kind == "submitting"]
-        self.ends_unix_s = (submitted or [clock.now()])[-1] + cluster.max_run_s
+        self.ends_unix_s = (submitted or [time.time()])[-1] + cluster.max_run_s
         self.usd_per_hour = price(record, cluster.market)
-        self.cost_usd, self.line, self.seen_s = 0.0, "", clock.now()
+        self.cost_usd, self.line, self.seen_s = 0.0, "", time.time()
         self.is_training = False  # machines have been made, and are not known to have ended
 
     def run(self) -> int:
         """Train, remove everything, and return the run's exit code."""
         try:
             while self.is_interrupted():
-                self.say("all machines are asked for again (cluster.again)")
+                say("all machines are asked for again (cluster.again)")
         except Superseded:
             raise
         except Cancelled as error:
-            self.say(str(error))
+            say(str(error))
         except (InputError, Failure) as error:
             if self.is_training:
-                self.say(f"this launch ends here; its machines train on, and end by themselves. {undo(self.record)}")
+                say(f"this launch ends here; its machines train on, and end by themselves. {undo(self.record)}")
                 raise
             self.record.append_event("ended", outcome="failed", reason=str(error))
             with suppress(BadCredentials, Unreachable):  # what came before says it
@@ -77,18 +70,18 @@ class Launcher:
             raise
         ended = read_history(self.record.events()).ended
         self.remove(leaves=ended is not None and self.is_training)
-        self.say("nothing of the run is left on EC2")
+        say("nothing of the run is left on EC2")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def is_interrupted(self) -> bool:
         """Have machines made and wait for the end of the run. True if it was interrupted, and begins again at once."""
         call = self.acquire()
-        self.is_training, self.seen_s = True, self.clock.now()
+        self.is_training, self.seen_s = True, time.time()
         while (reason := self.retried(lambda: self.look(call))) is None:
-            self.clock.sleep(POLL_S)
+            time.sleep(POLL_S)
         if not reason:
             return False
-        self.say(f"interrupted: {reason}")
+        say(f"interrupted: {reason}")
         is_decided = "requeued" in self.events_since_machines()  # by the first machine
         # The groups stay: the next machines are in them.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
@@ -96,7 +89,7 @@ class Launcher:
         if not is_decided and not conclude(self.record, self.cluster, Decision("requeue", "failed", reason)):
             return False
         calls.check(self.record, self.resolved.id)
-        if self.clock.now() >= self.ends_unix_s:
+        if time.time() >= self.ends_unix_s:
             self.record.append_event("ended", outcome="stopped", reason="cluster.max_run_s is over")
             return False
         return True
@@ -105,39 +98,38 @@ class Launcher:
 
     def acquire(self) -> Call:
         """Ask in one subnet after another for all machines, and again for max_wait_s; the call that was answered."""
-        sites, errors, began_s = list(self.resolved.sites), dict[str, NoCapacity](), self.clock.now()
-        for pause_s in growing(FIRST_S, MOST_S):
+        wanted = f"{self.job.nodes} x {self.job.instance}"
+        sites, errors = list(self.resolved.sites), dict[str, Rejected]()
+
+        def ask() -> Call:
             for site in list(sites):
                 try:
                     return self.make_machines(site)
-                except NoCapacity as error:
+                except Rejected as error:
+                    if error.code not in (*LATER, *NEVER):
+                        raise
                     errors[site.subnet] = last = error
                     if error.code in NEVER:
                         sites.remove(site)
             seen = "; ".join(f"{subnet}: {error.code}" for subnet, error in errors.items())
             if not sites:
-                raise InputError(f"no subnet can have {self.job.nodes} x {self.job.instance} ({seen}). {last}")
-            waited_s = self.clock.now() - began_s
-            if waited_s + pause_s > self.cluster.max_wait_s:
-                waited = f"no capacity for {shown_duration(waited_s)} (cluster.max_wait_s)"
-                raise Failure(f"{waited}: {seen}; python -m launch resume {self.record.run_dir} asks again")
-            self.tell(f"no capacity for {self.job.nodes} x {self.job.instance}: {seen}; asked again")
-            self.clock.sleep(pause_s)
-        raise AssertionError
+                raise InputError(f"no subnet can have {wanted} ({seen}). {last}")
+            raise NoCapacity(f"no capacity for {wanted}: {seen}")
+
+        return self.retried(ask, NoCapacity)
 
     def make_machines(self, site: Site) -> Call:
         group, placement = self.security_group(site), self.placement_group(site)
-        left_s = max(60, int(self.ends_unix_s - self.clock.now()))
+        left_s = max(60, int(self.ends_unix_s - time.time()))
         request = partial(run_instances, self.job, self.cluster, self.record, self.resolved, site, max_run_s=left_s)
         call = self.make(RUN, site.region, lambda call: request(number=call.number, group=group, placement=placement))
         self.record.append_event("machines", request=call.number, instances=call.made)
-        self.say(f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}")
+        say(f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}")
         return call
 
     def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
         """Make something, once it is in the record. A call that is not answered is sent again with the same token."""
-        now_s = self.clock.now()
-        call = calls.begin(self.record, operation, region, submission=self.resolved.id, now_unix_s=now_s)
+        call = calls.begin(self.record, operation, region, submission=self.resolved.id)
         request = parameters(call)
 
         def send() -> dict[str, Any]:
@@ -151,7 +143,7 @@ class Launcher:
                 self.answered(call, error=error.code)
                 raise
             except Unreachable as error:
-                call.error, call.sent_unix_s = str(error), self.clock.now()  # for status
+                call.error, call.sent_unix_s = str(error), time.time()  # for status
                 call.write(self.record)
                 raise
 
@@ -161,28 +153,29 @@ class Launcher:
         made += [str(request["GroupName"])] if operation == PLACEMENT else []
         self.answered(call, made=made)
         if operation != RUN:
-            self.clock.sleep(VISIBLE_S)
+            time.sleep(VISIBLE_S)
             calls.check(self.record, self.resolved.id)  # meanwhile the run may have been cancelled
         return call
 
     def answered(self, call: Call, *, made: Sequence[str] = (), error: str = "") -> None:
         """Write down what EC2 has answered."""
-        call.answered_unix_s, call.made, call.error = round(self.clock.now(), 3), [*made], error
+        call.answered_unix_s, call.made, call.error = round(time.time(), 3), [*made], error
         call.write(self.record)
 
-    def retried(self, act: Callable[[], Result]) -> Result:
-        """Act, and again as long as a service does not answer, for max_wait_s."""
-        began_s = self.clock.now()
+    def retried(self, act: Callable[[], Result], kind: type[Failure] = Unreachable) -> Result:
+        """Act, and again as long as that raises an error of this kind, for max_wait_s."""
+        began_s = time.time()
         for pause_s in growing(FIRST_S, MOST_S):
             try:
                 return act()
-            except Unreachable as error:
-                waited_s = self.clock.now() - began_s
+            except kind as error:
+                waited_s = time.time() - began_s
                 if waited_s + pause_s > self.cluster.max_wait_s:
-                    waited = f"no answer for {shown_duration(waited_s)} (cluster.max_wait_s)"
-                    raise Unreachable(f"{error}; {waited}") from error
+                    cure = "" if self.is_training else f"; python -m launch resume {self.record.run_dir} asks again"
+                    waited = f"for {shown_duration(waited_s)} (cluster.max_wait_s)"
+                    raise kind(f"{error}; {waited}{cure}") from error
                 self.tell(f"{error}; asked again")
-            self.clock.sleep(pause_s)
+            time.sleep(pause_s)
         raise AssertionError
 
     def security_group(self, site: Site) -> str:
@@ -215,7 +208,7 @@ class Launcher:
 
     def look(self, call: Call) -> str | None:
         """Empty if the run has ended, the reason of an interruption, None while it trains."""
-        now_s = self.clock.now()
+        now_s = time.time()
         seen = {each.id: each for each in calls.resources(self.api, self.record, [call.region], "instance")}
         since = self.events_since_machines()  # after EC2's answer: machines end once they have written down why
         if "ended" in since:
@@ -258,7 +251,7 @@ class Launcher:
     def tell(self, line: str) -> None:
         if line != self.line:
             cost = f"  about ${self.cost_usd:,.2f} so far" if self.cost_usd else ""
-            self.say(f"{shown_moment(self.clock.now())}  {line}{cost}")
+            say(f"{shown_moment(time.time())}  {line}{cost}")
         self.line = line
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -266,12 +259,12 @@ class Launcher:
     def remove(self, *, leaves: bool, only: Sequence[str] = calls.KINDS) -> None:
         """Remove everything, or the kinds `only`; `leaves`: once machines have had the time to end by themselves."""
         regions = list(dict.fromkeys([*calls.call_regions(self.record), *self.resolved.regions]))
-        until_s = self.clock.now() + LEAVE_S if leaves else 0.0
-        while self.clock.now() < until_s:
+        until_s = time.time() + LEAVE_S if leaves else 0.0
+        while time.time() < until_s:
             if not any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
                 break
-            self.clock.sleep(POLL_S)
-        if left := calls.remove(self.api, self.record, regions, self.clock, say=self.say, only=only):
+            time.sleep(POLL_S)
+        if left := calls.remove(self.api, self.record, regions, only=only):
             raise Failure(f"left on EC2: {', '.join(map(str, left))}; {undo(self.record)}")
 
 

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import TypeVar
 
 import launch
 from launch import code
@@ -37,7 +36,7 @@ from train.config import InputError, S3Config, Unreachable
 from train.host import processes
 from train.host.metadata import Metadata, metadata_endpoint
 from train.storage.folders import canonical_json
-from train.storage.schema import FileName, read_object, record
+from train.storage.schema import BadContent, FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
@@ -47,7 +46,6 @@ FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands 
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
 END_S = 60.0  # for what is to end: the trainer may be saving
 ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed
-Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,10 @@ class Step:
     command: str  # of launch.node, or END
     name: FileName  # of what is tried, for logs and answers
     group: int = 0  # machines that are joined, by their order; 0: all
+
+    def __post_init__(self) -> None:
+        if self.command not in (*LIMITS_S, END):
+            raise BadContent(f"{self.command!r} is no step of a run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,7 +141,7 @@ class Machine:
         own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
         if self.wait(lambda: len(names()) >= self.job.nodes, self.cluster.boot_s):
-            self.all = [self.read(Registration, name) for name in names()]
+            self.all = [retry(self.record.read, Registration, name) for name in names()]
             return True
         came = names()
         reason = f"{len(came)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"
@@ -150,10 +152,6 @@ class Machine:
 
     def has(self, name: str) -> bool:
         return retry(self.record.folder.size, name) is not None
-
-    def read(self, kind: type[Kind], name: str) -> Kind:
-        """A file of the record. BadContent for one that no machine writes."""
-        return record(kind, read_object(retry(self.record.folder.read, name)))
 
     def wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
         """Wait until something is over, and do what is due meanwhile. False if that takes longer."""
@@ -202,7 +200,7 @@ class Machine:
     def follow(self) -> None:
         """Do each step of the first machine. Leave when it says so, or nothing for boot_s."""
         while self.wait(lambda: self.has(self.next_step), self.cluster.boot_s):
-            step = self.read(Step, self.next_step)
+            step = retry(self.record.read, Step, self.next_step)
             self.number += 1
             if step.command == END:
                 return

@@ -52,7 +52,7 @@ class Scheduler(spec.Scheduler):
         check_job(job, cluster, record)
         resolved = resolve(job, cluster, record, api)
         regions = list(dict.fromkeys([*resolved.regions, *calls.call_regions(record)]))
-        left = calls.left_over(api, record, regions, time.time())
+        left = calls.left_over(api, record, regions)
         there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
@@ -76,7 +76,7 @@ class Scheduler(spec.Scheduler):
     def state(self, record: Record, handle: Handle) -> State:
         seen = calls.resources(open_api(record), record, texts(handle, "regions"), "instance")
         alive = [each for each in seen if each.is_alive]
-        may_be = calls.unlisted(record, {each.id for each in seen}, time.time())
+        may_be = calls.unlisted(record, {each.id for each in seen})
         zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
         pending = sum(each.state == "pending" for each in alive)
         says = f"{len(alive)} machines in {zones}{f', {pending} of them pending' if pending else ''}"
@@ -89,7 +89,7 @@ class Scheduler(spec.Scheduler):
         """End the machines now. The record says so first, so that the launch makes nothing more."""
         api = open_api(record)
         record.append_event("cancelling")
-        sweep.delete(api, calls.left_over(api, record, texts(handle, "regions"), time.time()))
+        sweep.delete(api, calls.left_over(api, record, texts(handle, "regions")))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.ec2.api import Api, growing
 from launch.values import shown_moment
+from train.cli.command import printable
 from train.storage.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # between two rounds
@@ -29,17 +30,6 @@ KINDS = {  # what describes it: operation, key of the answer, key of the id
     "placement-group": ("describe_placement_groups", "PlacementGroups", "GroupName"),
     "key-pair": ("describe_key_pairs", "KeyPairs", "KeyName"),
 }
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The time, which tests replace."""
-
-    now: Callable[[], float] = time.time
-    sleep: Callable[[float], None] = time.sleep
-
-
-CLOCK = Clock()
 
 
 @dataclass(frozen=True)
@@ -104,28 +94,27 @@ def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
             raise
 
 
+def say(line: str) -> None:
+    print(printable(line), flush=True)
+
+
 def sweep(
-    look: Callable[[], list[Resource]],
-    remove: Callable[[list[Resource]], None],
-    clock: Clock,
-    *,
-    looks: int = 1,
-    say: Callable[[str], None] = lambda _: None,
+    look: Callable[[], list[Resource]], remove: Callable[[list[Resource]], None], *, looks: int = 1
 ) -> list[Resource]:
     """Remove what `look` finds until it finds nothing, `looks` times in a row. Returns what is left after LIMIT_S, and
     after nothing more can come to be listed.
     """
-    until_s, said, empty = clock.now() + LIMIT_S, set[str](), 0
+    until_s, said, empty = time.time() + LIMIT_S, set[str](), 0
     for pause_s in growing(FIRST_S, MOST_S):
         left = look()
         empty = 0 if left else empty + 1
         last_s = max([until_s, *(each.until_unix_s for each in left if each.until_unix_s < math.inf)])
-        if empty == looks or (left and clock.now() > last_s):
+        if empty == looks or (left and time.time() > last_s):
             return left
         for line in map(str, left):
             if line not in said:
                 say(f"to be removed: {line}")
             said.add(line)
         remove(left)
-        clock.sleep(pause_s)
+        time.sleep(pause_s)
     raise AssertionError

@@ -26,6 +26,11 @@ for process in /proc/[0-9]*; do
     kill -KILL "$pid"
 done 2>/dev/null
 """
+HURRIES = "/var/lib/hurries"  # a file: time passes at once for scripts
+SLEEP = f"""#!/bin/sh
+if [ -e {HURRIES} ]; then exec /bin/sleep 0.01; fi
+exec /bin/sleep "$@"
+"""
 
 
 class Ec2Machines:
@@ -34,8 +39,9 @@ class Ec2Machines:
         self.services: list[FakeIMDS] = []
         self.programs = folder / "programs"  # first in PATH
         self.programs.mkdir()
-        (self.programs / "shutdown").write_text(SHUTDOWN)
-        (self.programs / "shutdown").chmod(0o755)
+        for name, text in (("shutdown", SHUTDOWN), ("sleep", SLEEP)):
+            (self.programs / name).write_text(text)
+            (self.programs / name).chmod(0o755)
         for pid in machines.pids:
             inside(pid, "ip", "address", "replace", IMDS[0], "dev", "lo")
             self.services.append(stack.enter_context(made_inside(pid, lambda: FakeIMDS(IMDS))))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from moto.ec2.models import ec2_backends
 from moto.ec2.responses import EC2Response
 from moto.server import ThreadedMotoServer
 from moto.servicequotas.responses import ServiceQuotasResponse
+from services.process import set_aws
 
 REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
@@ -122,19 +122,7 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     host, port = moto_server().get_host_and_port()
     fake = FakeEc2(f"http://{host}:{port}")
     monkeypatch.setattr(botocore.session, "create_loader", shared_loader)
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in {
-        "AWS_ENDPOINT_URL": fake.endpoint,
-        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
-        "AWS_SECRET_ACCESS_KEY": "example",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_DEFAULT_REGION": REGION,
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_aws(monkeypatch, "AKIAEXAMPLE", "example", AWS_ENDPOINT_URL=fake.endpoint, AWS_DEFAULT_REGION=REGION)
     urllib.request.urlopen(urllib.request.Request(f"{fake.endpoint}/moto-api/reset", method="POST")).close()
     for stand_in in STAND_INS:
         usual = getattr(EC2Response, stand_in.__name__, None)

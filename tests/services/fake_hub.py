@@ -1,5 +1,5 @@
 """The Hugging Face Hub's HTTP API, as far as huggingface_hub needs it to push a model and to load models and data sets
-by their ids. Not Xet: `environment` says HF_HUB_DISABLE_XET, so that large files go the way of Git LFS.
+by their ids. It takes files of every size in the commit itself, not by Git LFS or Xet.
 
 with FakeHub() as hub:
     hub.put("jane/texts", {"train.csv": b"..."}, kind="datasets")
@@ -12,19 +12,18 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from services.process import HttpService
 
 TOKEN = "hf_" + "FakeTokenOfTheTests"
 READ_TOKEN = "hf_" + "FakeTokenThatOnlyReads"
 USER, ORGANISATION = "jane", "lab"
-LFS_SUFFIXES = (".safetensors", ".bin", ".arrow", ".parquet")  # as a new repository's .gitattributes has them
 REPO = r"/(?:(?P<kind>datasets)/)?(?P<id>[^/]+(?:/[^/]+)?)"
 API = r"/api/(?P<kind>models|datasets)/(?P<id>[^/]+/[^/]+)"
 
@@ -53,29 +52,12 @@ class Answer(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class FakeHub:
-    """The service at a free port of this machine."""
-
+class FakeHub(HttpService):
     def __init__(self) -> None:
+        super().__init__(Handler)
         self.repos: dict[tuple[str, str], Repo] = {}  # of a kind (models, datasets) and id
-        self.blobs: dict[str, bytes] = {}  # uploaded large files by their SHA-256
         self.requests: list[Request] = []  # in the order they came
         self.faults: dict[str, int] = {}  # part of a path: the status that is answered instead; 0: nothing is, ever
-        self.ends = threading.Event()
-        handler = type("BoundHandler", (Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-
-    def __enter__(self) -> FakeHub:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ends.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
     def put(self, repo_id: str, files: dict[str, bytes], *, kind: str = "models", private: bool = False) -> None:
         """A repository with these files, or more files for it."""
@@ -90,16 +72,16 @@ class FakeHub:
 
 
 class Handler(BaseHTTPRequestHandler):
-    hub: FakeHub
+    service: FakeHub
     protocol_version = "HTTP/1.1"
 
     def answer(self) -> None:
-        self.hub.requests.append(Request(self.path, self.headers.get("Authorization")))
+        self.service.requests.append(Request(self.path, self.headers.get("Authorization")))
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         try:
-            broken = next((status for part, status in self.hub.faults.items() if part in self.path), None)
+            broken = next((status for part, status in self.service.faults.items() if part in self.path), None)
             if broken == 0:
-                self.hub.ends.wait()
+                self.service.ends.wait()
                 self.close_connection = True
                 return
             if broken is not None:
@@ -110,13 +92,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
-            if "Content-Length" not in answer.headers:
-                self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(content)
 
-    do_GET = do_HEAD = do_POST = do_PUT = answer
+    do_GET = do_HEAD = do_POST = answer
 
     def route(self, path: str, body: bytes) -> Answer:
         for method, pattern, act in ROUTES:
@@ -135,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def repo(self, kind: str | None, repo_id: str, revision: str = "main") -> Repo:
         """What a client with this token sees."""
-        repo = self.hub.repos.get((kind or "models", repo_id))
+        repo = self.service.repos.get((kind or "models", repo_id))
         if repo is None or (repo.private and self.headers.get("Authorization") is None):
             raise error(404 if self.headers.get("Authorization") else 401, "RepoNotFound", "Repository not found")
         if revision not in ("main", repo.sha, "refs/convert/parquet"):
@@ -166,10 +147,10 @@ def create(handler: Handler, body: bytes) -> Answer:
     if owner not in (USER, ORGANISATION):
         return Answer(403, {"error": f"You don't have the rights to create a {kind} under the namespace {owner}"})
     repo_id = f"{owner}/{asked['name']}"
-    url = {"url": f"{handler.hub.endpoint}/{repo_id}", "name": repo_id}
-    if (kind, repo_id) in handler.hub.repos:
+    url = {"url": f"{handler.service.endpoint}/{repo_id}", "name": repo_id}
+    if (kind, repo_id) in handler.service.repos:
         return Answer(409, {**url, "error": "You already created this repo"})
-    handler.hub.repos[kind, repo_id] = Repo(asked.get("visibility") == "private" or bool(asked.get("private")))
+    handler.service.repos[kind, repo_id] = Repo(asked.get("visibility") == "private" or bool(asked.get("private")))
     return Answer(200, url)
 
 
@@ -191,45 +172,21 @@ def validate_yaml(handler: Handler, body: bytes) -> Answer:
 def preupload(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
     handler.token(writes=True)
     handler.repo(kind, id, revision)
-    files = []
-    for path in (file["path"] for file in json.loads(body)["files"]):
-        mode = "lfs" if path.endswith(LFS_SUFFIXES) else "regular"
-        files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None})
-    return Answer(200, {"files": files})
-
-
-def lfs_batch(handler: Handler, body: bytes, kind: str | None, id: str) -> Answer:
-    handler.token(writes=True)
-    handler.repo(kind, id)
-    objects = json.loads(body)["objects"]
-    for each in objects:
-        each["actions"] = {"upload": {"href": f"{handler.hub.endpoint}/lfs/{each['oid']}"}}
-    return Answer(200, {"transfer": "basic", "objects": objects})
-
-
-def lfs_put(handler: Handler, body: bytes, oid: str) -> Answer:
-    if hashlib.sha256(body).hexdigest() != oid:
-        return Answer(400, {"error": "other content than announced"})
-    handler.hub.blobs[oid] = body
-    return Answer(200, {})
+    paths = [file["path"] for file in json.loads(body)["files"]]
+    how = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+    return Answer(200, {"files": [{"path": path, **how} for path in paths]})
 
 
 def commit(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
     handler.token(writes=True)
     repo = handler.repo(kind, id, revision)
     header, *operations = (json.loads(line) for line in body.splitlines())
-    new = {}
-    for operation in operations:
-        value = operation["value"]
-        if operation["key"] == "file":
-            new[value["path"]] = base64.b64decode(value["content"])
-        elif operation["key"] == "lfsFile" and value["oid"] in handler.hub.blobs:
-            new[value["path"]] = handler.hub.blobs[value["oid"]]
-        else:
-            return Answer(400, {"error": f"cannot commit {operation}"})
-    repo.files |= new
+    files = [operation["value"] for operation in operations if operation["key"] == "file"]
+    if len(files) < len(operations):
+        return Answer(400, {"error": f"cannot commit {operations}"})
+    repo.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
     repo.commits.append(header["value"]["summary"])
-    return Answer(200, {"commitUrl": f"{handler.hub.endpoint}/{id}/commit/{repo.sha}", "commitOid": repo.sha})
+    return Answer(200, {"commitUrl": f"{handler.service.endpoint}/{id}/commit/{repo.sha}", "commitOid": repo.sha})
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
@@ -242,36 +199,14 @@ def info(handler: Handler, body: bytes, kind: str, id: str, revision: str = "mai
     return Answer(200, {**known, "modelId": id, "gated": False, "disabled": False, "likes": 0})
 
 
-def entry(name: str, content: bytes) -> dict[str, Any]:
-    digest = hashlib.sha256(content).hexdigest()
-    plain = {"type": "file", "path": name, "size": len(content), "oid": digest[:40]}
-    lfs = {"lfs": {"oid": digest, "size": len(content), "pointerSize": 100}}
-    return {**plain, **lfs} if name.endswith(LFS_SUFFIXES) else plain
-
-
 def tree(handler: Handler, body: bytes, kind: str, id: str, revision: str, folder: str | None = None) -> Answer:
     repo = handler.repo(kind, id, revision)
     prefix = f"{folder}/" if folder else ""
     inside = {name: content for name, content in sorted(repo.files.items()) if name.startswith(prefix)}
     if prefix and not inside:
         return error(404, "EntryNotFound", f"{folder} does not exist")
-    recursive = "recursive=true" in handler.path.lower()
-    files = [entry(name, content) for name, content in inside.items() if recursive or "/" not in name[len(prefix) :]]
-    return Answer(200, [*folders(inside, prefix, recursive=recursive), *files])
-
-
-def folders(names: dict[str, bytes], prefix: str, *, recursive: bool) -> list[dict[str, Any]]:
-    parents = {str(parent) for name in names for parent in Path(name[len(prefix) :]).parents} - {"."}
-    shown = sorted(prefix + parent for parent in parents if recursive or "/" not in parent)
-    return [{"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in shown]
-
-
-def paths_info(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
-    repo = handler.repo(kind, id, revision)
-    asked = json.loads(body)["paths"]
-    inside = {name: entry(name, repo.files[name]) for name in asked if name in repo.files}
-    parents = {each["path"]: each for each in folders(repo.files, "", recursive=True)}
-    return Answer(200, [*inside.values(), *(parents[name] for name in asked if name in parents)])
+    about = [(name, len(content), hashlib.sha1(content).hexdigest()) for name, content in inside.items()]
+    return Answer(200, [{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in about])
 
 
 def resolve(handler: Handler, body: bytes, kind: str | None, id: str, revision: str, name: str) -> Answer:
@@ -281,14 +216,7 @@ def resolve(handler: Handler, body: bytes, kind: str | None, id: str, revision: 
         missing = error(404, "EntryNotFound", "Entry not found")
         return Answer(404, missing.body, {**headers, **missing.headers})
     content = repo.files[name]
-    headers |= {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
-    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
-    if asked is None:
-        return Answer(200, content, {**headers, "Content-Length": str(len(content))})
-    first, last = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
-    if first >= len(content):
-        return Answer(416, b"", {**headers, "Content-Range": f"bytes */{len(content)}"})
-    return Answer(206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"})
+    return Answer(200, content, {**headers, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'})
 
 
 ROUTES: list[tuple[tuple[str, ...], str, Any]] = [
@@ -297,9 +225,6 @@ ROUTES: list[tuple[tuple[str, ...], str, Any]] = [
     (("POST",), "/api/validate-yaml", validate_yaml),
     (("POST",), API + "/preupload/(?P<revision>[^/]+)", preupload),
     (("POST",), API + "/commit/(?P<revision>[^/]+)", commit),
-    (("POST",), API + "/paths-info/(?P<revision>.+)", paths_info),
-    (("POST",), REPO + r"\.git/info/lfs/objects/batch", lfs_batch),
-    (("PUT",), "/lfs/(?P<oid>[0-9a-f]{64})", lfs_put),
     (("GET",), API, info),
     (("GET",), API + "/revision/(?P<revision>.+)", info),
     (("GET",), API + "/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", tree),

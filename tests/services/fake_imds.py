@@ -11,20 +11,16 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from services.process import HttpService
 
 TOKEN = "/latest/api/token"
 SPOT = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 EVENTS = "/latest/meta-data/events/maintenance/scheduled"
 LONGEST_S = 21600  # that a token may live
-
-
-class Server(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's looks for the name of the address, where there may be no DNS
 
 
 @dataclass
@@ -35,10 +31,9 @@ class Request:
     status: int | None = None  # answered; None: it hangs
 
 
-class FakeIMDS:
-    """The service at a free port of this machine, or at the address that is its own on EC2."""
-
+class FakeIMDS(HttpService):
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        super().__init__(Handler, address)
         self.requests: list[Request] = []  # in the order they came
         self.said: dict[str, str] = {}  # body of each path that is no 404
         self.status: int | None = None  # answered instead of everything else
@@ -46,20 +41,6 @@ class FakeIMDS:
         self.tokens: dict[str, float] = {}  # until when each is good, of time.monotonic()
         self.answering = threading.Event()  # requests are answered once it is set
         self.answering.set()
-        handler = type("BoundHandler", (Handler,), {"imds": self})
-        self.server = Server(address, handler)
-        self.endpoint = f"http://{address[0]}:{self.server.server_address[1]}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-
-    def __enter__(self) -> FakeIMDS:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.answering.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
     def say(self, path: str, content: Any) -> None:
         self.said[path] = content if isinstance(content, str) else json.dumps(content)
@@ -72,7 +53,7 @@ class FakeIMDS:
 
 
 class Handler(BaseHTTPRequestHandler):
-    imds: FakeIMDS
+    service: FakeIMDS
 
     def do_PUT(self) -> None:
         ttl = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
@@ -84,24 +65,24 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(403)
         else:
             token = uuid.uuid4().hex
-            self.imds.tokens[token] = time.monotonic() + int(ttl)
+            self.service.tokens[token] = time.monotonic() + int(ttl)
             self.answer(200, token)
 
     def do_GET(self) -> None:
         token = self.headers.get("X-aws-ec2-metadata-token")
-        if token is None or time.monotonic() >= self.imds.tokens.get(token, 0.0):
+        if token is None or time.monotonic() >= self.service.tokens.get(token, 0.0):
             self.answer(401)
-        elif self.path in self.imds.said:
-            self.answer(200, self.imds.said[self.path])
+        elif self.path in self.service.said:
+            self.answer(200, self.service.said[self.path])
         else:
             self.answer(404)
 
     def answer(self, status: int, body: str = "") -> None:
         request = Request(self.command, self.path, self.headers.get("X-aws-ec2-metadata-token"))
-        self.imds.requests.append(request)
-        self.imds.answering.wait()
-        request.status = self.imds.status or status
-        if not self.imds.speaks_http:
+        self.service.requests.append(request)
+        self.service.answering.wait()
+        request.status = self.service.status or status
+        if not self.service.speaks_http:
             self.wfile.write(b"SSH-2.0-OpenSSH\r\n")
             return
         content = (body if request.status == status else "").encode()

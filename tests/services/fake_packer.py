@@ -1,7 +1,7 @@
 """A stand-in for Packer, which cannot be had everywhere: it makes in EC2 (moto) what Packer would, by its variables.
 
 It leaves the builder, its group, key and role behind, whatever becomes of it. FAKE_PACKER: "fail" makes no image,
-"hang" makes none either and ends at the first SIGINT.
+"interrupt" makes none either, sends its parent SIGINT, as Ctrl-C does, and ends when it gets that itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ def client(service: str, region: str) -> Any:
 
 
 def main(command: str, *arguments: str) -> int:
-    with Path(os.environ["FAKE_PACKER_LOG"]).open("a") as log:
-        log.write(f"{command}\n")
+    note(command)
     if command == "version":
         print(VERSION)
         return 0
     return build(arguments) if command == "build" else 0
+
+
+def note(line: str) -> None:
+    with Path(os.environ["FAKE_PACKER_LOG"]).open("a") as log:
+        log.write(f"{line}\n")
 
 
 def build(arguments: tuple[str, ...]) -> int:
@@ -43,9 +47,9 @@ def build(arguments: tuple[str, ...]) -> int:
     if mode == "fail":
         print("Build 'neuron.amazon-ebs.machine' errored: Script exited with non-zero exit status: 1", flush=True)
         return 1
-    if mode == "hang":
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(1))
-        print("building", flush=True)
+    if mode == "interrupt":
+        signal.signal(signal.SIGINT, lambda *_: (note("interrupted"), sys.exit(1)))
+        os.kill(os.getppid(), signal.SIGINT)
         time.sleep(300)
     here = client("ec2", values["region"])
     specification = [{"ResourceType": "image", "Tags": tags(values["tags"])}]

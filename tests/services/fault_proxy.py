@@ -6,7 +6,6 @@ Signatures stay valid, since the Host header goes through unchanged. The proxy i
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import http.client
 import json
@@ -15,24 +14,27 @@ import re
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-from services.process import Process, free_port
+from services.process import HttpService, Process, free_port
 
 CONTROL = "/_faults"  # no bucket can be called that
+OF_A_TEST = "bucket-"  # begins the name of a test's bucket
 FOREVER = 3600.0
-READ_BYTES = 256 * 2**10
-DROP_S = 0.05  # between what a slowed answer sends
+OVERTAKES_S = 0.05  # a reset overtakes what is still on its way
+OWN_HEADERS = ("connection", "content-length", "expect", "transfer-encoding")  # of one connection
 
 
 @dataclass
 class Fault:
     """What happens to the requests that fit. The first rule that acts on a request keeps it from those after it."""
 
-    do: str  # status | reset | stall | flip | damage (the request) | rate | delay | lose (done, and the answer is lost)
+    do: str  # status | reset | stall | flip | damage (the request) | delay | lose (done, and the answer is lost)
     match: str = ""  # regular expression, searched in "GET /bucket/key?query bytes=0-99"
     skip: int = 0  # fitting requests that pass first
     times: int | None = None  # how many are spoilt then; None: all
@@ -44,7 +46,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)  # and these; otherwise added to the server's
     after: int = 0  # reset, stall, flip: bytes of the answer's body that pass untouched
     seconds: float = FOREVER  # stall, delay
-    bytes_per_s: float = 2**20  # rate
 
 
 @dataclass
@@ -66,15 +67,17 @@ class FaultProxy:
     """The proxy before a server at a port of this machine, at a free port."""
 
     def __init__(self, upstream_port: int, *, log: Path) -> None:
-        self.port = free_port()
+        self.port, self.bucket = free_port(), ""
         self.endpoint = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "services.fault_proxy", str(self.port), str(upstream_port)]
         self.process = Process(command, log=log, cwd=Path(__file__).resolve().parent.parent)
         self.process.wait_for_port(self.port)
 
     def set(self, *faults: Fault) -> None:
-        """These rules instead of the earlier ones; without any, all requests pass. Forgets the requests seen."""
-        self.control("PUT", json.dumps([asdict(fault) for fault in faults]))
+        """These rules instead of the earlier ones; without any, all requests pass. Forgets the requests seen. With
+        `bucket`, those of other tests' buckets pass unseen: what an earlier test has left behind may ask for a minute.
+        """
+        self.control("PUT", json.dumps({"faults": [asdict(fault) for fault in faults], "bucket": self.bucket}))
 
     def requests(self, match: str = "") -> list[Request]:
         """Requests since `set` that a rule with this `match` would fit."""
@@ -117,216 +120,143 @@ class Rule:
         return in_turn and self.random.random() < self.fault.share
 
 
-@dataclass
-class Head:
-    """First line and headers of a request or an answer, as they came and taken apart."""
-
-    raw: bytes
-    first: list[str]
-    headers: dict[str, str]
-
-    @property
-    def closes(self) -> bool:
-        return self.headers.get("connection", "").lower() == "close"
-
-    async def body(self, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-        """Pieces of the body as they are on the wire, frames of a chunked one included."""
-        if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            size = -1
-            while size != 0:
-                line = await reader.readuntil(b"\r\n")
-                size = int(line.partition(b";")[0], 16)
-                yield line + await reader.readexactly(size + 2)
-            return
-        left = int(self.headers.get("content-length", 0))
-        while left:
-            piece = await reader.read(min(left, READ_BYTES))
-            if not piece:
-                raise ConnectionResetError
-            left -= len(piece)
-            yield piece
-
-
-async def read_head(reader: asyncio.StreamReader) -> Head:
-    raw = await reader.readuntil(b"\r\n\r\n")
-    first, *lines = raw.decode("latin-1").rstrip("\r\n").split("\r\n")
-    pairs = (line.partition(":") for line in lines)
-    return Head(raw, first.split(" ", 2), {name.strip().lower(): value.strip() for name, _, value in pairs})
-
-
-class Proxy:
-    def __init__(self, upstream_port: int) -> None:
-        self.upstream_port = upstream_port
+class Proxy(HttpService):
+    def __init__(self, port: int, upstream_port: int) -> None:
+        super().__init__(Connection, ("127.0.0.1", port))
+        self.upstream_port, self.lock = upstream_port, threading.Lock()
         self.rules: list[Rule] = []
         self.seen: list[Request] = []
+        self.bucket = ""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(self, reader, writer)
-        try:
-            while await connection.serve_one():
-                pass
-        except (asyncio.IncompleteReadError, OSError):  # either side went away: so does the other
-            pass
-        finally:
-            connection.close()
+    def add(self, request: Request) -> Fault | None:
+        """What is to happen to a request."""
+        if request.path.startswith(f"/{OF_A_TEST}") and not request.path.startswith(f"/{self.bucket}"):
+            return None
+        with self.lock:
+            self.seen.append(request)
+            fault = next((rule.fault for rule in self.rules if rule.acts(request)), None)
+            request.fault = fault.do if fault else None
+        return fault
 
     def command(self, method: str, body: bytes) -> bytes:
-        if method == "PUT":
-            self.rules = [Rule(Fault(**fault)) for fault in json.loads(body)]
-            self.seen = []
-        return json.dumps([asdict(request) for request in self.seen]).encode()
+        with self.lock:
+            if method == "PUT":
+                given = json.loads(body)
+                self.rules, self.seen = [Rule(Fault(**fault)) for fault in given["faults"]], []
+                self.bucket = given["bucket"]
+            return json.dumps([asdict(request) for request in self.seen]).encode()
 
 
-class Connection:
+class Connection(BaseHTTPRequestHandler):
     """A client's connection, and the one to the server that belongs to it."""
 
-    def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.proxy, self.reader, self.writer = proxy, reader, writer
-        self.upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    service: Proxy
+    protocol_version = "HTTP/1.1"
 
-    def close(self) -> None:
-        self.writer.close()
-        if self.upstream:
-            self.upstream[1].close()
+    def setup(self) -> None:
+        super().setup()
+        self.upstream = http.client.HTTPConnection("127.0.0.1", self.service.upstream_port)
 
-    async def serve_one(self) -> bool:
-        """Serves one request; True if there may be another."""
-        head = await read_head(self.reader)
-        method, target, _ = head.first
-        if target == CONTROL:
-            body = b"".join([piece async for piece in head.body(self.reader)])
-            await self.answer(200, self.proxy.command(method, body))
-            return False
-        path, _, query = target.partition("?")
-        request = Request(method, path, query, head.headers.get("range", ""))
-        self.proxy.seen.append(request)
-        fault = next((rule.fault for rule in self.proxy.rules if rule.acts(request)), None)
-        request.fault = fault.do if fault else None
+    def finish(self) -> None:
+        super().finish()
+        self.upstream.close()
+
+    def act(self) -> None:
+        try:
+            self.serve()
+        except (http.client.HTTPException, OSError):  # either side went away: so does the other
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = act
+
+    def serve(self) -> None:
+        if self.path == CONTROL:
+            self.answer(200, self.service.command(self.command, self.body()), {})
+            return
+        path, _, query = self.path.partition("?")
+        request = Request(self.command, path, query, self.headers.get("range", ""))
+        fault = self.service.add(request)
         if fault and fault.do == "status":
-            if "expect" not in head.headers:
-                async for _ in head.body(self.reader):
-                    pass
+            if "expect" not in self.headers:
+                self.body()
             request.status = fault.code
             xml = f"<Error><Code>{fault.error}</Code><Message>{fault.message}</Message></Error>"
-            await self.answer(fault.code, b"" if method == "HEAD" else xml.encode(), fault.headers)
-            return False
+            more = {"Connection": "close", "x-amz-request-id": "proxy", **fault.headers}
+            self.answer(fault.code, b"" if self.command == "HEAD" else xml.encode(), more)
+            return
         if fault and fault.do == "delay":
-            await asyncio.sleep(fault.seconds)
-        return await self.pass_on(head, request, fault)
+            time.sleep(fault.seconds)
+        self.pass_on(request, fault)
 
-    async def answer(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        lines = {"Content-Length": len(body), "Connection": "close", "x-amz-request-id": "proxy", **(headers or {})}
-        head = f"HTTP/1.1 {code} -\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self.writer.write(f"{head}\r\n".encode() + body)
-        await self.writer.drain()
+    def handle_expect_100(self) -> bool:
+        return True  # `body` says that it may come
 
-    async def pass_on(self, head: Head, request: Request, fault: Fault | None) -> bool:
-        if self.upstream is None:
-            self.upstream = await asyncio.open_connection("127.0.0.1", self.proxy.upstream_port, limit=2**20)
-        reader, writer = self.upstream
-        sent: list[bytes] | None = [] if request.method == "POST" and "uploadId=" in request.query else None
-        damages = fault is not None and fault.do == "damage"
-        sending, closes = asyncio.create_task(self.send(head, writer, sent, damages=damages)), False
-        try:
-            answer = await read_head(reader)
-            while answer.first[1] == "100":  # the server wants the body
-                self.writer.write(answer.raw)
-                answer = await read_head(reader)
-            request.status = int(answer.first[1])
-            if fault and fault.do == "lose":
-                self.reset()
-            if sent is not None and request.status == 200:
-                body = b"".join([piece async for piece in answer.body(reader)])
-                await sending
-                self.writer.write(with_etag(answer, body, b"".join(sent)))
-            else:
-                closes = not sending.done()  # it did not want the body; a client that is not told would ask again here
-                raw = closing(answer.raw) if closes else answer.raw
-                self.writer.write(with_headers(raw, fault.headers if fault else {}))
-                if request.method != "HEAD" and request.status not in (204, 304):
-                    await self.send_back(answer, reader, fault)
-            await self.writer.drain()
-            return not closes and not head.closes and not answer.closes
-        finally:
-            sending.cancel()
+    def body(self) -> bytes:
+        if "expect" in self.headers:
+            self.send_response_only(100)
+            self.end_headers()
+        length = int(self.headers.get("content-length", 0))
+        content = self.rfile.read(length)
+        if len(content) < length or "transfer-encoding" in self.headers:
+            raise ConnectionResetError
+        return content
 
-    async def send(self, head: Head, writer: asyncio.StreamWriter, copy: list[bytes] | None, *, damages: bool) -> None:
-        writer.write(head.raw)
-        async for piece in head.body(self.reader):
-            if damages:
-                piece, damages = piece[:-1] + bytes([piece[-1] ^ 0xFF]), False
-            if copy is not None:
-                copy.append(piece)
-            writer.write(piece)
-            await writer.drain()
-        await writer.drain()
+    def answer(self, code: int, content: bytes, headers: dict[str, str], fault: Fault | None = None) -> None:
+        self.send_response_only(code)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        at = fault.after if fault else len(content)
+        self.wfile.write(content[:at])
+        if fault and fault.do == "reset" and at < len(content):
+            time.sleep(OVERTAKES_S)
+            self.reset()
+        if fault and fault.do == "stall" and at < len(content):
+            time.sleep(fault.seconds)
+        if fault and fault.do == "flip" and at < len(content):
+            content = content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+        self.wfile.write(content[at:])
 
-    async def send_back(self, answer: Head, reader: asyncio.StreamReader, fault: Fault | None) -> None:
-        """The answer's body, spoilt."""
-        passed = 0
-        async for piece in answer.body(reader):
-            if fault and fault.do == "rate":
-                await self.drip(piece, fault.bytes_per_s)
-                continue
-            at = fault.after - passed if fault else 0  # where in this piece the fault is
-            passed += len(piece)
-            if fault and 0 <= at < len(piece):
-                if fault.do in ("reset", "stall"):
-                    self.writer.write(piece[:at])
-                    await self.writer.drain()
-                    if fault.do == "reset":
-                        await asyncio.sleep(0.05)  # a reset overtakes what is still on its way
-                        self.reset()
-                    await asyncio.sleep(fault.seconds)
-                    piece = piece[at:]
-                elif fault.do == "flip":
-                    piece = piece[:at] + bytes([piece[at] ^ 0xFF]) + piece[at + 1 :]
-            self.writer.write(piece)
-            await self.writer.drain()
-
-    async def drip(self, piece: bytes, bytes_per_s: float) -> None:
-        began, drop = time.monotonic(), max(1, int(bytes_per_s * DROP_S))
-        for start in range(0, len(piece), drop):
-            due = began + min(start + drop, len(piece)) / bytes_per_s
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            self.writer.write(piece[start : start + drop])
-            await self.writer.drain()
+    def pass_on(self, request: Request, fault: Fault | None) -> None:
+        sent = self.body()
+        if fault and fault.do == "damage":
+            sent = sent[:-1] + bytes([sent[-1] ^ 0xFF])
+        self.upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() != "expect":
+                self.upstream.putheader(name, value)
+        with suppress(OSError):  # the server may answer before all has come
+            self.upstream.endheaders(sent)
+        answer = self.upstream.getresponse()
+        content = answer.read()
+        request.status = answer.status
+        if fault and fault.do == "lose":
+            self.reset()
+        if self.command == "POST" and "uploadId=" in request.query and answer.status == 200:
+            content = with_etag(content, sent)
+        headers = {name: value for name, value in answer.getheaders() if name.lower() not in OWN_HEADERS}
+        if self.command == "HEAD":
+            headers["Content-Length"] = answer.getheader("content-length", "0")
+        self.answer(answer.status, content, {**headers, **(fault.headers if fault else {})}, fault)
 
     def reset(self) -> None:
         """End the connection as a machine does that crashed."""
-        client: socket.socket = self.writer.get_extra_info("socket")
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raise ConnectionResetError
 
-
-def with_headers(head: bytes, headers: dict[str, str]) -> bytes:
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return head[:-2] + lines.encode() + b"\r\n"
+    def log_message(self, *_: object) -> None:
+        """Tests look at `requests`."""
 
 
-def closing(head: bytes) -> bytes:
-    """An answer's head that says that its connection ends with it."""
-    return with_headers(re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head), {"Connection": "close"})
-
-
-def with_etag(answer: Head, body: bytes, asked: bytes) -> bytes:
-    """An answer to CompleteMultipartUpload with the ETag that S3 returns and Ceph 16 leaves empty.
+def with_etag(body: bytes, asked: bytes) -> bytes:
+    """The answer to CompleteMultipartUpload with the ETag that S3 returns and Ceph 16 leaves empty.
 
     That of a multipart object is the MD5 of its parts' MD5s, and their number. The AWS CRT client insists on it.
     """
     parts = re.findall(rb"[0-9a-f]{32}", asked)
     digest = hashlib.md5(bytes.fromhex(b"".join(parts).decode())).hexdigest()
-    tag = f"<ETag>&quot;{digest}-{len(parts)}&quot;</ETag>".encode()
-    fixed = body.replace(b"<ETag></ETag>", tag)
-    return re.sub(rb"(?i)(content-length: *)\d+", rb"\g<1>%d" % len(fixed), answer.raw) + fixed
-
-
-async def main(port: int, upstream_port: int) -> None:
-    server = await asyncio.start_server(Proxy(upstream_port).serve, "127.0.0.1", port, limit=2**20)
-    async with server:
-        await server.serve_forever()
+    return body.replace(b"<ETag></ETag>", f"<ETag>&quot;{digest}-{len(parts)}&quot;</ETag>".encode())
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    Proxy(int(sys.argv[1]), int(sys.argv[2])).server.serve_forever()

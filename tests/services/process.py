@@ -1,14 +1,19 @@
-"""Programs that a test starts and that never outlive it, and ports for them."""
+"""Programs that a test starts and that never outlive it, services of its own process, and what both need."""
 
 from __future__ import annotations
 
 import os
 import random
 import socket
+import socketserver
 import subprocess
+import threading
 import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any, TypeVar
 
+T = TypeVar("T", bound="HttpService")
 START_S = 240
 # The program replaces the shell, so its process id is ours to wait for. A watcher beside it ends it when the pipe
 # to us brings a line or closes, which it also does when the test run itself is killed.
@@ -59,6 +64,17 @@ class Process:
         raise RuntimeError(f"{self.name} does not listen on port {port}:\n{end}")
 
 
+def set_aws(monkeypatch: Any, key: str, secret: str, **more: str) -> None:
+    """These credentials, and nothing else that AWS's libraries would find here; of child processes too."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    nowhere = dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
+    keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_EC2_METADATA_DISABLED": "true"}
+    no_proxy = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+    for name, value in {**nowhere, **keys, **no_proxy, **more}.items():
+        monkeypatch.setenv(name, value)
+
+
 def free_port() -> int:
     """Below the ports that outgoing connections take, so that it stays free while a server is down."""
     while True:
@@ -71,9 +87,27 @@ def free_port() -> int:
             return port
 
 
-def is_alive(pid: int) -> bool:
-    """Also False for a zombie, which waits for its parent only."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+class Threads(socketserver.ThreadingTCPServer):
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 128
+
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        self.close_request(request)  # at once, as a handler may have asked for that
+
+
+class HttpService:
+    """A service at a free port of this machine, or at an address of its own. Its handlers know it as `service`."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        self.server = Threads(address, type("Bound", (handler,), {"service": self, "disable_nagle_algorithm": True}))
+        self.endpoint = f"http://{address[0]}:{self.server.server_address[1]}"
+        self.ends = threading.Event()
+
+    def __enter__(self: T) -> T:
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends.set()
+        self.server.shutdown()
+        self.server.server_close()
