@@ -19,8 +19,6 @@ from train.cli.command import DONE, REJECTED
 from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, read_outcome
 
-pytestmark = pytest.mark.parametrize("shared_slurm", [3], indirect=True)
-
 
 def launch(run_dir: object, data: object, *overrides: str, settings: tuple[str, ...] = ()) -> LaunchedRun:
     """Submit a run of two nodes; its record."""
