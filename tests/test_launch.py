@@ -104,70 +104,70 @@ def test_a_share_of_the_batch_is_not_trained_alone(monkeypatch, capsys, tmp_path
 
 
 @pytest.fixture
-def lonely(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """The environment of one rank of three whose others never come."""
+def lonely(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The environment of one rank whose others never come."""
 
-    def be(rank: int) -> None:
-        values = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    def be(rank: int, size: int = 3) -> None:
+        values = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
 
     return be
 
 
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def started(store: dist.Store, launch: Launched, device: str = "", timeout_s: float = HANG_S) -> rendezvous.Rendezvous:
+    """A rank that has found the store."""
+    here = rendezvous.Rendezvous(launch, timeout_s, device)
+    here.store = store
+    return here
+
+
+def arrives(here: rendezvous.Rendezvous) -> dist.Store | None:
+    try:
+        return here.arrive()
+    except rendezvous.Absent:
+        return None
+
+
 @pytest.mark.parametrize(("rank", "absent"), [(0, "rank 1, 2 of 3"), (2, r"rank 0 of 3 \(Connection refused\)")])
 def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(lonely, monkeypatch, log, rank: int, absent: str):
     lonely(rank)
-    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.3)
-    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 1 s \\(backend.join_timeout_s\\)$"):
-        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=1.0)
+    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
+    with pytest.raises(
+        Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 0.1 s \\(backend.join_timeout_s\\)$"
+    ):
+        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=0.1)
     said = log.messages
-    assert len(said) >= 2 and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
+    assert said and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
 
 
-def test_ranks_are_named_once_by_rank_0(monkeypatch, log):
+def test_ranks_are_named_once_by_rank_0(store, monkeypatch, log):
     """Rank 0 has come, rank 2 has not: rank 1 leaves it to rank 0 to say so."""
-    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.2)
-    port = free_port()
-    errors: list[str] = []
-
-    def attend(rank: int) -> None:
-        with pytest.raises(rendezvous.Absent) as absent:
-            here = rendezvous.Rendezvous(Launched(rank, 3, master_addr="127.0.0.1", master_port=port), 1.0)
-            here.poll(here.arrive)
-        errors.append(str(absent.value))
-
-    ranks = [threading.Thread(target=attend, args=(rank,)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(HANG_S)
-    assert sorted(errors) == ["another rank", "rank 2 of 3"]
+    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
+    first, second = (started(store, Launched(rank, 3), timeout_s=0.1) for rank in (0, 1))
+    assert arrives(first) is None
+    with pytest.raises(rendezvous.Absent, match="^another rank$"):
+        second.poll(second.arrive)
+    assert not log.messages
+    with pytest.raises(rendezvous.Absent, match="^rank 2 of 3$"):
+        first.poll(first.arrive)
     assert {text.split(" at ")[0] for text in log.messages} == {"waiting for rank 2 of 3"}
 
 
-def test_a_process_never_joins_those_that_its_predecessor_met():
+def test_a_process_never_joins_those_that_its_predecessor_met(store):
     """torchrun keeps the store over restarts, and rank 0 may be the last to be started again."""
-    store = dist.HashStore()
-
-    def started(rank: int) -> rendezvous.Rendezvous:
-        here = rendezvous.Rendezvous(Launched(rank, 2), HANG_S)
-        here.store = store
-        return here
-
-    def arrives(here: rendezvous.Rendezvous) -> dist.Store | None:
-        try:
-            return here.arrive()
-        except rendezvous.Absent:
-            return None
-
-    ranks = started(0), started(1)
+    ranks = [started(store, Launched(rank, 2)) for rank in (0, 1)]
     assert [arrives(rank) is not None for rank in (*ranks, *ranks)] == [False, False, True, True]
-    second = started(1)
+    second = started(store, Launched(1, 2))
     assert arrives(second) is arrives(second) is None
-    first = started(0)
+    first = started(store, Launched(0, 2))
     assert arrives(first) is None
-    second = started(1)  # once more, before the roster is written
+    second = started(store, Launched(1, 2))  # once more, before the roster is written
     assert arrives(second) is None
     ours, theirs = arrives(first), arrives(second)
     assert ours is not None and theirs is not None
@@ -176,8 +176,7 @@ def test_a_process_never_joins_those_that_its_predecessor_met():
 
 
 def test_a_rank_that_dies_once_it_has_met_the_others_is_not_waited_for_longer_than_one_that_never_came(lonely):
-    lonely(0)
-    os.environ["WORLD_SIZE"] = "2"
+    lonely(0, 2)
     port = int(os.environ["MASTER_PORT"])
     device = f"ddp on cpu, torch {torch.__version__}, baretrain {train.__version__}"
     other = rendezvous.Rendezvous(Launched(1, 2, master_addr="127.0.0.1", master_port=port), HANG_S, device)
@@ -188,39 +187,29 @@ def test_a_rank_that_dies_once_it_has_met_the_others_is_not_waited_for_longer_th
     joins.join(HANG_S)
 
 
-def test_a_collective_has_its_own_timeout_once_all_have_joined(lonely, monkeypatch):
-    lonely(0)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+def test_a_collective_has_its_own_timeout_once_all_have_joined(lonely):
+    lonely(0, 1)
     join("gloo", "ddp on cpu", timeout_s=60, join_timeout_s=1)
     try:
-        assert (
-            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout.seconds == 60
-        )
+        group = dist.distributed_c10d._get_default_group()
+        assert group._get_backend(torch.device("cpu")).options._timeout.seconds == 60
     finally:
         dist.destroy_process_group()
 
 
-def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they_join():
+def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they_join(store):
     """One machine of four whose driver has failed, or whose torch is another one."""
-    store = dist.HashStore()
     devices = ["ddp on cuda, bf16, torch 2.9.1", "ddp on cuda, bf16, torch 2.9.1", "ddp on cpu, fp32, torch 2.9.1"]
-    ranks = [rendezvous.Rendezvous(Launched(rank, 3), HANG_S, device) for rank, device in enumerate(devices)]
-    for here in ranks:
-        here.store = store
-    for here in ranks:
-        with pytest.raises(rendezvous.Absent):
-            here.arrive()
+    ranks = [started(store, Launched(rank, 3), device) for rank, device in enumerate(devices)]
+    assert [arrives(here) for here in ranks] == [None] * 3
     with pytest.raises(InputError, match=f"^rank 2 on .* trains by {devices[2]}, but rank 0 by {devices[0]}; run"):
         ranks[0].arrive()
 
 
-def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_rejection():
-    store = dist.HashStore()
-
+def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_rejection(store):
     def rejects(rank: int, local_rank: int) -> bool:
         """Whether the rank may leave."""
-        here = rendezvous.Rendezvous(Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True), HANG_S)
-        here.store = store
+        here = started(store, Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True))
         for _ in range(3):  # as often as it waits, its machine counts once
             try:
                 here.reject("rank 1 on h was rejected: no data")
@@ -239,8 +228,7 @@ def test_ranks_on_trainium_join_where_they_have_met(lonely, monkeypatch):
     """PyTorch/XLA's own way to a store, with one rank on the CPU; not run on hardware."""
     from train.backend import xla
 
-    lonely(0)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    lonely(0, 1)
     monkeypatch.setattr(xla.xla_rendezvous, "_store", None)
     backend, stores = object.__new__(xla.XLA), []
     backend.cfg, backend.world, backend.precision = XLAConfig(timeout_s=HANG_S), World(), "bf16"

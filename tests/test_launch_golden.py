@@ -86,7 +86,7 @@ APPTAINER = ["apptainer", "exec", "--bind=/fsx", "--bind=/scratch", "/fsx/train.
 )
 def test_an_attempt(monkeypatch, tmp_path, own: list[str], added: list[str]):
     arguments = two_nodes(monkeypatch, tmp_path / "bin")
-    job = job_of(*own, run_dir=str(tmp_path / "mine"))
+    job = job_of(*own, run_dir=str(tmp_path / "mine'; $(touch leaked) `x`"))
     assert Batch(Record(job.run_dir, S3Config(**job.s3)), job, 1234).attempt(1) == 0
     words = arguments.read_text().split("\0")[:-1]
     at = words.index(job.python)

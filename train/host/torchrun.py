@@ -79,10 +79,12 @@ def leave_rejection(rejection: str) -> None:
     """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure. The first
     rank of a machine that does so also has it printed below torchrun's report.
     """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # another rank may end torchrun, and it this one
     with suppress(OSError):  # torchrun keeps no such files, or another rank was here first
         with file_of_start(REJECTION).open("x") as file:
             file.write(rejection)
         print_after_torchrun(f"rejected: {rejection}")
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def print_after_torchrun(line: str) -> None:
