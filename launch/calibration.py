@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launch.estimate import flops_per_sequence
 from train.cli.saved import read_config
-from train.config import InputError, S3Config, TrainConfig
-from train.models.model_sizes import find_shape, knows_vocabulary, read_shape
+from train.config import InputError, RecordsConfig, S3Config, TrainConfig
+from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
 from train.storage.folders import Folder, open_folder
 from train.storage.schema import BadContent, of_type, shown
 from train.telemetry.lines import parse_lines
@@ -90,3 +89,10 @@ def increase(lines: list[dict[str, Any]], name: str) -> float:
             f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back, or no run wrote it"
         )
     return float(last - first)
+
+
+def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
+    """FLOPs to train on one sequence, as the run's own MFU counts them."""
+    labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
+    head = cfg.task.head_size(seq_len, labels)
+    return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)

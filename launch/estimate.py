@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from train.config import InputError, InstanceConfig, RecordsConfig, TrainConfig, check, make_plan
+from launch.calibration import Calibration, flops_per_sequence
+from train.config import InputError, InstanceConfig, TrainConfig, check, make_plan
 from train.config.parallel import Held
 from train.host.launched import Launched, check_launch
 from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
-
-if TYPE_CHECKING:
-    from launch.calibration import Calibration
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
@@ -140,13 +137,6 @@ def timed(
 
 
 # ---- what a step computes and sends ----------------------------------------------------------------------------------
-
-
-def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
-    """FLOPs to train on one sequence, as the run's own MFU counts them."""
-    labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
-    head = cfg.task.head_size(seq_len, labels)
-    return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:

@@ -43,10 +43,6 @@ class AttemptEntry:
     next: str = ""  # again | requeue | end
     is_over: bool = False
 
-    @property
-    def name(self) -> str:
-        return attempt_name(self.number)
-
 
 @dataclass
 class Ended:
@@ -108,7 +104,7 @@ class History:
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
                 self.ended, self.is_tried = None, True
-            case "refused" if last is not None and details.get("attempt") == last.name:
+            case "refused" if last is not None and details.get("attempt") == attempt_name(last.number):
                 last.reason = last.reason or text(details, "reason")
             case "attempt_ended" if last is not None:
                 last.ended_unix_s, last.exit_code, last.is_over = at_unix_s, count(details, "exit_code"), True

@@ -58,6 +58,7 @@ class SkyPilot(ExternalEngine):
             is_s3(job.run_dir), f"run_dir={job.run_dir} is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"
         )
         cluster, instance = self.cluster, self.cfg.instance
+        unpack = [f"mkdir -p {self.code}", f"tar -xzf {CODE}/{self.bundle.file} -C {self.code}"]
         return {
             "name": self.name(job),
             "resources": {
@@ -71,7 +72,7 @@ class SkyPilot(ExternalEngine):
             "num_nodes": job.nodes,
             "envs": dict(sorted(job.environment.items())),
             "file_mounts": {f"{CODE}/{self.bundle.file}": self.path(self.bundle.file)},
-            "setup": "\n".join(["set -e", *([cluster.setup] if cluster.setup else []), *self.unpack(), ""]),
+            "setup": "\n".join(["set -e", *([cluster.setup] if cluster.setup else []), *unpack, ""]),
             "run": self.torchrun(job),
         }
 
@@ -79,9 +80,6 @@ class SkyPilot(ExternalEngine):
     def code(self) -> str:
         """The folder of the unpacked code on a machine."""
         return f"{CODE}/{self.bundle.file.partition('.')[0]}"
-
-    def unpack(self) -> list[str]:
-        return [f"mkdir -p {self.code}", f"tar -xzf {CODE}/{self.bundle.file} -C {self.code}"]
 
     def torchrun(self, job: Job) -> str:
         """The command of every machine, one word a line. SkyPilot's variables are all that its shell reads in it."""

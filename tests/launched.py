@@ -23,8 +23,7 @@ from train.config import S3Config
 HANDLE = {"job_id": 7}
 NODES = ["n1", "n2"]
 LEASE = {"number": 1, "owner": "x", "host": "n1", "pid": 5, "process_start": 1, "boot_id": None, "pid_namespace": None}
-LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0}
-LEASE |= {"released": False}
+LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0, "released": False}
 
 
 @dataclass
@@ -74,7 +73,6 @@ class Launched:
 
     def __post_init__(self) -> None:
         self.record = Record(self.run_dir, self.s3)
-        self.began_s = time.time() - 1000
 
     def job(self, **changes: Any) -> Launched:
         settings: dict[str, Any] = {"id": "mine-1", "kind": "train", "overrides": [], "config_sha256": "0" * 64}
@@ -96,8 +94,8 @@ class Launched:
     def begin(self, number: int = 1) -> Launched:
         return self.note("attempt_began", number=number, nodes=NODES)
 
-    def describe(self, **environment: Any) -> Launched:
-        content = {"identity": {}, "plan": {"total_steps": 100}, **environment}
+    def describe(self) -> Launched:
+        content = {"identity": {}, "plan": {"total_steps": 100}}
         self.record.run.write("environment.json", json.dumps(content).encode())
         return self
 

@@ -12,7 +12,6 @@ from services.slurm_cluster import PACKAGES, SlurmCluster, fault, missing_progra
 
 @pytest.fixture(scope="session")
 def shared_slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Two nodes, or as many as `@pytest.mark.parametrize("shared_slurm", [3], indirect=True)` wants."""
     if missing := missing_programs():
         reason = f"no Slurm to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
         if request.config.getoption("--require-services"):
@@ -20,7 +19,7 @@ def shared_slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         pytest.skip(reason)
     if said := fault():
         pytest.skip(f"{NOT_PERMITTED}: {said}")
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=getattr(request, "param", 2)) as cluster:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=3) as cluster:
         yield cluster
 
 

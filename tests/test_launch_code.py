@@ -20,7 +20,6 @@ from launch.job import Job
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.storage.folders import sha256_bytes
-from train.storage.schema import BadContent
 
 ANY = st.text(max_size=40).filter(lambda text: text.isascii() or text.encode(errors="ignore").decode() == text)
 
@@ -42,7 +41,6 @@ def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_pa
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "run_dir: runs/demo" in done.stdout
-    assert not list(top.rglob("__pycache__/*.pyc")) or (top / "train" / "__init__.py").is_file()
     assert {path.name for path in top.iterdir()} >= {"train", "conf", "launch", code.START}
 
 
@@ -64,11 +62,8 @@ def test_a_hostile_bundle_leaves_nothing(tmp_path, content):
     with pytest.raises(InputError):
         code.unpack(content, sha256_bytes(content), tmp_path / "cache")
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".py", "passwd", ".x"))]
-
-
-def test_a_bundle_that_was_changed_is_rejected(tmp_path):
     with pytest.raises(InputError, match="does not match its checksum"):
-        code.unpack(archive(), "2" * 64, tmp_path)
+        code.unpack(content, "2" * 64, tmp_path)
 
 
 @settings(deadline=None)  # the first job takes longer
@@ -80,19 +75,18 @@ def test_a_job_comes_back_as_it_was(run_dir, python, overrides):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"nodes": "1"}, {"kind": "shell"}, {"overrides": "rm"}, {"id": "../x"}, {"config_sha256": "x"}, {"more": 1}],
+    [
+        *({"nodes": "1"}, {"kind": "shell"}, {"overrides": "rm"}, {"id": "../x"}, {"config_sha256": "x"}, {"more": 1}),
+        {"format": 2},
+    ],
     ids=str,
 )
 def test_a_damaged_job_is_rejected(tmp_path, changes):
     record = Record(str(tmp_path / "run"), S3Config())
     values = {**json.loads(job().to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="has format 2, this version reads 1" if "format" in changes else None):
         record.job()
-    with pytest.raises(InputError, match="format 2"):
-        Job.from_json(b'{"format": 2}')
-    with pytest.raises(BadContent):
-        Job.from_json(b"[]")
 
 
 def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
@@ -107,9 +101,6 @@ def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
     assert record.events()[2].details == {"number": 2, "failed": {"n1": "x\n$(touch y)"}}
     record.folder.write("events/00002.json", b"{}")
     assert [event.kind for event in record.events()] == ["gate", "damaged", "gate", "ended"]
-
-
-@pytest.mark.parametrize("name", ["/", ".", "..", ".launch"])
-def test_a_record_needs_a_run(name):
-    with pytest.raises(InputError, match="not the name of a run folder"):
-        Record(name, S3Config())
+    for name in ("/", ".", "..", ".launch"):
+        with pytest.raises(InputError, match="not the name of a run folder"):
+            Record(name, S3Config())

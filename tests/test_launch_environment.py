@@ -1,8 +1,6 @@
 """The variables that a launched job's processes start with."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from launch.plan import environment
@@ -46,11 +44,8 @@ def test_a_job_gets_what_its_machines_need(name: str, nodes: int, processes: int
     assert of(name, nodes=nodes, processes=processes) == variables
 
 
-@given(vcpus=st.integers(1, 256), processes=st.integers(1, 256), nodes=st.integers(1, 64))
-def test_the_threads_of_all_processes_fit_the_machine(vcpus: int, processes: int, nodes: int):
-    variables = environment(InstanceConfig(vcpus=vcpus), nodes=nodes, processes_per_node=processes)
-    threads = int(variables["OMP_NUM_THREADS"])
-    assert threads >= 1 and (threads * processes <= vcpus or threads == 1)
+def test_a_process_has_at_least_one_thread():
+    assert environment(InstanceConfig(vcpus=2), nodes=1, processes_per_node=8) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from planning import node, plan, two_nodes, with_module
+from planning import node, plan, script, two_nodes, with_module
 from running import ROOT
 
 from launch.job import Job
@@ -86,7 +86,7 @@ APPTAINER = ["apptainer", "exec", "--bind=/fsx", "--bind=/scratch", "/fsx/train.
 )
 def test_an_attempt(monkeypatch, tmp_path, own: list[str], added: list[str]):
     arguments = two_nodes(monkeypatch, tmp_path / "bin")
-    job = job_of(*own, run_dir=str(tmp_path / "mine"))
+    job = job_of(*own, run_dir=str(tmp_path / "mine'; $(touch leaked) `x`"))
     assert Batch(Record(job.run_dir, S3Config(**job.s3)), job, 1234).attempt(1) == 0
     words = arguments.read_text().split("\0")[:-1]
     at = words.index(job.python)
@@ -118,13 +118,13 @@ def test_shell_scripts_are_clean(request):
 
 
 def test_the_prologue_of_a_site_runs_before_the_job(tmp_path):
-    (tmp_path / "python").write_text('#!/bin/bash\necho "$SITE|$*"\n')
-    (tmp_path / "python").chmod(0o755)
+    python = script(tmp_path / "python", 'echo "$SITE|$*"')
     lines = """["export SITE='a b'", ": $NOT_SET"]"""
     job = dataclasses.replace(job_of(f"cluster.prologue={lines}"), run_dir="runs/mine")
     _, prologue, *_ = arguments(job, Record(job.run_dir, S3Config()))
-    command = ["bash", SCRIPT, tmp_path / "python", prologue, "runs/mine"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done, failed = (
+        subprocess.run(["bash", SCRIPT, python, each, "runs/mine"], capture_output=True, text=True, check=False)
+        for each in (prologue, "module load none")
+    )
     assert done.stdout == "a b|-m launch.slurm.batch runs/mine\n"
-    failed = subprocess.run([*command[:3], "module load none", "runs/mine"], capture_output=True, check=False)
-    assert failed.returncode != 0 and failed.stdout == b""  # a job without its modules does not train
+    assert failed.returncode != 0 and not failed.stdout  # a job without its modules does not train

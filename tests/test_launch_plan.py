@@ -14,21 +14,19 @@ from ec2_launching import OWN as EC2
 from ec2_launching import RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import FLEET, IN_S3, TASK, TRN1, node, plan, script, two_nodes, with_module
+from planning import FLEET, IN_S3, TASK, TRN1, node, plan, script, with_module
 from running import eventually, train_overrides
 from torch.distributed.run import parse_args
 
 from launch.__main__ import expect, main
 from launch.job import Job
-from launch.plan import absolute, check_unchanged, located, run_overrides, safe_name
+from launch.plan import absolute, check_unchanged, located, run_overrides
 from launch.record import Record
 from launch.schedulers import scheduler
-from launch.slurm.batch import Batch
 from train.cli import compose as cli
 from train.cli.command import DONE, REJECTED
 from train.config import InputError, S3Config, TrainConfig
 from train.run_folder.ownership import IDENTITY_KEYS
-from train.storage.schema import FileName
 
 TOO_MANY = 4 * (os.cpu_count() or 1) + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
@@ -63,15 +61,8 @@ def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
     assert located(["run_dir=a", "seed=1", "run_dir=b"], "run_dir", "/b") == ["seed=1", 'run_dir="/b"']
 
 
-@given(st.text(max_size=60))
-def test_names_hold_nothing_that_a_shell_reads(location: str):
-    assert re.fullmatch("[A-Za-z0-9_-]{1,40}", safe_name(location)) and FileName(safe_name(location))
-
-
 KEPT = {"task": {"kind": "mlm"}, "model": {"name": "a"}, "optim": {"lr": 0.1}, "seed": 1, "global_batch_size": 8}
 KEPT |= {"seq_len": 32, "data": {"path": "a", "num_workers": 1}, "max_steps": 6, "backend": {"name": "ddp"}}
-
-
 CHANGED = [{"optim": {"lr": 0.2}}, {"model": {}}, {"seed": 2}, {"data": {"path": "b"}}, {"seq_len": None}, {"task": {}}]
 
 
@@ -86,6 +77,7 @@ def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 SLURM = ["cluster=slurm", "nodes=2"]
+PREPARE = ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"]
 
 
 def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tmp_path, capsys):
@@ -107,7 +99,6 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         (["cluster=lsf"], OF_RUN, "no such cluster; choose one of: ec2, local, parallelcluster, skypilot, slurm"),
         (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm, ec2"),
         (["nods=2"], OF_RUN, "nods is not a setting; did you mean nodes?"),
-        (["cluster=slurm", "cluster.partitoin=x"], OF_RUN, "cluster.partitoin is not a setting; did you mean"),
         (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
         (["--submit"], OF_RUN, "--submit is not a flag; settings have no dashes"),
         ([], [*OF_RUN, "max_step=3"], "max_step is not a setting; did you mean max_steps?"),
@@ -135,45 +126,26 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         ([*SLURM, "cluster.container=--writable"], OF_RUN, "cluster.container='--writable' is no image"),
         ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': folders have whole paths"),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
-        (
-            [*SLURM, "prepare=true"],
-            ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"],
-            "nodes=2 are for training: a preparation has parts=2, a machine each",
-        ),
+        ([*SLURM, "prepare=true"], PREPARE, "nodes=2 are for training: a preparation has parts=2, a machine each"),
         # ParallelCluster and SkyPilot
         (["cluster=skypilot"], IN_S3, "cluster=skypilot needs the type of its machines: instance=trn1.32xlarge, not"),
         ([*TASK, 'instance.name="p5.48xlarge\\"; x"'], IN_S3, "cluster=skypilot needs the type of its machines"),
         ([*TASK[:1], TASK[2]], IN_S3, "give cluster.image, or the command that installs it as cluster.setup"),
         ([*TASK, "cluster.gate=true"], IN_S3, "cluster.gate is for baretrain's own schedulers; leave it out"),
-        ([*TASK, "cluster.rendezvous=c10d"], IN_S3, "cluster.rendezvous is for baretrain's own schedulers"),
         ([*TASK, "cluster.name=a--b"], IN_S3, "cluster.name='a--b' is not letters, digits and single hyphens"),
         ([*TASK, "cluster.region=here"], IN_S3, "cluster.region='here' is not a region"),
         ([*TASK, "cluster.region=cn-north-1"], IN_S3, "is not a region of the partition aws"),
-        ([*TASK, "cluster.disk_gib=0"], IN_S3, "cluster.disk_gib=0 must be above 0"),
         ([*TASK, "cluster.folder=s3://bucket/x"], IN_S3, "cluster.folder=s3://bucket/x must be a folder of this mach"),
         (TASK, [*IN_S3, "run_dir=runs/mine"], "is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"),
-        (
-            [*TASK, "nodes=2", "instance=trn1.32xlarge"],
-            IN_S3,
-            "SkyPilot has no EFA for trn1.32xlarge; take nodes=1, or",
-        ),
-        (
-            [*TASK, "prepare=true"],
-            ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"],
-            "prepare=true is not for",
-        ),
+        ([*TASK, "nodes=2", "instance=trn1.32xlarge"], IN_S3, "SkyPilot has no EFA for trn1.32xlarge; take nodes=1"),
+        ([*TASK, "prepare=true"], PREPARE, "prepare=true is not for"),
         (["cluster=slurm", "cluster.kind=skypilot"], IN_S3, "cluster.kind=skypilot does not fit the settings chosen"),
         ([FLEET[0], FLEET[2]], IN_S3, "cluster.subnet is missing: the id of a private subnet"),
         (FLEET, IN_S3, "ParallelCluster's own image has no Neuron driver: give cluster.image"),
         ([*TRN1, "cluster.os=alinux2023"], IN_S3, "cluster.os=alinux2023 is too old for torch-neuronx; choose ubuntu"),
-        ([*TRN1, "cluster.os=centos7"], IN_S3, "cluster.os=centos7 is not known; choose one of: ubuntu2204"),
         ([*TRN1, "cluster.market=free"], IN_S3, "cluster.market=free is not known; choose one of: on-demand, spot"),
         ([*TRN1, "cluster.market=capacity-block"], IN_S3, "cluster.market=capacity-block needs the block's id"),
-        (
-            [*TRN1, "cluster.market=spot", "cluster.capacity_reservation=cr-01234567"],
-            IN_S3,
-            "cluster.market=spot has no reservation",
-        ),
+        ([*TRN1, "cluster.market=spot", "cluster.capacity_reservation=cr-0"], IN_S3, "cluster.market=spot has no res"),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*EC2, "instance=local"], RUN, "instance=local is no type of EC2"),
@@ -235,21 +207,8 @@ def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepare
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 EVIL = [
-    "$(touch leaked)",
-    "`touch leaked`",
-    "; touch leaked #",
-    "'\" '\\''",
-    'a"b',
-    "-rf",
-    "--exclude=n1",
-    "a,b=[1,2],{c: d}",
-    "%j%%A%",
-    "two  words ",
-    "${seed}",
-    "$HOME ~ * ? !!",
-    "ü\u202e",
-    "null",
-    "x" * 150,
+    *("$(touch leaked)", "`touch leaked`", "; touch leaked #", "'\" '\\''", 'a"b', "-rf", "--exclude=n1"),
+    *("a,b=[1,2],{c: d}", "%j%%A%", "two  words ", "${seed}", "$HOME ~ * ? !!", "ü\u202e", "null", "x" * 150),
 ]
 LINES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=30)  # no control
 hostile = st.one_of(
@@ -265,7 +224,7 @@ def slurm_job() -> Job:
     return plan(TWO, OF_RUN)[1]
 
 
-@settings(max_examples=25, deadline=None)  # Hydra takes a while for each
+@settings(max_examples=12, deadline=None)  # Hydra takes a while for each
 @given(*(each.filter(lambda text: "${" not in text) for each in (names, hostile)))
 def test_a_job_holds_what_was_typed_and_its_name_does_not(name: str, value: str):
     of_run = ["experiment=demo", "model=pretrained", f"run_dir={cli.quoted(f'/runs/{name}')}"]
@@ -275,17 +234,6 @@ def test_a_job_holds_what_was_typed_and_its_name_does_not(name: str, value: str)
     run = cli.load_config(TrainConfig, job.overrides)  # as the trainer reads it
     assert (run.run_dir, run.data.path, run.model.pretrained) == (job.run_dir, value, value)
     assert re.fullmatch("[A-Za-z0-9_.-]+", job.id)
-
-
-@pytest.mark.parametrize("name", EVIL)
-def test_an_attempt_leads_every_node_to_the_run(slurm_job, monkeypatch, tmp_path, name: str):
-    given = two_nodes(monkeypatch, tmp_path / "bin")
-    job = dataclasses.replace(slurm_job, run_dir=f"{tmp_path}/runs/{name}", overrides=[f"data.path={name}"])
-    assert Batch(Record(job.run_dir, S3Config()), job, 7).attempt(1) == 0
-    words = given.read_text().split("\0")[:-1]
-    at = words.index(job.python)
-    assert all(each.startswith("--") for each in words[:at]) and not any(name in each for each in words[:at])
-    assert words[at : at + 5] == [job.python, "-m", "launch.node", "train", job.run_dir]
 
 
 ECHO = b"import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
@@ -309,13 +257,14 @@ def test_a_trainer_gets_its_settings_byte_for_byte(slurm_job, monkeypatch, tmp_p
 def test_a_real_slurm_leads_a_job_to_its_run(slurm, slurm_job, tmp_path):
     """The job's interpreter prints its arguments here."""
     echo = script(tmp_path / "echo", 'printf "%s\\0" "$@"')
+    submitted = []
     for name in (name for name in EVIL if "\\" not in name):
-        job = dataclasses.replace(
-            slurm_job, run_dir=f"{tmp_path}/runs/{name}", python=echo, folder=str(tmp_path), nodes=1
-        )
-        record = Record(job.run_dir, S3Config())
-        handle = scheduler("slurm").submit(job, record)
+        run_dir = f"{tmp_path}/runs/{name}"
+        job = dataclasses.replace(slurm_job, run_dir=run_dir, python=echo, folder=str(tmp_path), nodes=1)
+        record = Record(run_dir, S3Config())
+        submitted.append((record, scheduler("slurm").submit(job, record)))
+    for record, handle in submitted:
         eventually(lambda record=record, handle=handle: not scheduler("slurm").state(record, handle).is_active)
         printed = (record.local_folder() / "logs" / "job.txt").read_text().split("\0")
-        assert printed == ["-m", "launch.slurm.batch", job.run_dir, ""]
+        assert printed == ["-m", "launch.slurm.batch", record.run_dir, ""]
     assert not list(tmp_path.rglob("leaked"))

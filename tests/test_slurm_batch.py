@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from launch.slurm import batch as module
 from launch.slurm.batch import Batch
 from launch.supervise import Decision
 from train.config import S3Config
-from train.host import processes
 
 
 @pytest.fixture
@@ -85,9 +83,3 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, 
     chosen, failed = run_preflight(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
     assert (chosen, list(failed)) == (["n1"], ["n2"]) and failed["n2"].startswith("no answer")
     assert read_history(batch.record.events()).failed_gate == failed
-
-
-def test_a_process_that_takes_too_long_is_ended(tmp_path):
-    process = subprocess.Popen(["sleep", "60"])
-    assert processes.exit_code(process, limit_s=0.0) == processes.TIMED_OUT
-    assert process.poll() == -signal.SIGTERM

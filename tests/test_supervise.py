@@ -10,14 +10,12 @@ from launch.config import LocalConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
 from launch.slurm.config import SlurmConfig
-from launch.supervise import StopFile, decide, recording_failure, retry, supervise
+from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
-from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
+from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
 
 CLUSTER = SlurmConfig(attempts=5, idle_attempts=2)
 FIRST, ASKED = History(faults=1), History(faults=1, stop_asked_unix_s=0.0)
-
-
 LIMIT = "the time limit is near"
 
 
@@ -58,31 +56,25 @@ def test_what_follows_an_attempt(attempt, options, expected):
     assert (decision.next, decision.outcome) == expected
 
 
+def event(kind, **details):
+    return Event(kind, 0.0, "n1", details)
+
+
 def test_a_rejection_counts_for_its_own_attempt_alone():
-    history = History()
-    for number in (1, 2):
-        history.add(Event("attempt_began", 0.0, "n1", {"number": number, "nodes": ["n1"], "checkpoint": 0}))
-    history.add(Event("refused", 0.0, "n1", {"attempt": "attempt_0001", "reason": "too late"}))
+    begun = [event("attempt_began", number=number) for number in (1, 2)]
+    history = read_history([*begun, event("refused", attempt="attempt_0001", reason="too late")])
     assert history.attempts[1].reason == ""
-    history.add(Event("refused", 0.0, "n1", {"attempt": "attempt_0002", "reason": "no data"}))
+    history.add(event("refused", attempt="attempt_0002", reason="no data"))
     assert history.attempts[1].reason == "no data"
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
-    ("history", "limit"),
-    [
-        (History(faults=5), "cluster.attempts"),
-        (History(faults=3, idle=2), "cluster.idle_attempts"),
-    ],
+    ("limit", "history"), [("attempts", History(faults=5)), ("idle_attempts", History(faults=3, idle=2))]
 )
-def test_a_job_gives_up(kind, history, limit):
+def test_a_job_gives_up(kind, limit, history):
     decision = decided(kind, history=history, asked=LIMIT)
-    assert (decision.next, decision.outcome) == ("end", "failed") and limit in decision.reason
-
-
-def event(kind, **details):
-    return Event(kind, 0.0, "n1", details)
+    assert (decision.next, decision.outcome) == ("end", "failed") and f"cluster.{limit}" in decision.reason
 
 
 BEGAN, SUBMITTING, REQUEUED = event("attempt_began"), event("submitting"), event("requeued")
@@ -117,13 +109,6 @@ def test_what_ends_the_launcher_is_in_the_record(tmp_path):
     assert ended is not None and (ended.outcome, ended.reason) == ("failed", "the launcher failed: no such node")
 
 
-def test_a_run_that_the_user_stopped_is_not_begun_again(tmp_path):
-    run = Run(tmp_path / "run", ("done", 3))
-    run.record.append_event("stop_asked")
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record))
-    assert (decision.next, decision.outcome) == ("end", "stopped") and not run.seen_stop
-
-
 def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr("launch.supervise.ASKS_S", 0.0)
     answers = iter([Unreachable("S3 is away"), OSError("disk"), "here"])
@@ -140,24 +125,38 @@ def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
 
 
 class Run:
-    """A trainer that fails as it is asked to."""
+    """A trainer whose attempts end as asked: with an outcome, and a checkpoint of a step."""
 
-    def __init__(self, folder: Path, *endings: tuple[str, int]) -> None:
-        self.record, self.endings, self.seen_stop = Record(str(folder), S3Config()), list(endings), []
+    def __init__(self, folder: Path) -> None:
+        self.record = Record(str(folder), S3Config())
+        self.stop, self.seen_stop = StopFile(self.record), []
 
-    def __call__(self, number: int) -> int:
-        self.seen_stop.append(self.record.run.size(STOP_FILE) is not None)
-        kind, step = self.endings[number - 1]
+    def supervise(self, *endings: tuple[str, int] | None) -> Decision:
+        """None: an attempt that leaves nothing."""
+        rest = iter(endings)
+
+        def attempt(number: int) -> int:
+            self.seen_stop.append(self.record.run.size(STOP_FILE) is not None)
+            if ending := next(rest):
+                self.end(*ending, number)
+            return 1
+
+        return supervise(self.record, CLUSTER, attempt, nodes=["n1"], stop=self.stop, pause_s=0)
+
+    def end(self, kind: str, step: int, number: int) -> None:
         self.record.run.write(f"checkpoints/step_{step:08d}/manifest.json", b"{}")
         made = Outcome(kind, kind, f"attempt {number}", step, step, goes_on=kind == "failed", launch=[])
         write_outcome(self.record.run, made, replaces_all=True)
-        return 1
 
 
-def test_attempts_are_made_until_the_run_is_done(tmp_path):
-    run = Run(tmp_path / "run", ("failed", 3), ("failed", 6), ("done", 9))
+@pytest.fixture
+def run(tmp_path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def test_attempts_are_made_until_the_run_is_done(run):
     run.record.run.write(STOP_FILE, b"")  # of a job that was killed
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
+    decision = run.supervise(("failed", 3), ("failed", 6), ("done", 9))
     assert (decision.outcome, decision.reason) == ("done", "attempt 3")
     assert run.seen_stop == [False] * 3
     kinds = [event.kind for event in run.record.events()]
@@ -165,45 +164,39 @@ def test_attempts_are_made_until_the_run_is_done(tmp_path):
     assert [event.details["next"] for event in run.record.events()[1::2]] == ["again", "again", "end"]
 
 
-def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(tmp_path):
-    run = Run(tmp_path / "run", ("done", 3))
-    run(1)
-    decision = supervise(run.record, CLUSTER, lambda _: 1, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
+def test_a_run_that_the_user_stopped_is_not_begun_again(run):
+    run.record.append_event("stop_asked")
+    decision = run.supervise()
+    assert (decision.next, decision.outcome) == ("end", "stopped")
+
+
+def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(run):
+    run.end("done", 3, 0)
+    decision = run.supervise(None, None)
     assert decision.outcome == "failed" and "left no outcome" in decision.reason
 
 
-def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
-    run = Run(tmp_path / "run", ("failed", 3), ("failed", 3), ("failed", 3), ("done", 9))
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
+def test_attempts_without_a_new_checkpoint_end_the_job(run):
+    decision = run.supervise(*[("failed", 3)] * 3)
     assert decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
-    assert read_outcome(run.record.run)["reason"] == "attempt 3"
 
 
-def test_machines_that_are_lost_again_and_again_end_the_job(tmp_path):
-    run = Run(tmp_path / "run", ("done", 3))
+def test_machines_that_are_lost_again_and_again_end_the_job(run):
     run.record.append_event("submitting")
     for number in (1, 2):  # each left no end
         run.record.append_event("attempt_began", number=number, checkpoint=0)
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
-    assert decision.outcome == "failed" and "cluster.idle_attempts" in decision.reason and not run.seen_stop
+    decision = run.supervise()
+    assert decision.outcome == "failed" and "cluster.idle_attempts" in decision.reason
 
 
-def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
-    record = Record(str(tmp_path / "run"), S3Config())
-    stop = StopFile(record)
-    stop.write()
-    stop.ask("the time limit is near")
-    stop.ask("SIGTERM from Slurm")
-    stop.write()
+def test_a_request_waits_until_the_trainer_has_its_folder(run, tmp_path):
+    run.stop.write()
+    run.stop.ask("the time limit is near")
+    run.stop.ask("SIGTERM from Slurm")
+    run.stop.write()
     assert not (tmp_path / "run").exists()  # the trainer would reject a folder that holds only STOP
-    record.run.write("environment.json", b"{}")
-    stop.write()
-    assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"
-
-
-def test_no_attempt_begins_after_a_request(tmp_path):
-    run = Run(tmp_path / "run", ("done", 3))
-    stop = StopFile(run.record)
-    stop.ask("the time limit is near")
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=stop)
+    run.record.run.write("environment.json", b"{}")
+    run.stop.write()
+    assert run.record.run.size(STOP_FILE) == 0 and run.stop.reason == "the time limit is near"
+    decision = run.supervise()  # no attempt begins after a request
     assert (decision.next, decision.outcome) == ("requeue", "stopped") and not run.record.events()

@@ -13,7 +13,7 @@ import random
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -129,9 +129,9 @@ class SlurmCluster:
 
     # ---- what the tests do with it ---------------------------------------------------------------------------------
 
-    def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+    def run(self, *command: str) -> str:
         """What a command of Slurm prints on the host; RuntimeError if it fails."""
-        words = {**os.environ, **self.environment, **(env or {})}
+        words = {**os.environ, **self.environment}
         done = subprocess.run(command, env=words, capture_output=True, text=True, check=False, timeout=COMMAND_S)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ends with {done.returncode}: {done.stderr.strip()}")
@@ -215,17 +215,16 @@ class SlurmCluster:
         for number in random.SystemRandom().sample(range(1, 255), 20):
             card = f"slurm{number}"  # only one cluster can give it this name
             self.begin("switch", *ISOLATED, "sh", "-ec", SWITCH, "sh", card, str(os.getpid()))
-            eventually(lambda: self.is_ready("switch", "sleep") or not self.processes["switch"].running(), START_S)
+            comm = Path(f"/proc/{self.processes['switch'].shell.pid}/comm")  # of the program that it is in the end
+            eventually(
+                lambda comm=comm: comm.read_text() == "sleep\n" or not self.processes["switch"].running(), START_S
+            )
             if self.processes["switch"].running():
-                self.run("ip", "address", "add", f"10.77.{number}.1/24", "dev", card, env={})
+                self.run("ip", "address", "add", f"10.77.{number}.1/24", "dev", card)
                 self.run("ip", "link", "set", card, "up")
                 return f"10.77.{number}"
             self.processes.pop("switch").kill()
         raise RuntimeError(f"no network for the cluster: {self.logs()}")
-
-    def is_ready(self, name: str, program: str) -> bool:
-        """Whether the process has become the program that it is to be in the end."""
-        return Path(f"/proc/{self.processes[name].shell.pid}/comm").read_text() == f"{program}\n"
 
     def write_files(self) -> None:
         known = [
