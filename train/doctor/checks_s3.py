@@ -13,7 +13,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from train.config import S3Config
-from train.doctor.finding import Finding, bad, ok, warn
+from train.doctor.probe import Finding, bad, ok, warn
 from train.storage.aws_errors import NO_ANSWER, code_of, one_line, problem_and_cure
 from train.storage.s3 import open_session
 

@@ -23,7 +23,7 @@ from train.backend import Backend, open_backend
 from train.cli.command import FAILED, printable
 from train.config import BackendConfig, Failure, InstanceConfig
 from train.config.backend import DEFAULT_TIMEOUT_S
-from train.doctor.finding import Finding, State, bad, ok
+from train.doctor.probe import Finding, State, bad, ok
 from train.host.launched import launched
 from train.ranks import World
 from train.report.texts import plural

@@ -1,10 +1,6 @@
-"""Pushing a run to the Hugging Face Hub: `python -m train.hub RUN --to user/name [--public] [--dry-run]`.
-
-One commit holds the exported model with its tokenizer and card, TensorBoard's files under runs/<name of the run>, the
-best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name private
-paths. huggingface_hub finds the token (HF_TOKEN, or that of `hf auth login`); it is written to no file and no message.
-
-Exit codes: 0 done, 1 the Hub did not answer as it should, 2 wrong arguments, or the Hub rejects the push.
+"""Pushing a run to the Hugging Face Hub, in one commit: the exported model with its tokenizer and card, TensorBoard's
+files, the best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name
+private paths. The token (HF_TOKEN, or that of `hf auth login`) is written to no file and no message.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from train.config.compare import TOLERANCE
 from train.report import comparison
 from train.report.cards import ability, cards, side_by_side
 from train.report.data import Records, Table, classes_table, f1_comparison, labels_table, metrics_table, splits_table
-from train.report.data_figures import data_figures
-from train.report.figures import MAX_POINTS, curves, look, x_axis
+from train.report.figures import MAX_POINTS, curves, data_figures, look, x_axis
 from train.report.run import Run, tell_apart
 from train.report.texts import as_text, at_step, duration, percent, printable
 from train.run_folder import samples

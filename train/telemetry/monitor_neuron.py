@@ -72,17 +72,21 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
     not start or ends. `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the NEURON_PROCESS_TAG
     of its processes.
 
-    The child must not outlive the run. It is ended when this function or the interpreter ends. A run that is killed
-    does neither, but its end of the pipe closes with it, and the tool gets SIGPIPE at its next line, a second later.
-    That needs no code between fork and exec (`preexec_fn`), which may deadlock in a process with threads. The child
-    stays in the run's session, so that a scheduler which kills the group kills it too.
+    The child must not outlive the run. It is ended when this function or the interpreter ends. If the run is killed,
+    the tool gets SIGPIPE at its next line; a `preexec_fn` may deadlock in a process with threads.
     """
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
         raise FileNotFoundError(f"{TOOL} is neither on PATH nor in {FOLDER}")
     with tempfile.TemporaryDirectory(prefix="neuron-monitor-", ignore_cleanup_errors=True) as folder:
         config, messages = Path(folder) / "config.json", Path(folder) / "stderr.txt"
-        config.write_text(json.dumps(tool_config(period_s)))
+        metrics = [{"type": name} for name in RUNTIME_GROUPS]
+        wanted = {
+            "period": f"{period_s:g}s",
+            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # of every process: `ours` chooses
+            "system_metrics": [{"type": "neuron_hw_counters"}],
+        }
+        config.write_text(json.dumps(wanted))
         with messages.open("wb") as stderr:
             child = subprocess.Popen(
                 [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
@@ -107,15 +111,6 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(STOP_S)
                 child.kill()
-
-
-def tool_config(period_s: float) -> dict[str, Any]:
-    """The tool's configuration: every process (they are filtered here) and the counters of memory errors."""
-    return {
-        "period": f"{period_s:g}s",
-        "neuron_runtimes": [{"tag_filter": ".*", "metrics": [{"type": name} for name in RUNTIME_GROUPS]}],
-        "system_metrics": [{"type": "neuron_hw_counters"}],
-    }
 
 
 # ---- a line --------------------------------------------------------------------------------------------------------
