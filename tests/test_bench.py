@@ -14,6 +14,7 @@ from running import ROOT, TINY, run
 
 from train.bench import __main__ as bench
 from train.bench import sweep
+from train.bench.config import BenchConfig
 from train.bench.speeds import Peak, TimedSteps, cost, speeds, table
 from train.bench.sweep import OWN, Try, key_of, outcome_of, search, try_size
 from train.cli import compose as cli
@@ -169,6 +170,27 @@ def test_the_limit_is_bisected():
     tried, ended = swept(list(range(1, 101)), 8, lambda size: float(size) if size <= 41 else None)
     assert tried[:5] == [8, 4, 16, 32, 64] and 41 in tried and 42 in tried and len(tried) <= 10
     assert ended == "41 is the largest micro batch that fits"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], (4, [1, 2, 4], 4)),
+        (["max_micro_batch=2"], (4, [1, 2], 2)),
+        (["parallel=pipeline", "model.architecture=bert", "model.num_layers=2"], (8, [4, 8], 8)),  # of four parts each
+        (["nproc=3"], "global_batch_size=8 over nproc=3 ranks"),
+    ],
+    ids=["halves", "at most", "two stages", "three"],
+)
+def test_micro_batches_divide_the_share_of_a_replica(given, expected):
+    cli.add_schema(BenchConfig, "bench", [])
+    own = ["experiment=demo", "sweep=true", "nproc=2", "global_batch_size=8", "micro_batch_size=null", *given]
+    cfg = cli.load_config(BenchConfig, own)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            sweep.sizes_of(cfg)
+    else:
+        assert sweep.sizes_of(cfg) == expected
 
 
 # ---- a try ---------------------------------------------------------------------------------------------------------

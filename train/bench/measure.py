@@ -78,9 +78,7 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 
 def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
-    """The same run without evaluations, saves and exports, with a line after each window. Its schedule is that of the
-    whole run, so that its numbers stay as usual.
-    """
+    """The same run with its own schedule, a line after each window, and no evaluations, saves and exports."""
     enough = cfg.untimed + cfg.steps + 2  # the last step that is timed asks for the end, which is after the next one
     return replace(
         cfg,

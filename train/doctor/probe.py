@@ -1,6 +1,4 @@
-"""All that a check may look at, in one object: tests pass it recorded files and answers instead of a machine. And what
-a check finds: one line of the screen, with the cure below those that need one.
-"""
+"""All that a check may look at, in one object that tests fill with recorded files, and what a check finds."""
 
 from __future__ import annotations
 

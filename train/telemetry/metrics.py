@@ -1,6 +1,5 @@
-"""What is measured while a run trains, on every rank, and what of it becomes a line of metrics.jsonl and the console.
-
-Numbers that live on the device are read back only every `log_every` steps, so that measuring does not stop the device.
+"""What is measured on every rank while a run trains, and the lines that rank 0 makes of it. Numbers that live on the
+device are read back only every `log_every` steps, so that measuring does not stop the device.
 """
 
 from __future__ import annotations
@@ -140,12 +139,9 @@ class Recorder:
     def end_step(
         self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
     ) -> None:
-        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens an example. Every `log_every`
-        steps, and when `reads`, read the device, add up over the ranks, and write a line.
-
-        Raises:
-            FloatingPointError: loss or gradient are no longer finite although the last step was not skipped; on all
-                ranks alike.
+        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens. Every `log_every` steps, and
+        when `reads`, read the device, add up over the ranks, and write a line. Raises FloatingPointError, on all ranks
+        alike, if loss or gradient are no longer finite although the last step was not skipped.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
@@ -311,8 +307,8 @@ class Recorder:
         )
 
     def cost_usd(self) -> float | None:
-        """The price of the machines while all attempts so far ran: steps, start-up, compiling, evaluations and saves,
-        without the pauses between attempts. None for instances without a known price, and on ranks other than 0.
+        """The price of the machines for all attempts so far, without the pauses between them; None if it is unknown,
+        and on ranks other than 0.
         """
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:

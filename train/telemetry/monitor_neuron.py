@@ -142,10 +142,7 @@ class LineParser:
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The processes that carry the run's tag; if the run has no tag or none carries it, the processes without one.
-
-        The tool reports the number of a process that has no tag as its tag.
-        """
+        """The processes that carry the run's tag, or else those without one, whose tag is their number to the tool."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
@@ -194,11 +191,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """The increase of each counter of uncorrected errors.
-
-        The guide does not say whether they count a period or all time: an increase is new in both cases, the counts of
-        the first line are not.
-        """
+        """The increase of each counter of uncorrected errors, which is new whether they count a period or all time."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
@@ -211,9 +204,8 @@ class LineParser:
 
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
-    """Failed executions of one period by what went wrong.
-
-    The tool counts them by outcome and by type. If both may count the same failure, the larger count is taken.
+    """Failed executions of one period by what went wrong. The tool counts them by outcome and by type: if both may
+    count the same failure, the larger count is taken.
     """
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}

@@ -43,8 +43,8 @@ class Pace:
 
 
 class Stragglers:
-    """Watches how long each rank has worked for each line of the metrics. `hosts` [world_size]: the machine of each
-    rank; `stages` [world_size]: a rank is compared with others of its stage only, by default with all.
+    """Compares how long the ranks have worked for each line of the metrics. `hosts` and `stages`, of each rank: ranks
+    are compared with others of their stage only, by default with all.
     """
 
     def __init__(self, cfg: StragglerConfig, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
