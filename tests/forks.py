@@ -72,6 +72,7 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Pat
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # TMPDIR may be another one
     sys.path[0:0] = ["", *env.get("PYTHONPATH", "").split(os.pathsep)]
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

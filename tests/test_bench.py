@@ -10,15 +10,17 @@ import sys
 
 import pytest
 from omegaconf import OmegaConf
-from running import ROOT, TINY, command, run
+from running import ROOT, TINY, run
 
+from train.bench import __main__ as bench
+from train.bench import sweep
+from train.bench.config import BenchConfig
 from train.bench.speeds import Peak, TimedSteps, cost, speeds, table
 from train.bench.sweep import OWN, Try, key_of, outcome_of, search, try_size
 from train.cli import compose as cli
 from train.config import Failure, InputError, InstanceConfig, TrainConfig
 from train.host.memory import available_bytes, total_memory_bytes
 
-BENCH = "train.bench.__main__"
 SPREAD = {"median": float, "least": float, "most": float}
 SPREADS = ("steps_per_s", "step_s", "sequences_per_s", "tokens_per_s")
 KINDS = {
@@ -40,7 +42,7 @@ WINDOWS = [
 ]
 
 
-def test_speeds_are_of_whole_windows_and_shares_of_all_the_time():
+def test_speeds_are_of_whole_windows_and_shares_of_all_the_time_and_what_is_unknown_is_left_out():
     result = speeds(WINDOWS, global_batch_size=8, peak=Peak(12e9, "made up"))
     assert result["step_s"] == {"median": 0.5, "least": 0.5, "most": 1.0}
     assert result["steps_per_s"] == {"median": 2.0, "least": 1.0, "most": 2.0}
@@ -50,22 +52,13 @@ def test_speeds_are_of_whole_windows_and_shares_of_all_the_time():
     assert result["flops_per_s"] == 3e9 and result["mfu"] == 0.25  # 12e9 in 4 s, of 12e9 a second
     assert result["data_wait_share"] == pytest.approx(0.2)
     assert result["compile_s_in_timed_steps"] == 3.0 and result["timed_s"] == 4.0
-
-
-def test_what_is_unknown_is_left_out():
     unknown = [dataclasses.replace(each, flops=0.0) for each in WINDOWS]
     assert speeds(unknown, global_batch_size=8, peak=Peak(1e9, ""))["mfu"] is None
     assert speeds(WINDOWS, global_batch_size=8, peak=None)["mfu"] is None
-    assert cost(InstanceConfig(), machines=1, sequences_per_s=5.0)["usd_per_million_sequences"] is None
-
-
-def test_a_million_sequences_cost_the_hours_of_all_machines():
     priced = InstanceConfig(usd_per_hour=36.0, price_date="2026-11-09")
-    assert cost(priced, machines=2, sequences_per_s=1000.0) == {  # 1000 s of 2 machines at a cent a second
-        "usd_per_million_sequences": pytest.approx(20.0),
-        "usd_per_hour": 36.0,
-        "price_date": "2026-11-09",
-    }
+    known = cost(priced, machines=2, sequences_per_s=1000.0)  # 1000 s of 2 machines at a cent a second
+    assert known["usd_per_million_sequences"] == pytest.approx(20.0) and known["price_date"] == "2026-11-09"
+    assert cost(InstanceConfig(), machines=1, sequences_per_s=5.0)["usd_per_million_sequences"] is None
 
 
 def test_available_memory_is_what_the_kernel_says(tmp_path):
@@ -83,16 +76,13 @@ def settings(prepared, *more):
     return [*TINY, f"data.path={prepared}", *device, "steps=4", "windows=2", "warmup=1", *more]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared, ranks):
+def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared):
     (tmp_path / "tmp").mkdir()
     output, run_dir = tmp_path / "bench.json", tmp_path / "run"
     given = settings(
         prepared, "global_batch_size=8", f"output={output}", f"run_dir={run_dir}", "max_epochs=1", "profile=true"
     )
-    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}  # which a fork of the tests' server would not heed
-    words = command(given, ranks=ranks, module="train.bench")
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = run(given, ranks=2, module="train.bench.__main__", env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == cli.DONE, done.stderr
     result = json.loads(output.read_text())
     for keys, kind in KINDS.items():
@@ -100,7 +90,7 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared,
     for key in SPREADS:
         assert {name: type(value) for name, value in result[key].items()} == SPREAD
         assert 0 < result[key]["least"] <= result[key]["median"] <= result[key]["most"]
-    assert (result["world_size"], result["micro_batch_size"], result["accumulation"]) == (ranks, 8 // ranks, 1)
+    assert (result["world_size"], result["micro_batch_size"], result["accumulation"]) == (2, 4, 1)
     assert (result["timed_steps"], result["untimed_steps"], result["windows"]) == (4, 2, 2)
     assert result["mfu"] == pytest.approx(result["flops_per_s"] / result["peak_flops_per_s"])
     assert "measured here" in result["peak_source"] and 0 <= result["data_wait_share"] <= 1
@@ -113,37 +103,25 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared,
 
 
 @pytest.mark.parametrize(
-    ("wrong", "line"),
+    ("wrong", "said"),
     [
-        ("stepz=3", "stepz is not a setting; did you mean steps?"),
-        ("steps=5", "steps=5 must be a multiple of windows=2, its parts"),
-        ("nproc=2", "nproc: only a sweep has them; add --sweep"),
-        ("output=/nowhere/a.json", "output=/nowhere/a.json: /nowhere is no folder that files can be written to"),
-        ("micro_batch_size=3", "global_batch_size=8 is not a multiple of micro_batch_size=3 x 1 ranks"),
-        ("save_as=a/b", "save_as: only a sweep has them; add --sweep"),
+        (["stepz=3"], "stepz is not a setting; did you mean steps?"),
+        (["steps=5"], "steps=5 must be a multiple of windows=2"),
+        (["nproc=2"], "nproc: only a sweep has them; add --sweep"),
+        (["save_as=a/b", "--sweep"], "save_as=a/b is the name of an experiment"),
+        (["output=/nowhere/a.json"], "/nowhere is no folder"),
+        (["--sweep", "data.path=/none"], "/none"),  # before the first try
+        (["--sweep"], "run it without torchrun, with nproc=N"),
     ],
 )
-def test_wrong_settings_are_rejected_in_a_line(prepared, wrong, line):
-    done = run(settings(prepared, "global_batch_size=8", wrong), module=BENCH)
-    assert (done.returncode, done.stdout, done.stderr) == (cli.REJECTED, "", f"error: {line}\n")
-
-
-def test_a_sweep_under_torchrun_is_rejected(prepared, monkeypatch):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    done = run(settings(prepared, "global_batch_size=8", "--sweep"), module=BENCH)
-    line = "error: a sweep starts its ranks itself: run it without torchrun, with nproc=N\n"
-    assert (done.returncode, done.stderr) == (cli.REJECTED, line)
-
-
-@pytest.mark.parametrize("more", [[], ["experiment=demo_tweets", "model.init_from=NONE"]])
-def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, more):
-    own = ["backend.device=cpu", "steps=4", "windows=2", "warmup=1", "global_batch_size=8"]
-    given = [*own, *(more or TINY), "data.path=NONE", "--sweep"]
-    given = [each.replace("NONE", str(tmp_path / "none")) for each in given]
-    done = run(given, module=BENCH)
-    assert (done.returncode, done.stdout) == (cli.REJECTED, "")
-    assert str(tmp_path / "none") in done.stderr and len(done.stderr.splitlines()) == 1
+def test_wrong_settings_are_rejected_in_a_line(prepared, monkeypatch, capsys, wrong, said):
+    if "torchrun" in said:
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
+    assert bench.main([*settings(prepared, "global_batch_size=8"), *wrong]) == cli.REJECTED
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
 
 
 # ---- the order of a sweep ------------------------------------------------------------------------------------------
@@ -165,46 +143,77 @@ def swept(sizes, first, speed):
 TO_128 = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
-def test_sizes_double_until_one_does_not_fit_and_the_limit_is_bisected():
-    sizes = list(range(1, 101))
-    tried, ended = swept(sizes, 8, lambda size: float(size) if size <= 41 else None)
+@pytest.mark.parametrize(
+    ("sizes", "first", "speed", "tries", "said"),
+    [
+        # One that does not fit is halved.
+        (
+            TO_128,
+            64,
+            lambda size: 1.0 if size <= 8 else None,
+            [64, 32, 16, 8],
+            "8 is the largest micro batch that fits",
+        ),
+        (TO_128, 2, lambda size: None, [2, 1], "no micro batch fits"),
+        # Nothing larger is tried once throughput no longer grows; a smaller one may be the fastest.
+        (TO_128, 1, lambda size: min(size, 8.0), [1, 2, 4, 8, 16, 32], "throughput no longer grows; 32 still fits"),
+        (TO_128, 16, lambda size: 1 / size, [16, 8, 32, 64], "throughput no longer grows; 64 still fits"),
+        ([1, 2, 3, 6], 2, float, [2, 1, 6], "6 is the largest micro batch that global_batch_size"),
+    ],
+)
+def test_sizes_double_until_one_does_not_fit_or_is_no_faster(sizes, first, speed, tries, said):
+    tried, ended = swept(sizes, first, speed)
+    assert tried == tries and ended.startswith(said)
+
+
+def test_the_limit_is_bisected():
+    tried, ended = swept(list(range(1, 101)), 8, lambda size: float(size) if size <= 41 else None)
     assert tried[:5] == [8, 4, 16, 32, 64] and 41 in tried and 42 in tried and len(tried) <= 10
     assert ended == "41 is the largest micro batch that fits"
 
 
-def test_a_first_size_that_does_not_fit_is_halved():
-    assert swept(TO_128, 64, lambda size: 1.0 if size <= 8 else None) == (
-        [64, 32, 16, 8],
-        "8 is the largest micro batch that fits",
-    )
-    assert swept(TO_128, 2, lambda size: None) == ([2, 1], "no micro batch fits")
-
-
-def test_nothing_larger_is_tried_once_throughput_no_longer_grows():
-    tried, ended = swept(TO_128, 1, lambda size: float(min(size, 8)))
-    assert (tried, ended) == ([1, 2, 4, 8, 16, 32], "throughput no longer grows; 32 still fits")
-    assert swept(TO_128, 16, lambda size: 1 / size)[0] == [16, 8, 32, 64]  # a smaller one may be the fastest
-
-
-def test_the_global_batch_ends_a_sweep():
-    tried, ended = swept([1, 2, 3, 6], 2, float)
-    assert tried == [2, 1, 6] and ended.startswith("6 is the largest micro batch that global_batch_size")
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], (4, [1, 2, 4], 4)),
+        (["max_micro_batch=2"], (4, [1, 2], 2)),
+        (["parallel=pipeline", "model.architecture=bert", "model.num_layers=2"], (8, [4, 8], 8)),  # of four parts each
+        (["nproc=3"], "global_batch_size=8 over nproc=3 ranks"),
+    ],
+    ids=["halves", "at most", "two stages", "three"],
+)
+def test_micro_batches_divide_the_share_of_a_replica(given, expected):
+    cli.add_schema(BenchConfig, "bench", [])
+    own = ["experiment=demo", "sweep=true", "nproc=2", "global_batch_size=8", "micro_batch_size=null", *given]
+    cfg = cli.load_config(BenchConfig, own)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            sweep.sizes_of(cfg)
+    else:
+        assert sweep.sizes_of(cfg) == expected
 
 
 # ---- a try ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_lack_of_memory_does_not_fit():
-    def verdict(status, kind=None, *, kills=0, is_counted=True):
-        return outcome_of(status, {"kind": kind} if kind else {}, kills, is_counted=is_counted)
+KILLED = "does not fit: the kernel killed it for lack of host memory"
 
-    assert verdict(0, "bench") == "fits"
-    assert verdict(1, "out_of_device_memory") == "does not fit: out of device memory"
-    assert verdict(1, "out_of_host_memory") == "does not fit: out of host memory"
-    killed = "does not fit: the kernel killed it for lack of host memory"
-    assert verdict(-signal.SIGKILL, kills=1) == verdict(1, kills=1) == killed
-    assert verdict(-signal.SIGKILL, is_counted=False) == killed
-    assert verdict(-signal.SIGKILL) is verdict(1) is verdict(0) is verdict(2, "strange") is None
+
+@pytest.mark.parametrize(
+    ("status", "kind", "kills", "is_counted", "verdict"),
+    [
+        (0, "bench", 0, True, "fits"),
+        (1, "out_of_device_memory", 0, True, "does not fit: out of device memory"),
+        (-signal.SIGKILL, None, 1, True, KILLED),
+        (1, None, 1, True, KILLED),
+        (-signal.SIGKILL, None, 0, False, KILLED),
+        (-signal.SIGKILL, None, 0, True, None),
+        (1, None, 0, True, None),
+        (2, "strange", 0, True, None),
+    ],
+)
+def test_only_a_lack_of_memory_does_not_fit(status, kind, kills, is_counted, verdict):
+    assert outcome_of(status, {"kind": kind} if kind else {}, kills, is_counted=is_counted) == verdict
 
 
 def test_a_try_that_fails_is_named(tmp_path):
@@ -222,41 +231,38 @@ def test_a_try_that_fails_is_named(tmp_path):
         tried(f"import os, sys; {left}; print('error: no such rows\\nmore', file=sys.stderr); sys.exit(1)")
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """A folder with its own conf/, in which programs of this repository run."""
-    shutil.copytree(ROOT / "conf", tmp_path / "tree/conf")
-    return tmp_path / "tree"
+def test_a_sweep_ends_below_the_memory_and_its_experiment_is_read_back(tmp_path, prepared, monkeypatch, capsys):
+    """The first try is a process, which runs out of memory; the others are made up."""
+    tree, measured = tmp_path / "tree", {"world_size": 1, "device": "cpu", "precision": "fp32"}
+    shutil.copytree(ROOT / "conf", tree / "conf")
+    monkeypatch.setattr(sweep.conf, "__file__", str(tree / "conf/__init__.py"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
 
+    def try_32(command, size, accumulation, work):
+        if size == 32:
+            return try_size(command, size, accumulation, work)
+        speed = {"tokens_per_s": {"median": 100.0 - size}, "peak_device_bytes": None, "peak_process_bytes": 2**30}
+        return Try(size, accumulation, "fits", {**measured, **speed})
 
-def run_in(tree, *words):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=tree, env=env, capture_output=True, text=True, check=False
-    )
-
-
-def test_a_sweep_ends_below_the_memory_and_its_experiment_is_read_back(tree, prepared):
+    monkeypatch.setattr(sweep, "try_size", try_32)
     # A process takes 1.1 GiB, and what the backward pass needs of 32 sequences 1.5 GiB.
     wide = ["model.intermediate_size=80000", "max_memory_gib=2.2", "optim=lamb"]
     given = [*settings(prepared, "experiment=demo", *wide), "global_batch_size=32", "micro_batch_size=32"]
-    given += ["steps=1", "windows=1", "output=sweep.json", "save_as=swept", "--sweep"]
-    done = run_in(tree, "train.bench", *given)
-    assert done.returncode == cli.DONE, done.stderr
-    result = json.loads((tree / "sweep.json").read_text())
-    verdicts = {each["micro_batch_size"]: each["verdict"] for each in result["tries"]}
-    best = result["best_micro_batch_size"]
-    assert verdicts.pop(32) == "does not fit: out of host memory" and verdicts[best] == "fits"
-    assert result["largest_micro_batch_size"] == min(verdicts) and result["best_accumulation"] == 32 // best
-    assert "experiment=swept" in done.stdout and "does not fit" in done.stdout
-    written = (tree / "conf/experiment/swept.yaml").read_text()
-    assert written == result["experiment"]
+    given += ["steps=1", "windows=1", f"output={tmp_path / 'sweep.json'}", "save_as=swept", "--sweep"]
+    assert bench.main(given) == cli.DONE
+    result = json.loads((tmp_path / "sweep.json").read_text())
+    verdicts = [(each["micro_batch_size"], each["verdict"]) for each in result["tries"]]
+    assert verdicts == [(32, "does not fit: out of host memory"), (16, "fits")]
+    assert (result["largest_micro_batch_size"], result["best_accumulation"]) == (16, 2)
+    said = capsys.readouterr().out
+    assert "experiment=swept" in said and "does not fit" in said
+    assert (tree / "conf/experiment/swept.yaml").read_text() == result["experiment"]
 
-    shown = run_in(tree, "train", "experiment=swept", "run_dir=r", "--cfg", "job")
-    assert shown.returncode == cli.DONE, shown.stderr
+    words = [sys.executable, "-m", "train", "experiment=swept", "run_dir=r", "--cfg", "job"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, check=True)
     kept = [each for each in settings(prepared, "experiment=demo", "optim=lamb", wide[0]) if key_of(each) not in OWN]
-    same = [*kept, "run_dir=r", "global_batch_size=32", f"micro_batch_size={best}"]
+    same = [*kept, "run_dir=r", "global_batch_size=32", "micro_batch_size=16"]
     assert OmegaConf.create(shown.stdout) == cli.compose_config(TrainConfig, same)
-
-    again = run_in(tree, "train.bench", *given)
-    assert again.returncode == cli.REJECTED and "exists; choose another name" in again.stderr
+    assert bench.main(given) == cli.REJECTED
+    assert "exists; choose another name" in capsys.readouterr().err

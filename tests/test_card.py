@@ -27,11 +27,6 @@ def row(body: str, label: str) -> list[str]:
     return [cell.strip() for cell in result.strip("|").split("|")][1:]
 
 
-def change(run: Path, name: str, **changes: Any) -> None:
-    content = json.loads((run / name).read_text())
-    (run / name).write_text(json.dumps({**content, **changes}))
-
-
 def test_the_head_says_what_it_is_and_how_good(tmp_path):
     head, _ = made(write(tmp_path / "run"))
     assert {key: head[key] for key in ("library_name", "pipeline_tag", "tags")} == {
@@ -64,44 +59,36 @@ def test_the_results_are_of_the_weights_that_are_there(tmp_path, exports_best, m
 
 def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):
     _, body = made(write(tmp_path / "run"))
-    assert "one of 3 labels: negative, neutral, positive" in body
-    assert "fine-tuned from pretrained, 1,234,567 parameters" in body
-    assert row(body, "f1 macro") == ["0.7500 at step 20", "0.7000 at step 30"]
-    assert row(body, "loss") == ["0.7000 at step 30", "0.7000 at step 30"]
-    assert "The best evaluation, at step 20:" in body
-    assert row(body, "neutral") == ["0.7000", "0.8000", "0.7467", "30"]
-    assert row(body, "Bad rows, left out") == ["2", "0"]
-    assert body.count("| neutral |") == 2 and "| neutral | 300 (30.0%) | 30 (30.0%) |" in body
-    assert "sha-of-the-data" in body and "tweets.csv" in body
-    assert (row(body, "Peak learning rate"), row(body, "Label smoothing")) == (["0.002"], ["0.1"])
-    assert (row(body, "Epochs"), row(body, "Precision")) == (["0.24"], ["bf16"])
-    assert (row(body, "Instance"), row(body, "Device")) == (["trn1.2xlarge"], ["Trainium"])
-    assert row(body, "World size (ranks)") == ["2"]
-    assert (row(body, "Training time (h:mm:ss)"), row(body, "Cost")) == (["2:00:00"], ["$2.68"])
-    assert row(body, "Versions") == ["baretrain 0.6, commit abc123def456, torch 2.9.1, transformers 5.0"]
-    assert 'pipeline("text-classification", model="path/to/this/folder")' in body
+    for words in (
+        "one of 3 labels: negative, neutral, positive",
+        "fine-tuned from pretrained, 1,234,567 parameters",
+        "The best evaluation, at step 20:",
+        "| neutral | 300 (30.0%) | 30 (30.0%) |",
+        "sha-of-the-data",
+        "tweets.csv",
+        'pipeline("text-classification", model="path/to/this/folder")',
+    ):
+        assert words in body
+    expected = {
+        "f1 macro": ["0.7500 at step 20", "0.7000 at step 30"],
+        "loss": ["0.7000 at step 30", "0.7000 at step 30"],
+        "neutral": ["0.7000", "0.8000", "0.7467", "30"],
+        "Bad rows, left out": ["2", "0"],
+        "Peak learning rate": ["0.002"],
+        "Label smoothing": ["0.1"],
+        "Epochs": ["0.24"],
+        "Precision": ["bf16"],
+        "Instance": ["trn1.2xlarge"],
+        "Device": ["Trainium"],
+        "World size (ranks)": ["2"],
+        "Training time (h:mm:ss)": ["2:00:00"],
+        "Cost": ["$2.68"],
+        "Versions": ["baretrain 0.6, commit abc123def456, torch 2.9.1, transformers 5.0"],
+    }
+    assert {label: row(body, label) for label in expected} == expected
 
 
-def test_unknown_figures_are_called_unknown(tmp_path):
-    run = write(tmp_path / "run")
-    lines = [line for line in finished_run.lines() if line["kind"] not in ("summary", "eval")]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name in ("data.json", "evaluation.json"):
-        (run / name).unlink()
-    head, body = made(run)
-    assert "model-index" not in head
-    assert "The run was not evaluated." in body
-    assert row(body, "Cost") == ["unknown"]
-
-
-def test_paths_and_hosts_are_left_out(tmp_path):
-    run = write(tmp_path / "run", data={"path": "s3://private-bucket/sets/tweets.csv"})
-    text = card.card(run, "tweets")
-    assert not [secret for secret in (*SECRETS, str(tmp_path)) if secret in text]
-    assert "tweets.csv" in text
-
-
-def test_ids_on_the_hub_are_whole_and_linked(tmp_path, monkeypatch):
+def test_ids_on_the_hub_are_whole_and_linked_and_paths_and_hosts_left_out(tmp_path, monkeypatch):
     run = write(
         tmp_path / "run",
         model={"init_from": None, "pretrained": "lab/bert"},
@@ -116,21 +103,25 @@ def test_ids_on_the_hub_are_whole_and_linked(tmp_path, monkeypatch):
     (tmp_path / "lab" / "bert").mkdir(parents=True)  # a folder of that name comes first, as in transformers
     head, body = made(run)
     assert "base_model" not in head and "fine-tuned from bert" in body
+    text = card.card(write(tmp_path / "paths", data={"path": "s3://private-bucket/sets/tweets.csv"}), "tweets")
+    assert not [secret for secret in (*SECRETS, str(tmp_path)) if secret in text] and "tweets.csv" in text
 
 
-def test_a_pretraining_has_a_card_too(tmp_path):
+def test_a_pretraining_has_a_card_too_and_what_is_unknown_is_called_so(tmp_path):
     run = write(tmp_path / "run", task={"kind": "mlm"}, model={"init_from": None}, best={"export": False})
+    lines = [line for line in finished_run.lines() if line["kind"] not in ("summary", "eval")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("data.json", "evaluation.json"):
         (run / name).unlink()
     head, body = made(run)
-    assert head["pipeline_tag"] == "fill-mask"
-    assert "trained from random weights (albert)" in body
-    assert "pipe.tokenizer.mask_token" in body
+    assert head["pipeline_tag"] == "fill-mask" and "model-index" not in head
+    assert "trained from random weights (albert)" in body and "pipe.tokenizer.mask_token" in body
+    assert "The run was not evaluated." in body and row(body, "Cost") == ["unknown"]
 
 
 def test_names_are_shown_as_they_are_and_break_nothing(tmp_path):
     run, odd = write(tmp_path / "run"), "a|b\n<i>*x*</i>"
-    change(run, "data.json", labels=[odd], splits={"train": {"label_counts": {odd: 5}}})
+    (run / "data.json").write_text(json.dumps({"labels": [odd], "splits": {"train": {"label_counts": {odd: 5}}}}))
     body = made(run)[1]
     assert r"| a\|b" in body and "<i>" not in body.replace(r"\<i\>", "")
     assert r"\<i\>\*x\*\</i\>" in body

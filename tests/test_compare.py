@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import psutil
 import pytest
 import reported_runs
 from finetuning import squad, tuning
+from forks import start_forked
 from hostile import changed, quick
 from hypothesis import assume, given
-from hypothesis import strategies as st
 from reported_runs import shown
-from running import ROOT, command, eventually, train_overrides
+from running import eventually, train_overrides
 
 from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, REJECTED, STOPPED
@@ -48,7 +48,9 @@ CONFIG = {
 }
 
 
-def write_run(folder, *, train_s=100.0, wall_s=125.0, f1=80.0, batch=BATCH, steps=STEPS, lines=None, **more):
+def write_run(
+    folder, *, train_s=100.0, wall_s=125.0, f1=80.0, batch=BATCH, steps=STEPS, lines=None, diverged=False, **more
+):
     """A finished run: `steps` steps of `batch` sequences, 400,000 tokens in `train_s` of `wall_s` seconds. `more`:
     changes of its config and environment, and values of its summary.
     """
@@ -58,10 +60,12 @@ def write_run(folder, *, train_s=100.0, wall_s=125.0, f1=80.0, batch=BATCH, step
     config = CONFIG | more.pop("config", {})
     numbers = {"loss": 2.5, "examples": steps * batch, "tokens_per_s": TOKENS / train_s, "train_s": train_s}
     end = {"train_s": train_s, "tokens": TOKENS, "steps_total": steps, "reason": "done", "graphs": 0, "compile_s": 0.0}
+    evaluated = {"kind": "eval", "time_unix_s": BEGAN_S + wall_s - 1, "step": steps, "loss": 2.0, "f1": f1}
     written = [
         {"kind": "train", "time_unix_s": BEGAN_S + 30, **numbers, "step": steps // 2, "loss": 4.0},
         {"kind": "train", "time_unix_s": BEGAN_S + wall_s - 2, **numbers, "step": steps},
-        {"kind": "eval", "time_unix_s": BEGAN_S + wall_s - 1, "step": steps, "loss": 2.0, "f1": f1},
+        evaluated,
+        *([evaluated | {"step": steps + 1, "loss": None, "f1": None}] if diverged else []),
         {"kind": "summary", "time_unix_s": BEGAN_S + wall_s, "step": steps, **end, **more},
     ]
     return reported_runs.write_run(folder, lines or written, config=config, environment=described)
@@ -100,7 +104,6 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     assert "$1.28 (0.64 times) \u2605 best" in shown(html.replace("&#9733;", "\u2605"))
     names = {"throughput_by_run", "time_by_run", "cost_by_run", "memory_by_run", "training_loss_over_time"}
     assert names <= {path.stem for path in page.glob("*.png")}
-    known = rows(native, compiled)
     expected = {
         "Tokens/s over the whole run": ["4,000", "8,000 (2.00 times)"],
         "Sequences/s": ["11.2", "22.4 (2.00 times)"],
@@ -108,13 +111,15 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
         "Billable time without compiling (h:mm:ss)": ["0:02:05", "0:01:00 (0.48 times)"],
         "Cost": ["$2.00", "$1.28 (0.64 times)"],
         "Compiling (s)": ["0.0", "20.0"],
-        "Compiled graphs": ["0", "2"],
         "Peak device memory of rank 0 (GB)": ["8.00", "6.00"],
         "Micro batch (sequences)": ["28", "28"],
         "Versions": ["torch 2.9"] * 2,
         "backend.compile": ["none", "layers"],
     }
-    assert {label: known[label] for label in expected} == expected
+    assert expected.items() <= rows(native, compiled).items()
+    unpriced = write_run(tmp_path / "unpriced")
+    assert rows(unpriced, compiled)["Cost"] == ["unknown", "$1.28"]
+    assert "cost_by_run" not in {bars.name for bars in bars_of(compared(unpriced, unpriced)[0])}
 
 
 @pytest.mark.parametrize(
@@ -144,10 +149,23 @@ def test_quality_is_equal_within_its_tolerance(f1, tolerance, says, tmp_path):
     assert sentences[0].endswith(f", {says}")
 
 
-def test_without_a_common_score_quality_is_unknown(tmp_path):
-    lines = [{"kind": "train", "step": STEPS, "loss": 1.0, "examples": STEPS * BATCH}]
-    _, sentences = compared(write_run(tmp_path / "a"), write_run(tmp_path / "b", lines=lines))
-    assert "quality unknown" in sentences[0] and "unknown number of tokens/s" in sentences[0]
+NO_SCORE = {"lines": [{"kind": "train", "step": STEPS, "loss": 1.0, "examples": STEPS * BATCH}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (NO_SCORE, "quality unknown"),
+        ({"environment": {"identity": {"data": "other"}}}, "f1 80.4 against 80, on different data"),
+        ({"config": {"eval_examples": 50}}, "f1 80.4 against 80, on different data"),
+        ({"diverged": True}, "quality: no number (f1 no number against 80)"),
+    ],
+    ids=["no score", "data", "part", "no number"],
+)
+def test_what_cannot_be_compared_is_never_of_equal_quality(changes, says, tmp_path):
+    folders = write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes)
+    assert says in compared(*folders)[1][0]
+    assert "equal quality" not in compared(*folders)[1][0] + compared(*folders[::-1])[1][0]
 
 
 @pytest.mark.parametrize(
@@ -167,16 +185,6 @@ def test_other_work_is_named(changes, names, tmp_path):
     assert f"not the same work ({names})" in sentences[0].replace("model.num", "num")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"environment": {"identity": {"data": "other"}}}, {"config": {"eval_examples": 50}}],
-    ids=["data", "part"],
-)
-def test_runs_that_were_validated_on_different_data_are_never_of_equal_quality(changes, tmp_path):
-    _, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
-    assert "equal quality" not in sentences[0] and "f1 80.4 against 80, on different data" in sentences[0]
-
-
 def test_another_machine_is_named_and_xla_on_the_same_one_is_not(tmp_path):
     native = write_run(tmp_path / "native", environment={"device": "cpu"})
     there = compiled_run(tmp_path / "there", environment={"device": "NVIDIA A100", "world_size": 8})
@@ -184,14 +192,6 @@ def test_another_machine_is_named_and_xla_on_the_same_one_is_not(tmp_path):
     _, sentences = compared(native, there, here)
     assert "not the same machine (device: cpu there, NVIDIA A100 here; world_size: 1 there, 8 here)" in sentences[0]
     assert "machine" not in sentences[1]
-
-
-def test_a_cost_that_is_not_known_has_no_figure(tmp_path):
-    native, compiled = write_run(tmp_path / "native"), compiled_run(tmp_path / "compiled")
-    assert "cost_by_run" not in {bars.name for bars in bars_of(compared(native, compiled)[0])}
-    priced = compiled_run(tmp_path / "priced", cost_usd=3.0)
-    assert rows(native, priced)["Cost"] == ["unknown", "$3.00"]
-    assert "cost_by_run" in {bars.name for bars in bars_of(compared(native, priced)[0])}
 
 
 def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch(tmp_path):
@@ -208,42 +208,22 @@ def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch
 
 def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path, capsys):
     stopped = write_run(tmp_path / "stopped", reason="SIGTERM", steps_total=90)
-    resumed = compiled_run(tmp_path / "resumed")
-    text = (resumed / "metrics.jsonl").read_text().splitlines()
-    again = json.dumps(json.loads(text[-1]) | {"attempt": 2, "time_unix_s": 2000.0})
-    (resumed / "metrics.jsonl").write_text("\n".join([*text, again]) + "\n")
-    runs, _ = compared(stopped, resumed)
+    resumed, goes_on = compiled_run(tmp_path / "resumed"), write_run(tmp_path / "goes on")
+    again = json.loads((resumed / "metrics.jsonl").read_text().splitlines()[-1])
+    again |= {"attempt": 2, "time_unix_s": BEGAN_S + 1000}
+    later = {"kind": "train", "attempt": 2, "step": STEPS + 10, "train_s": 900.0, "time_unix_s": BEGAN_S + 1000}
+    for folder, line in ((resumed, again), (goes_on, later)):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    runs, _ = compared(stopped, resumed, goes_on)
     said = [warning.partition(": its")[0] for warning in comparison.warnings(runs)]
-    assert said == ["stopped has not ended: step 40 of 90", "resumed took 2 attempts"]
-    assert runs[1].summary["compile_s"] == 40.0 and runs[1].summary["wall_s"] == 1000.0
+    assert said[:2] == ["stopped has not ended: step 40 of 90", "resumed took 2 attempts"]
+    assert said[2:] == ["goes on has not ended: step 50 of 40", "goes on took 2 attempts"]
+    assert [run.summary["wall_s"] for run in runs] == [125.0, 1000.0, 1000.0]  # to the newest line
+    assert runs[1].summary["compile_s"] == 40.0
     assert main([str(stopped), str(resumed)]) == DONE
     page = (tmp_path / "report" / "report.html").read_text()
     assert said[0] in page and said[0] in capsys.readouterr().out.splitlines()
-
-
-def test_an_attempt_that_goes_on_is_measured_to_its_newest_line(tmp_path):
-    resumed = write_run(tmp_path / "resumed", reason="done", wall_s=125.0)
-    later = {"kind": "train", "attempt": 2, "step": STEPS + 10, "train_s": 900.0, "time_unix_s": BEGAN_S + 1000}
-    with (resumed / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(later) + "\n")
-    native = write_run(tmp_path / "native")
-    text = (native / "metrics.jsonl").read_text().replace('"reason": "done"', '"reason": "done", "wall_s": 125.0')
-    (native / "metrics.jsonl").write_text(text)
-    runs, _ = compared(native, resumed)
-    assert [run.summary["wall_s"] for run in runs] == [125.0, 1000.0]
-    assert "resumed has not ended: step 50 of 40" in comparison.warnings(runs)
-
-
-@pytest.mark.parametrize("which", ["native", "compiled"])
-def test_a_quality_that_became_no_number_is_not_equal(which, tmp_path):
-    folders = {"native": write_run(tmp_path / "native"), "compiled": compiled_run(tmp_path / "compiled", f1=80.0)}
-    path = folders[which] / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    diverged = json.loads(lines[2]) | {"step": STEPS + 1, "f1": None, "loss": None}
-    path.write_text("\n".join([*lines[:3], json.dumps(diverged), lines[3]]) + "\n")
-    _, sentences = compared(*folders.values())
-    assert "quality: no number (f1 " in sentences[0] and "equal" not in sentences[0]
-    assert "no number at step 41" in rows(*folders.values())["Validation f1, last"]
 
 
 def test_the_length_of_sequences_is_what_the_run_recorded(tmp_path):
@@ -258,19 +238,18 @@ def test_the_length_of_sequences_is_what_the_run_recorded(tmp_path):
 # ---- what others wrote ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"wall_s": -5.0}, {"train_s": 5e-324}, {"train_s": 1e-90, "wall_s": 9e99}])
-def test_what_cannot_have_been_measured_is_no_ratio(changes, tmp_path):
-    bad = write_run(tmp_path / "bad")
-    text = (bad / "metrics.jsonl").read_text().splitlines()
-    (bad / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(json.loads(text[-1]) | changes)]) + "\n")
-    for said in (compared(write_run(tmp_path / "a"), bad)[1][0], compared(bad, tmp_path / "a")[1][0]):
-        assert "inf" not in said and " in -" not in said and not re.search(r"\d{20}", said)
-
-
 GOOD = {
     "config": CONFIG,
     "environment": {"plan": {"global_batch_size": 28}, "first_started_unix_s": 1.0, "device": "x"},
 }
+
+
+@pytest.mark.parametrize("times", [{"wall_s": -5.0}, {"train_s": 5e-324}, {"train_s": 1e-90, "wall_s": 9e99}])
+def test_what_cannot_have_been_measured_is_no_ratio(times, tmp_path):
+    end = {"kind": "summary", "step": STEPS, "tokens": TOKENS, "train_s": 1.0, "wall_s": 1.0, **times}
+    folders = write_run(tmp_path / "a"), write_run(tmp_path / "bad", lines=[end])
+    for said in (compared(*folders)[1][0], compared(*folders[::-1])[1][0]):
+        assert "inf" not in said and " in -" not in said and not re.search(r"\d{20}", said)
 
 
 @quick
@@ -288,8 +267,7 @@ def test_no_run_folder_breaks_the_comparison(files, lines):
     for runs in ([good, bad], [bad, good]):
         tell_apart(runs)
         assert comparison.sentences(runs, 0.01) and table(runs)
-        for bars in bars_of(runs):
-            assert isinstance(bars.name, str)
+        assert all(isinstance(bars.name, str) for bars in bars_of(runs))
 
 
 def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> Run:
@@ -297,8 +275,7 @@ def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> 
     return Run(LocalFolder(folder), *tables, split_attempts(lines), drop_superseded(lines))
 
 
-@quick
-@given(st.floats(0, 1e6))
+@pytest.mark.parametrize("share", [0, 1e-9, 1e-4, 0.0123, 0.9949, 0.995, 9.9, 1e6])
 def test_a_share_is_written_without_exponents(share):
     assert re.fullmatch(r"(less than )?\d+(\.\d+)? %", percent(share))
 
@@ -319,45 +296,41 @@ def questions(tmp_path_factory, texts, tokenizer_folder) -> tuple[Path, list[str
     return folder, [*settings, *own, "micro_batch_size=8"]
 
 
-VARIANTS = "compare.variants={fp32: backend.precision=fp32, bf16: backend.precision=bf16, gpu: backend.device=cuda}"
+VARIANTS = "compare.variants={fp32: backend.precision=fp32, bf16: backend.precision=bf16, gpu: backend.device=cuda, "
+VARIANTS += "again: backend.precision=fp32}"
 
 
 def test_variants_are_run_once_and_one_that_fails_hides_no_other(questions, capfd):
     folder, settings = questions
-    settings = [*settings, VARIANTS]
-    assert main([*settings, "compare.run=[fp32,gpu,bf16]"]) == FAILED
+    settings, fp32 = [*settings, VARIANTS], folder / "runs/fp32"
+    assert main([*settings, "compare.run=[gpu,fp32]"]) == FAILED
     said = capfd.readouterr()
     assert "error: gpu: " in said.err and "cuda" in said.err
-    assert "bf16 does " in said.out
-    html = (folder / "runs" / "report" / "report.html").read_text()
-    assert "gpu is missing here, it failed: " in html
-    runs = {path.name: (path / "metrics.jsonl").read_bytes() for path in (folder / "runs").glob("*[26]")}
-    assert runs.keys() == {"fp32", "bf16"}
-    assert main([*settings, "compare.run=[fp32,bf16]"]) == DONE
+    assert "gpu is missing here, it failed: " in (fp32 / "report/report.html").read_text()
+    shutil.copytree(fp32, folder / "runs/again")  # the same work
+    before = (fp32 / "metrics.jsonl").read_bytes()
+    assert main([*settings, "compare.run=[fp32,again]"]) == DONE
     said = capfd.readouterr()
-    assert said.out.count(" is done\n") == 2 and "gpu" not in said.out
-    assert all((folder / "runs" / name / "metrics.jsonl").read_bytes() == content for name, content in runs.items())
+    assert said.out.count(" is done\n") == 2 and "again does 1.00 times the tokens/s of fp32" in said.out
+    assert (fp32 / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("missing", ["model.tokenizer=/nosuch", "data.train=nosuch.json"])
-def test_what_a_variant_lacks_is_found_before_the_first_one_starts(missing, questions, tmp_path, capfd):
-    settings = [each for each in questions[1] if each.partition("=")[0] not in (missing.partition("=")[0], "run_dir")]
-    settings += [f"run_dir={tmp_path}/runs", "compare.run=[good,bad]"]
-    settings += ["compare.variants={good: seed=0, bad: " + missing + "}"]
-    settings += [each for each in questions[1] if each.startswith(missing.partition("=")[0])]
-    assert main(settings) == REJECTED
+def test_what_a_variant_lacks_is_found_before_the_first_one_starts(questions, tmp_path, capfd):
+    settings = [each for each in questions[1] if not each.startswith(("data.train=", "run_dir="))]
+    variants = "compare.variants={good: data.train=train.json, bad: data.train=nosuch.json}"
+    assert main([*settings, f"run_dir={tmp_path}/runs", "compare.run=[good,bad]", variants]) == REJECTED
     assert "error: variant bad: " in capfd.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepared):
     given = {each.partition("=")[0]: each for each in train_overrides(tmp_path / "runs", prepared, "max_steps=100000")}
     given |= {"checkpoint.every": "checkpoint.every=100000", "log_every": "log_every=20"}
-    words = command([*given.values(), VARIANTS, "compare.run=[fp32,bf16]"], module="train.compare")
-    process = subprocess.Popen(words, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
-    first = tmp_path / "runs" / "fp32"
+    words = ["train.compare.__main__", *given.values(), VARIANTS, "compare.run=[fp32,bf16]"]
+    process, first = start_forked(words, os.environ, err=tmp_path / "said"), tmp_path / "runs" / "fp32"
     eventually(lambda: (first / "metrics.jsonl").is_file())
-    process.send_signal(signal.SIGINT)
-    assert "stopped; the same command resumes" in process.communicate()[1] and process.returncode == STOPPED
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert "stopped; the same command resumes" in (tmp_path / "said").read_text() and process.exitcode == STOPPED
     outcome = read_outcome(LocalFolder(first))
     assert (outcome["outcome"], outcome["kind"]) == ("stopped", "SIGINT") and outcome["checkpoint"] == outcome["step"]
     assert not (tmp_path / "runs" / "bf16").exists()
@@ -369,10 +342,6 @@ def variants_of(*given: str) -> dict[str, list[str]]:
     cli.add_schema(CompareConfig, "compare", [])
     made = make_variants(cli.load_config(CompareConfig, overrides), overrides)
     return {variant.name: variant.overrides for variant in made}
-
-
-def test_the_variants_that_come_along_compose():
-    assert list(variants_of("compare.run=[none,layers,model,xla]")) == ["none", "layers", "model", "xla"]
 
 
 def test_a_variant_is_the_run_with_its_own_settings_last():
@@ -396,13 +365,9 @@ def test_a_variant_runs_at_its_largest_batch_too_unless_that_is_the_batch_of_all
         (["compare.variants={a: nosuch=1}", "compare.run=[a]"], "variant a: nosuch is not a setting"),
         (["compare.variants={../a: seed=1}", "compare.run=[../a]"], "is not the name of a file"),
         (["compare.variants={a: 'seed=\"1'}", "compare.run=[a]"], "No closing quotation"),
-        (["compare.run=[nosuch]"], "compare.run names nosuch; compare.variants has: none, layers"),
         (["compare.largest_batch={nosuch: 3}"], "compare.largest_batch names nosuch"),
         (["compare.largest_batch={xla: 0}"], "compare.largest_batch has 0"),
-        (["compare.largest_batch={xla: x}"], "must be a whole number"),
         (["compare.run=[xla,xla]"], "names a variant twice"),
-        (["compare.tolerance=-1"], "compare.tolerance=-1"),
-        (["compare.ranks=0"], "compare.ranks=0"),
     ],
 )
 def test_variants_that_are_none_are_rejected(given, says):
@@ -410,8 +375,9 @@ def test_variants_that_are_none_are_rejected(given, says):
         variants_of(*given)
 
 
-def test_the_experiment_is_the_work_of_the_published_comparison():
+def test_the_experiment_is_the_work_of_the_published_comparison_and_the_variants_that_come_along_compose():
     cli.add_schema(CompareConfig, "compare", [])
     cfg = cli.load_config(CompareConfig, ["experiment=compare_squad"])
     assert (cfg.seq_len, cfg.micro_batch_size, cfg.max_epochs, cfg.data.max_train_examples) == (384, 28, 20, 15000)
     assert cfg.compare.names == ["none", "layers"] and cfg.model.pretrained == "albert/albert-base-v2"
+    assert list(variants_of("compare.run=[none,layers,model,xla]")) == ["none", "layers", "model", "xla"]

@@ -1,17 +1,15 @@
 """The doctor on machines made of recorded files and answers (tests/recorded), and once on this very machine."""
 
 import dataclasses
-import http.server
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from email.utils import formatdate
-from pathlib import Path
 
 import pytest
 from running import ROOT
@@ -21,8 +19,19 @@ from train.doctor import checks, checks_s3
 from train.doctor.__main__ import CAUSES, explain
 from train.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
 from train.doctor.checks_versions import SYSTEM_PACKAGES
-from train.doctor.finding import TEXT_COLUMN, Finding, ok, screen, warn
-from train.doctor.probe import Probe, ToolOutput, ask_tool, read_instance
+from train.doctor.probe import (
+    TEXT_COLUMN,
+    Finding,
+    Probe,
+    ToolOutput,
+    ask_tool,
+    bad,
+    is_red,
+    ok,
+    read_instance,
+    screen,
+    warn,
+)
 from train.host import machine
 
 GIB = 2**30
@@ -166,10 +175,6 @@ def gpus(root):
     )
 
 
-def states(findings):
-    return {name: finding.state for name, finding in findings.items()}
-
-
 ONLY_TRAINIUM = {"Neuron driver", "reserved port", "compile cache", "malloc arenas"}
 SKIPPED = {
     trn1: set(),
@@ -193,7 +198,7 @@ def test_a_machine_that_answers_nothing_is_no_traceback(tmp_path):
     bare = laptop(tmp_path / "laptop")
     nothing = {"root": tmp_path, "limits": {}, "glibc": "", "kernel": "", "free_bytes": lambda path: None}
     probe = dataclasses.replace(bare, ask=lambda *query: ToolOutput(query[0]), system="Darwin", **nothing)
-    assert "bad" not in states(checks.examine(probe)).values()
+    assert not is_red(checks.examine(probe))
     trainium = altered(probe, instance=read_instance("trn1.32xlarge"), num_machines=2, num_ranks=32)
     assert checks.examine(trainium)["devices"].state == "bad"
 
@@ -216,7 +221,7 @@ def dpkg(answer):
 
 ONE_LESS = json.dumps(json.loads(recorded("neuron_ls_trn1_32xlarge.json"))[:-1])
 BROKEN = ("", "[", '{"a": 1}', '["chip"]', '[{"neuron_device": 0}]', '[{"nc_count": 2, "neuron_processes": [{}]}]')
-NO_DRIVER, HANGS = ToolOutput("neuron-ls", 1, "", "no driver\n"), ToolOutput("neuron-ls", waited_s=20.0)
+HANGS = ToolOutput("neuron-ls", waited_s=20.0)
 SMI_FAILED = ToolOutput("nvidia-smi", 9, recorded("nvidia_smi_failed.txt"))
 TWO_GPUS = "".join(recorded("nvidia_smi_gpus.txt").splitlines(keepends=True)[:2]).replace("40960", "[N/A]")
 HELD, APPS = recorded("neuron_ls_held.json"), {HOLDER_QUERY: recorded("nvidia_smi_apps.txt")}
@@ -248,17 +253,14 @@ CASES = {
         case(laptop, "warn", "p4d.24xlarge, but this is a", "--instance trn1.2xlarge", instance=P4D, files=FIRMWARE),
     ],
     "devices": [
-        case(trn1, "ok", "32 NeuronCores on 16 chips"),
         case(trn1, "bad", "30 Neuron", "has 32", "modprobe -r neuron", **chips(ONE_LESS)),
         case(trn1, "warn", "16 Neuron chips", "neuron-ls is not", "aws-neuronx-tools", **chips(None)),
-        case(trn1, "bad", "no driver", "modprobe", **chips(NO_DRIVER)),
         case(trn1, "bad", "neuron-ls gave no answer in 20 s", "modprobe", **chips(HANGS)),
         *(case(trn1, "bad", "cannot be read", "--only-upgrade", **chips(text)) for text in BROKEN),
         case(trn1, "bad", "not loaded", "sudo modprobe neuron", "aws-neuronx-dkms", gone=["/dev/neuron*"]),
         case(gpus, "ok", "8 GPU (NVIDIA A100-SXM4-40GB, 40 GiB), driver 570.133.20"),
         case(gpus, "bad", "communicate with the NVIDIA driver", "modprobe nvidia", says={GPU_QUERY: SMI_FAILED}),
         case(gpus, "bad", "nvidia-smi is not installed", "install NVIDIA's driver", says={GPU_QUERY: None}),
-        case(gpus, "bad", "--instance", root=Path("/nowhere")),
         case(gpus, "ok", "8 GPU", files={"/dev/nvidia0": ""}, gone=["/sys/bus/pci/devices/*/*"]),  # in a container
         case(gpus, "bad", "lists no GPU", "dmesg", says={GPU_QUERY: ""}),
         case(gpus, "bad", "2 GPU", "has 8", "memory unknown", "xid", says={GPU_QUERY: TWO_GPUS}),
@@ -268,23 +270,27 @@ CASES = {
         case(laptop, "ok", "no accelerator", files=pci(30, "0x10de", "0x228b", "0x040300")),  # NVIDIA's chip for sound
     ],
     "held by": [
-        case(trn1, "bad", "process 113985 (/opt/venv/bin/python -m train", "and 1 more on 2 of 16", **chips(HELD)),
-        case(trn1, "bad", "kill 113985 113986 (", **chips(HELD)),  # not 90001, neuron-monitor, which holds nothing
+        # Not 90001, neuron-monitor, which holds nothing.
+        case(
+            trn1,
+            "bad",
+            "113985 (/opt/venv/bin/python -m train",
+            "1 more on 2 of 16",
+            "kill 113985 113986",
+            **chips(HELD),
+        ),
         case(trn1, "bad", "7 (?)", "kill 7", **chips(UNNAMED)),
         case(trn1, "bad", "7 (python -m x)", **chips(UNNAMED), files={"/proc/7/cmdline": "python\0-m\0x\0"}),
         case(trn1, "skip", **chips(None)),
-        case(trn1, "skip", **chips("[{}]")),
         case(gpus, "warn", "process 41234 (/opt/venv/bin/python, 37 GiB) and 1 more", "kill 41234 41235", says=APPS),
         case(gpus, "skip", says={HOLDER_QUERY: None}),
     ],
     "ranks": [
         case(trn1, "bad", "takes 1, 2, 8, 32", "--nproc-per-node=8", num_ranks=16),
         case(trn1, "bad", "need all 32 cores", "--nproc-per-node=32", num_ranks=8),
-        case(trn1, "ok", num_ranks=8, num_machines=1),
         case(trn1, "skip", "here: 1, 2, 8, 32", num_ranks=None),
         case(trn1, "bad", "64 ranks for 32 devices", "--nproc-per-node=32", num_ranks=64, instance=None),
         case(gpus, "bad", "9 ranks for 8 devices", "--nproc-per-node=8", num_ranks=9),
-        case(gpus, "ok", "of 8 devices", num_ranks=8, instance=None),
         case(laptop, "ok", "4 a machine", num_ranks=4),
     ],
     "EFA": [
@@ -293,8 +299,6 @@ CASES = {
         case(trn1, "bad", "fi_info is not installed", "/opt/amazon/efa/bin", says={FI_INFO: None}),
         case(trn1, "warn", "a single machine trains without", says={FI_INFO: None}, num_machines=1),
         case(trn1, "bad", "4 of trn1.32xlarge's 8", "InterfaceType=efa", **HALF_OF_EFA),
-        case(trn1, "warn", "4 of trn1.32xlarge's 8", num_machines=1, **HALF_OF_EFA),
-        case(laptop, "skip", "has none", instance=read_instance("trn1.2xlarge")),
         case(
             laptop, "warn", "0 of g6.12xlarge's 1", instance=read_instance("g6.12xlarge"), num_machines=2
         ),  # TCP there
@@ -305,15 +309,11 @@ CASES = {
     ],
     "Python": [
         case(trn1, "bad", "Amazon Linux 2023", "Ubuntu 24.04", glibc="2.34"),
-        case(laptop, "ok", glibc="2.34"),
         case(trn1, "bad", "3.11 to 3.13", "python3.12 -m venv", python=(3, 10, 4)),
         case(laptop, "bad", "too old", "3.10 or newer", python=(3, 9, 1)),
     ],
     "packages": [
         case(trn1, "ok", "SDK 2.31.1"),
-        case(trn1, "ok", "SDK 2.32.0", versions={"neuronx_cc": "2.27.5334.0", "libneuronxla": ""}),
-        case(trn1, "bad", "native build", TORCH_NEURONX, INDEX, versions={"torch_neuronx": "2.13.3.0.1"}),
-        case(trn1, "bad", "same release", "pip install 'torch==2.9.*'", versions={"torch": "2.8.0"}),
         case(trn1, "bad", "torch-neuronx missing", TORCH_NEURONX, INDEX, versions={"torch_neuronx": ""}),
         case(trn1, "bad", "neuronx-cc, torch-xla missing", "pip", versions={"neuronx_cc": "", "torch_xla": ""}),
         case(trn1, "warn", "in no SDK", "neuronx-cc==2.26.6360.0", versions={"torch_neuronx": "2.9.0.2.99.1"}),
@@ -323,7 +323,6 @@ CASES = {
         case(trn1, "warn", "no table", instance=TRN2, versions=NATIVE),
         case(trn1, "bad", "missing", "torch-neuronx>2.9", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
         case(laptop, "bad", "torch is not installed", "pip install .", versions={"torch": ""}),
-        case(laptop, "ok", versions={"torch": "2.9.1+cpu"}),
         case(gpus, "bad", "without CUDA", "--force-reinstall", versions={"torch": "2.9.1+cpu"}),
     ],
     "Neuron driver": [
@@ -345,31 +344,25 @@ CASES = {
         case(trn1, "ok", env={"FI_EFA_USE_HUGE_PAGE": "1"}, files={"/proc/meminfo": "HugePages_Total:       0\n"}),
     ],
     "open files": [
-        case(trn1, "ok", limits={"nofile": (65535, math.inf)}),
         case(trn1, "ok", "65,535", "raises", limits={"nofile": (1024, math.inf)}),
         # Where it is not Linux, a run raises nothing.
         case(trn1, "warn", "65,535 wanted", "ulimit -n 65535", limits={"nofile": (20000, math.inf)}, **DARWIN),
         case(trn1, "bad", "1,024", "ulimit -n 65535", limits={"nofile": (1024, math.inf)}, **DARWIN),
-        case(trn1, "warn", "65,535 wanted", "limits.conf", limits={"nofile": (20000, 20000)}),
         case(trn1, "bad", "limits.conf", "log in again", limits={"nofile": (1024, 4096)}),
         case(laptop, "warn", "1,024 wanted", "nofile 1024", limits={"nofile": (512, 512)}),
-        case(laptop, "bad", "1,024 wanted", limits={"nofile": (128, 512)}),
     ],
     "locked memory": [
         case(trn1, "bad", "64 KiB", "memlock unlimited", limits={"memlock": (65536, 65536)}),
     ],
     "processes": [
         case(trn1, "warn", "ulimit -u 4096", limits={"nproc": (1024, math.inf)}),
-        case(trn1, "warn", "nproc 4096", "limits.conf", limits={"nproc": (1024, 1024)}),
     ],
     "reserved port": [
         case(trn1, "ok", files={PORTS: "8080,48600-48700\n"}),
         case(trn1, "warn", f"{SET_PORTS}8080,9000-9002,{PORT}", files={PORTS: "8080,9000-9002\n"}),
-        case(trn1, "warn", f"{SET_PORTS}{PORT}", files={PORTS: "\n"}),
         case(trn1, "ok", "outside", files={PORTS: "\n", PORT_RANGE: "50000\t60999\n"}),
     ],
     "compile cache": [
-        case(trn1, "ok", "/cache"),
         case(trn1, "ok", env={CACHE: "ROOT/cache/not/yet/there"}),
         case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"export {CACHE}=", env={CACHE: "gs://bucket/cache"}),
         case(trn1, "ok", files=LOCK),  # a young lock is somebody's
@@ -379,7 +372,6 @@ CASES = {
         ),
     ],
     "disk": [
-        case(trn1, "ok", "in this folder", "in /tmp", "in the compile cache"),
         case(trn1, "warn", "10 GiB free in the compile cache", "CACHE_URL", free={"/cache": 10 * GIB}),
         case(laptop, "bad", "export TMPDIR=", "/var/tmp", env={"TMPDIR": "/var/tmp"}, free={"/var/tmp": GIB}),
         case(laptop, "bad", "run_dir=", free={"": 3 * GIB}),
@@ -406,11 +398,9 @@ CASES = {
         case(trn1, "bad", "64 characters", "hostnamectl", hostname="x" * 64),
         case(trn1, "bad", "maps ip-10-0-0-4 to 127.0.1.1", "/etc/hosts", "hostname -I", files=LOOP),
         case(trn1, "warn", "maps ip-10-0-0-4", files=LOOP, num_machines=1),
-        case(laptop, "bad", "127.0.1.1", num_machines=2),
         case(trn1, "ok", files=NO_LOOP),
     ],
     "clock": [
-        case(trn1, "ok", "0.000001 s off, kept by chrony"),
         case(trn1, "bad", "1557.763", "chronyc makestep", says={CHRONY: FAR_OFF}),
         case(trn1, "warn", "2.5", "chronyc makestep", says={CHRONY: NEAR}),
         case(trn1, "warn", "Not synchronised", "systemctl enable", says={CHRONY: recorded("chronyc_alone.txt")}),
@@ -430,11 +420,6 @@ def assert_finding(finding, state, *words):
 def test_what_a_check_says(tmp_path, check):
     for number, (make, state, words, changes) in enumerate(CASES[check]):
         assert_finding(checks.CHECKS[check](altered(make(tmp_path / str(number)), **changes)), state, *words)
-
-
-def test_a_compile_cache_on_a_network_disk_is_red(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "filesystem", lambda path: "nfs4")
-    assert_finding(checks.CHECKS["compile cache"](trn1(tmp_path)), "bad", "is on nfs4", f"set {CACHE}")
 
 
 def test_neuron_ls_of_other_versions_and_chips():
@@ -469,47 +454,7 @@ def test_tools_that_fail_are_missing_or_hang_are_answers(tmp_path, monkeypatch):
 # ---- S3 ------------------------------------------------------------------------------------------------------------
 
 
-class OneAnswer(http.server.BaseHTTPRequestHandler):
-    """Answers every HEAD request alike, as S3 does: a status and headers, no body."""
-
-    status, headers_given = 200, {}
-
-    def do_HEAD(self):
-        self.send_response_only(self.status)
-        for name, value in self.headers_given.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    """Asks a local server that returns the answer it is set to."""
-    answer = type("Answer", (OneAnswer,), {})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in ("AWS_REGION", "AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_BUCKET", "HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-
-    def ask(status, *, region="us-east-1", off_s=0.0):
-        answer.status = status
-        answer.headers_given = {"Date": formatdate(time.time() - off_s, usegmt=True)}
-        answer.headers_given |= {"x-amz-bucket-region": region} if region else {}
-        return checks_s3.bucket("s3://corpus/wiki", now_s=time.time())
-
-    yield ask
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_bucket_near_far_and_rejected(s3, monkeypatch):
+def test_a_bucket_and_the_clock_of_s3():
     for state, status, region, *words in (
         ("ok", 200, "us-east-1", "in us-east-1 like this session"),
         ("ok", 200, "", "does not name its region"),
@@ -520,25 +465,36 @@ def test_a_bucket_near_far_and_rejected(s3, monkeypatch):
         ("bad", 503, "us-east-1", "503", "try again"),
         ("bad", 301, "eu-west-1", "another region (eu-west-1", "AWS_DEFAULT_REGION=eu-west-1"),
     ):
-        assert_finding(s3(status, region=region)["S3"], state, "corpus", *words)
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert_finding(s3(200)["S3"], "warn", "this session has no region", "AWS_DEFAULT_REGION=us-east-1")
+        assert_finding(checks_s3.answered("corpus", status, region, "us-east-1"), state, "corpus", *words)
+    alone = checks_s3.answered("corpus", 200, "us-east-1", None)
+    assert_finding(alone, "warn", "this session has no region", "AWS_DEFAULT_REGION=us-east-1")
+    for state, off_s, *words in (
+        ("ok", 9),
+        ("warn", 60, "60 s ahead", "chronyc makestep"),
+        ("bad", -1000, "behind", "rejects", "chronyc makestep"),
+    ):
+        findings = checks_s3.clock({"date": formatdate(1e9, usegmt=True)}, 1e9 + off_s)
+        assert_finding(findings["clock and S3"], state, *words)
 
 
-def test_no_credentials_and_no_route(s3, monkeypatch):
+def test_a_bucket_is_asked_where_boto3_would(bucket, monkeypatch):
+    for name in ("AWS_REGION", "AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    known = {"AWS_ACCESS_KEY_ID": bucket.service.server.key, "AWS_SECRET_ACCESS_KEY": bucket.service.server.secret}
+    known |= {"AWS_ENDPOINT_URL": bucket.service.endpoint, "AWS_DEFAULT_REGION": "us-east-1"}
+    known |= {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+    for name, value in {**known, "AWS_EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    findings = checks_s3.bucket(bucket.location("wiki"), now_s=time.time())
+    assert {name: finding.state for name, finding in findings.items()} == {"S3": "ok", "clock and S3": "ok"}
     with monkeypatch.context() as bare:
         bare.delenv("AWS_ACCESS_KEY_ID")
         bare.delenv("AWS_SECRET_ACCESS_KEY")
-        assert_finding(s3(200)["S3"], "bad", "no AWS credentials", "attach a role")
+        findings = checks_s3.bucket(bucket.location(), now_s=0.0)
+        assert_finding(findings["S3"], "bad", "no AWS credentials", "attach a role")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert_finding(s3(200)["S3"], "bad", "Could not connect", "gateway endpoint")
+    assert_finding(checks_s3.bucket("s3://corpus", now_s=0.0)["S3"], "bad", "Could not connect", "gateway endpoint")
     assert_finding(checks_s3.bucket("s3://a b", now_s=0.0)["S3"], "bad", "check the name")  # no bucket's name
-
-
-def test_the_clock_is_compared_with_that_of_s3(s3):
-    assert states(s3(200)) == {"S3": "ok", "clock and S3": "ok"}
-    assert_finding(s3(200, off_s=60)["clock and S3"], "warn", " s ahead", "chronyc makestep")
-    assert_finding(s3(403, off_s=-1000)["clock and S3"], "bad", "behind", "rejects", "chronyc makestep")
 
 
 # ---- explain -------------------------------------------------------------------------------------------------------
@@ -546,66 +502,59 @@ def test_the_clock_is_compared_with_that_of_s3(s3):
 TEXTS = json.loads(recorded("error_texts.json"))
 
 
-def test_every_row_has_a_recorded_text():
+def test_a_text_is_explained_by_its_row_and_a_log_by_all_the_most_specific_first():
     assert list(TEXTS) == [cause["name"] for cause in CAUSES]
     assert all(cause["cause"] and cause["cure"] for cause in CAUSES)
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_is_explained_by_its_row(name):
-    for text in TEXTS[name]:
-        assert explain(text)[0]["name"] == name
-        assert explain(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n")[0]["name"] == name
-
-
-def test_a_whole_log_gives_every_cause_the_most_specific_first():
+    for name, texts in TEXTS.items():
+        for text in texts:
+            assert explain(text)[0]["name"] == name
+            assert explain(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n")[0]["name"] == name
     log = "\n".join(texts[0] for texts in reversed(TEXTS.values()))
     assert [cause["name"] for cause in explain(log)] == list(TEXTS)
     wrapped = "subprocess.CalledProcessError: neuronx-cc ... died with SIGKILL"
     assert [cause["name"] for cause in explain(wrapped)] == ["the compiler was killed", "the system killed a rank"]
-
-
-def test_healthy_text_is_not_explained():
     assert not explain("step 10: loss 5.42, 16 ranks, world_size=16, learning rate 0.001, no information")
-    assert not explain("")
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def doctor(*arguments, stdin=None):
-    """The command in a process of its own, from which torch and all device libraries are out of reach."""
+def test_the_command_runs_here_without_torch():
+    """In a process of its own, from which torch and all device libraries are out of reach."""
     blocked = ("torch", "torch_xla", "torch_neuronx", "transformers", "libneuronxla")
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); "
     code += "from train.doctor.__main__ import main; sys.exit(main())"
-    line = [sys.executable, "-c", code, *arguments]
     clean = {name: value for name, value in os.environ.items() if name not in {knob.name for knob in machine.KNOBS}}
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, input=stdin, env=clean)
-
-
-def test_the_command_runs_here_without_torch():
-    done = doctor("--json", "--ranks-per-machine", "1")
+    line = [sys.executable, "-c", code, "--json", "--ranks-per-machine", "1"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, env=clean)
     assert done.stderr == ""
     result = json.loads(done.stdout)
     reds = [finding for finding in result["findings"] if finding["state"] == "bad"]
     assert done.returncode == (1 if reds else 0), done.stdout
     assert result["ok"] == (not reds)
-    assert len(result["findings"]) == len(checks.CHECKS)
-    assert {finding["name"] for finding in result["findings"]} >= {"devices", "packages", "disk", "ranks"}
+    assert [finding["name"] for finding in result["findings"]] == list(checks.CHECKS)
 
 
-def test_python_dash_m_shows_a_screen_and_a_red_line_is_exit_code_1():
-    line = [sys.executable, "-m", "train.doctor", "--instance", "trn1.32xlarge", "--ranks-per-machine", "16"]
-    done = subprocess.run(
-        line, capture_output=True, text=True, cwd=ROOT, check=False, env={**os.environ, "COLUMNS": "80"}
-    )
-    assert done.returncode == 1, done.stderr
-    assert "BAD   devices" in done.stdout
-    assert "--nproc-per-node=8" in done.stdout
-    assert "\033[" not in done.stdout  # no colours in a pipe
+def test_the_screen_keeps_its_columns_and_is_coloured_on_terminals_that_want_it(monkeypatch, capsys):
+    findings = {"a": ok("well"), "b": warn("long " * 40, cure="pip " * 40)}
+    monkeypatch.setattr(checks, "examine", lambda probe, bucket: findings)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.main([]) == 0
+    text = capsys.readouterr().out.splitlines()
+    assert text[0].index("well") == TEXT_COLUMN and max(map(len, text)) <= 80
+    assert any(line.strip().startswith("-> pip") for line in text)
+    assert text[-1] == "1 ok, 1 to look at, 0 to fix"
+    for unwanted in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", unwanted)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        findings["b"] = bad("wrong", cure="pip")
+        assert command.main([]) == 1
+        assert ("\033[31mBAD" in capsys.readouterr().out) == (not unwanted)
+    with pytest.raises(AssertionError):
+        Finding("bad", "a red line without a cure")
 
 
-def test_explain_by_command(capsys):
+def test_explain_by_command(capsys, monkeypatch):
     assert command.main(["explain", "NeuronCore(s) not available - Requested:1 Available:0"]) == 0
     assert "kill PID" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -615,31 +564,6 @@ def test_explain_by_command(capsys):
     assert "ran out of memory" in " ".join(capsys.readouterr().out.split())
     assert command.main(["explain", "the moon is full"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
-    done = doctor("explain", "-", stdin="...\nOSError: [Errno 28] No space left on device\n")
-    assert done.returncode == 0
-    assert "the disk is full" in done.stdout
-
-
-def test_colours_are_for_terminals_that_want_them(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "examine", lambda probe, bucket: {"devices": ok("fine")})
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert command.main([]) == 0
-    assert "\033[32mok" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    command.main([])
-    assert "\033[" not in capsys.readouterr().out
-
-
-def test_the_screen_keeps_its_columns():
-    text = screen({"a": ok("well"), "b": warn("long " * 40, cure="pip " * 40)}, width=80, colour=False).splitlines()
-    assert text[0].index("well") == TEXT_COLUMN
-    assert max(map(len, text)) <= 80
-    assert any(line.strip().startswith("-> pip") for line in text)
-    assert text[-1] == "1 ok, 1 to look at, 0 to fix"
-
-
-def test_a_red_line_without_a_cure_cannot_be_made():
-    with pytest.raises(AssertionError):
-        Finding("bad", "text")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("...\nOSError: [Errno 28] No space left on device\n"))
+    assert command.main(["explain", "-"]) == 0
+    assert "the disk is full" in capsys.readouterr().out

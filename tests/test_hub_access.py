@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -46,36 +46,24 @@ def nobody_there(online: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{port}")
 
 
-def ask_for_weights(scratch: Path) -> None:
-    build_masked_lm(ModelConfig(pretrained=SOURCE), vocab_size=100, pad_id=0, seq_len=8)
+CORPUS = HFCorpusConfig(kind="hf", name="test", datasets=[HFDataset(path=SOURCE)])
+ASKING: dict[str, Callable[[], object]] = {
+    "weights": lambda: build_masked_lm(ModelConfig(pretrained=SOURCE), vocab_size=100, pad_id=0, seq_len=8),
+    "rows": lambda: hub_version(RecordsConfig(path=SOURCE)),
+    "text": lambda: list(open_corpus(CORPUS).documents()),
+    "tokenizer of a corpus": lambda: load_tokenizer(SOURCE),
+    "tokenizer of a model": lambda: task_tokenizer(ModelConfig(pretrained=SOURCE)),
+}
 
 
-def ask_for_rows(scratch: Path) -> None:
-    hub_version(RecordsConfig(path=SOURCE))
-
-
-def ask_for_text(scratch: Path) -> None:
-    list(open_corpus(HFCorpusConfig(kind="hf", name="test", datasets=[HFDataset(path=SOURCE)])).documents())
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        ask_for_weights,
-        ask_for_rows,
-        ask_for_text,
-        lambda _: load_tokenizer(SOURCE),
-        lambda _: task_tokenizer(ModelConfig(pretrained=SOURCE)),
-    ],
-    ids=["weights", "rows", "text", "tokenizer of a corpus", "tokenizer of a model"],
-)
+@pytest.mark.parametrize("what", ASKING)
 def test_a_hub_that_cannot_be_reached_is_one_line_at_once(
-    ask, nobody_there: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    what: str, nobody_there: None, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.WARNING)
     missing = f"{SOURCE}.* no such file or folder here, .* the Hub cannot be reached: "
     with pytest.raises(InputError, match=missing) as error:
-        ask(tmp_path)
+        ASKING[what]()
     assert "\n" not in str(error.value)
     assert "Retrying" not in caplog.text + capfd.readouterr().err
     assert not huggingface_hub.is_offline_mode()  # a push at the end of the run asks again

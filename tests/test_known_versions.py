@@ -21,19 +21,14 @@ def pinned(name):
     return dict(re.match(r"([\w-]+)==([^;\s]+)", line).groups() for line in lines if line and not line.startswith("#"))
 
 
-def test_constraints_and_the_package_are_those_of_the_table():
+def test_constraints_and_the_package_are_those_of_the_table_and_every_pin_has_a_source_and_a_date():
     versions = read_versions()
     assert (ROOT / "constraints-trn1.txt").read_text() == neuron_constraints(versions)
     assert versions["baretrain"] == train.__version__
     ours = pinned("constraints.txt")
     assert (ours["torch"], ours["torch-xla"]) == (versions["torch"], versions["torch-xla"])
-
-
-def test_every_pin_has_a_source_and_a_date():
-    versions = read_versions()
-    for table in (versions.pins, versions.keys, versions.bases):
-        for pin in table.values():
-            assert pin.version and pin.source and re.fullmatch(r"20\d\d-\d\d-\d\d", pin.date)
+    for pin in (*versions.pins.values(), *versions.keys.values(), *versions.bases.values()):
+        assert pin.version and pin.source and re.fullmatch(r"20\d\d-\d\d-\d\d", pin.date)
     assert all(re.fullmatch("[0-9A-F]{40}", key.version) for key in versions.keys.values())
     assert all(astuple(versions.sdk)) and versions.sdk.name == versions["neuron-sdk"]
 

@@ -4,25 +4,22 @@ import gzip
 import json
 from types import SimpleNamespace
 
-import pytest
-from running import lines, run, train_config, train_overrides
+from running import lines, run, train_here, train_overrides
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from train import loop
-from train.attempt.preempt import StopRequest
-from train.config import InputError
 from train.telemetry.profile import covered_s, page
 
 SETTINGS = ["backend=ddp", "profile=true", "profile_after=2", "profile_steps=2"]
 
 
-def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path):
-    for name, settings in (("plain", SETTINGS[:1]), ("traced", SETTINGS)):
-        loop.run(train_config(tmp_path / name, prepared, *settings), StopRequest())
+def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd):
+    for name, settings in (("plain", SETTINGS[:1]), ("traced", SETTINGS), ("short", [*SETTINGS, "max_steps=3"])):
+        train_here(tmp_path / name, prepared, *settings, "export=false")
     losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("plain", "traced")]
     assert losses[0] == losses[1]
-    assert not (tmp_path / "plain/profile").exists()
+    assert not (tmp_path / "plain/profile").exists() and not (tmp_path / "short/profile").exists()
+    assert "ended before 2 steps were traced" in capfd.readouterr().err
     text = (tmp_path / "traced/profile/summary.md").read_text()
     assert text.startswith("# Profile: ddp on cpu, fp32: 2 steps in ")
     assert "aten::addmm" in text and "## What to try\n\n- " in text
@@ -32,22 +29,12 @@ def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path):
 
 
 def test_a_run_through_xla_adds_what_its_device_says(prepared, tmp_path):
-    result = run(train_overrides(tmp_path / "run", prepared, "backend=xla", "eval_every=null", *SETTINGS[1:]))
+    settings = ["backend=xla", "eval_every=null", "export=false", *SETTINGS[1:]]
+    result = run(train_overrides(tmp_path / "run", prepared, *settings))
     assert result.returncode == 0, result.stderr
     text = (tmp_path / "run/profile/summary.md").read_text()
     assert text.startswith("# Profile: xla on cpu through XLA") and "CompileTime" in text
     assert lines(tmp_path / "run", "summary")[0]["graphs"] == 2  # tracing added none
-
-
-def test_an_attempt_that_ends_before_says_so(prepared, tmp_path):
-    result = run(train_overrides(tmp_path / "run", prepared, *SETTINGS, "max_steps=3"))
-    assert result.returncode == 0 and "ended before 2 steps were traced" in result.stderr + result.stdout
-    assert not (tmp_path / "run/profile").exists()
-
-
-def test_no_step_to_trace_is_rejected(prepared, tmp_path):
-    with pytest.raises(InputError, match="profile_steps=0 must be 1 or more"):
-        train_config(tmp_path / "run", prepared, "profile=true", "profile_steps=0")
 
 
 def event(name, start_s, end_s, *, device="cpu", **more):
@@ -65,12 +52,8 @@ def page_on(*events, wait_s=0.0, may_compile=False):
     return page(tracing, title="t", window_s=4.0, wait_s=wait_s, may_compile=may_compile)
 
 
-def test_spans_that_overlap_count_once():
-    assert covered_s([event("a", *span) for span in ((5, 7), (0, 2), (1, 3), (6, 6.5))]) == 5
-    assert covered_s([]) == 0
-
-
 def test_a_device_of_its_own_is_what_is_looked_at():
+    assert covered_s([event("a", *span) for span in ((5, 7), (0, 2), (1, 3), (6, 6.5))]) == 5
     host = event("aten::mm", 0, 9)
     host.append_kernel("gemm_kernel", 0, 2e6)
     kernels = [event("gemm_kernel", 0, 2, device="cuda"), event("ncclDevKernel_AllReduce", 1, 3, device="cuda")]
@@ -87,18 +70,12 @@ def test_waiting_for_another_rank_is_no_work_of_the_host():
     assert "wait for a slow one" in text and "wait for the host" not in text
 
 
-@pytest.mark.parametrize(
-    ("seen", "idea"),
-    [
-        ({"wait_s": 0.4}, "raise data.num_workers"),
-        ({"device": "cuda", "end_s": 2.0}, "The device waits for the host"),
-        ({"name": "gloo:all_reduce"}, "see docs/slow-links.md"),
-        ({"may_compile": True}, "backend.compile=layers"),
-    ],
-)
-def test_each_share_has_its_advice(seen, idea):
-    own = {key: seen[key] for key in ("device",) if key in seen}
-    only = event(seen.get("name", "aten::mm"), 0, seen.get("end_s", 4.0), **own)
-    more = {key: seen[key] for key in ("wait_s", "may_compile") if key in seen}
-    assert idea in page_on(only, **more)
-    assert idea not in page_on(event("aten::mm", 0, 4.0))
+def test_each_share_has_its_advice():
+    quiet = page_on(event("aten::mm", 0, 4.0))
+    for text, idea in (
+        (page_on(event("aten::mm", 0, 4.0), wait_s=0.4), "raise data.num_workers"),
+        (page_on(event("aten::mm", 0, 2.0, device="cuda")), "The device waits for the host"),
+        (page_on(event("gloo:all_reduce", 0, 4.0)), "see docs/slow-links.md"),
+        (page_on(event("aten::mm", 0, 4.0), may_compile=True), "backend.compile=layers"),
+    ):
+        assert idea in text and idea not in quiet

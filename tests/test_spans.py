@@ -157,43 +157,27 @@ def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=5).best == "red fox ran  home"
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=3).best == "red fox"
     assert read([one], CONTEXT, n_best=3, max_answer_tokens=2).spans[0] == Span("red fox", 7.0, 4)
-
-
-def test_no_span_ends_before_it_starts():
-    backwards = window([0, 0, 0, 0, 9], [9, 0, 0, 0, 0], k=1)
+    padded = window([LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST])  # outside of the context
+    assert [span.text for span in read([padded], CONTEXT, n_best=9, max_answer_tokens=5).spans] == ["red"]
+    backwards = window([0, 0, 0, 0, 9], [9, 0, 0, 0, 0], k=1)  # no span ends before it starts
     result = read([backwards], CONTEXT, n_best=3, max_answer_tokens=5)
     assert (result.spans, result.best, result.answer(None), result.null_odds) == ([], "", "", float("inf"))
     assert result.n_best(v2=False) == [{"text": "", "probability": 1.0, "score": 0.0, "begin": 0}]
-
-
-def test_tokens_outside_of_the_context_are_no_answers():
-    padded = window([LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST])
-    assert [span.text for span in read([padded], CONTEXT, n_best=9, max_answer_tokens=5).spans] == ["red"]
+    context, offsets = "\U0001f600 Zo\u00eb \u6771\u4eac", np.array([[0, 1], [0, 1], [2, 5], [6, 7], [7, 8]])
+    unicode = window([0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets)  # cut by characters; two tokens are of one
+    assert read([unicode], context, n_best=3, max_answer_tokens=3).best == "Zo\u00eb \u6771\u4eac"
 
 
 def test_of_several_windows_the_best_counts_and_a_span_counts_once():
-    first, second = (
-        window([0, 3, 0, 0, 0], [0, 3, 0, 0, 0], null=2.0),
-        window([0, 4, 0, 0, 5], [0, 4, 0, 0, 1], null=1.5),
-    )
+    first = window([0, 3, 0, 0, 0], [0, 3, 0, 0, 0], null=2.0)
+    second = window([0, 4, 0, 0, 5], [0, 4, 0, 0, 1], null=1.5)
     result = read([first, second], CONTEXT, n_best=20, max_answer_tokens=1)
     assert [(span.text, span.score) for span in result.spans[:2]] == [("red", 8.0), ("home", 6.0)]
     assert len({(span.text, span.begin) for span in result.spans}) == len(result.spans)
-    assert result.null_score == 1.5  # of the window that doubts least, as in the official recipe
-    assert result.null_odds == -6.5
-
-
-def test_n_best_are_sorted_and_their_probabilities_add_up():
-    result = read([window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)], CONTEXT, n_best=2, max_answer_tokens=2)
-    plain, v2 = result.n_best(v2=False), result.n_best(v2=True)
+    assert (result.null_score, result.null_odds) == (1.5, -6.5)  # of the window that doubts least, as officially
+    sure = read([window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)], CONTEXT, n_best=2, max_answer_tokens=2)
+    plain, v2 = sure.n_best(v2=False), sure.n_best(v2=True)
     assert [one["text"] for one in plain] == ["red", "red fox"]
     assert plain[0]["probability"] == pytest.approx(1 / (1 + np.exp(-2)))
     assert [one["text"] for one in v2] == ["red", "", "red fox"]
     assert sum(one["probability"] for one in v2) == pytest.approx(1)
-
-
-def test_spans_of_unicode_are_cut_by_characters():
-    context = "\U0001f600 Zo\u00eb \u6771\u4eac"
-    offsets = np.array([[0, 1], [0, 1], [2, 5], [6, 7], [7, 8]])  # two tokens of one character
-    one = window([0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets)
-    assert read([one], context, n_best=3, max_answer_tokens=3).best == "Zo\u00eb \u6771\u4eac"

@@ -60,7 +60,7 @@ class Attempt:
     folder: RunFolder
     identity: dict[str, Any]
     stop: StopRequest
-    saves: bool = True  # if not, each machine may have a run folder of its own
+    saves: bool = True  # if not, each rank may have a run folder of its own
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # the requests to stop, with their ranks
@@ -83,7 +83,7 @@ class Attempt:
         owner = self.lease.claim["owner"] if self.lease else ""
         everyone = world.all_gather_object((self.folder.previous, owner, here))
         self.folder.previous, owner, _ = everyone[0]
-        if self.lease is None:
+        if self.lease is None and self.saves:
             self.folder.guard = partial(check_owner, self.folder.storage, owner)
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}

@@ -38,6 +38,7 @@ ROUNDS = "rounds"  # the number of the newest round
 ROSTER = "roster"
 REJECTION = "rejection"  # of a rank; it holds for all later attempts too, since it ends torchrun for good
 NUM_INFORMED = "num_informed"  # ranks of the machines that know of the rejection
+KEPT: list[dist.Store] = []  # of rank 0: without a client here its server ends, and forgets who was informed
 Result = TypeVar("Result")
 
 
@@ -188,6 +189,8 @@ class Rendezvous:
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
         )
+        if keeps_store:
+            KEPT.append(store)
         return dist.PrefixStore("rendezvous", store)
 
 

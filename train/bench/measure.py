@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import stat
 import tempfile
 import time
 import timeit
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +23,13 @@ from train.backend.base import peak_device_bytes
 from train.bench.config import BenchConfig
 from train.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 from train.cli import compose as cli
-from train.config import Failure, HubConfig, InputError, TrainConfig, check
+from train.config import Failure, HubConfig, InputError, TrainConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.host import machine
 from train.host.environment import environment
-from train.host.launched import Launched, launched
+from train.host.launched import launched
 from train.host.memory import limit_allocations, own_peak_bytes, total_memory_bytes
-from train.host.processes import owner_name
 from train.ranks import AGREED
 from train.report.texts import plural
 from train.storage.atomic_io import write_atomic
@@ -41,7 +37,6 @@ from train.telemetry.metrics import Recorder
 
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
-OTHERS_END_S = 10.0  # for the other ranks of this machine to leave the run folder
 SIZES = (512, 1024, 2048, 4096, 8192)  # rows and columns of the matrices
 LONG_ENOUGH_S = 0.05  # a product that takes longer shows the peak
 REPEATS = 8
@@ -51,7 +46,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     """Measure, write the figures to cfg.output, print them on rank 0. Every rank calls it."""
     launch = launched()
     try:
-        with own_folder(launch) as folder, StopRequest() as stop:
+        with tempfile.TemporaryDirectory(prefix="baretrain-bench-") as folder, StopRequest() as stop:
             meter = Meter(cfg, stop)
             reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
     except InputError:
@@ -82,14 +77,12 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def short_run(cfg: BenchConfig, folder: Path) -> TrainConfig:
-    """The same run without evaluations, saves and exports, with a line after each window. Its schedule is that of the
-    whole run, so that its numbers stay as usual.
-    """
+def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
+    """The same run with its own schedule, a line after each window, and no evaluations, saves and exports."""
     enough = cfg.untimed + cfg.steps + 2  # the last step that is timed asks for the end, which is after the next one
     return replace(
         cfg,
-        run_dir=str(folder),
+        run_dir=folder,
         max_steps=max(cfg.max_steps or 0, enough),
         max_examples=None,
         max_epochs=None,
@@ -211,27 +204,3 @@ def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
         if took_s > LONG_ENOUGH_S:
             break
     return best
-
-
-# ---- the folder ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def own_folder(launch: Launched) -> Iterator[Path]:
-    """A run folder for the ranks of this machine, which is removed at the end."""
-    first = os.getppid() if launch.is_under_torchrun else os.getpid()
-    path = Path(tempfile.gettempdir()) / f"baretrain-bench-{owner_name(first or os.getpid())}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    check(is_ours, f"{path} is not a folder that only this user may use; remove it, or set TMPDIR")
-    try:
-        yield path
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # which other ranks may do too
-        raise
-    if launch.local_rank == 0:
-        until_s = time.monotonic() + OTHERS_END_S
-        while len(list(path.glob("log/exit_rank_*.json"))) < launch.local_world_size and time.monotonic() < until_s:
-            time.sleep(0.05)
-        shutil.rmtree(path)

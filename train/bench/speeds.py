@@ -40,9 +40,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak | None) -> dict[str, Any]:
-    """Speeds of all ranks together. `mfu` is the model's arithmetic a second over the peak of all ranks; None if one of
-    them is unknown.
-    """
+    """Speeds of all ranks together; the MFU is None without the model's arithmetic or the peak."""
     wall_s, flops = sum(each.wall_s for each in windows), sum(each.flops for each in windows)
     tokens, slots = sum(each.tokens for each in windows), sum(each.slots for each in windows)
     flops_per_s = flops / wall_s or None

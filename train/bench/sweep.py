@@ -1,7 +1,4 @@
-"""Micro batches, each measured in processes of its own, with the same global batch: which fit, which is the fastest.
-
-A process that runs out of memory leaves nothing behind that would spoil the next try. Nothing here is on a device.
-"""
+"""Micro batches of one global batch, each measured in processes of its own: which fit, which is the fastest."""
 
 from __future__ import annotations
 
@@ -68,12 +65,25 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     if target is not None:
         check(not target.exists(), f"save_as={cfg.save_as}: {target} exists; choose another name")
         check(os.access(target.parent, os.W_OK), f"save_as={cfg.save_as}: no file can be written to {target.parent}")
-    sizes, first = sizes_of(cfg)
+    share, sizes, first = sizes_of(cfg)
     from train.tasks import build_task  # late: torch takes seconds to import
 
     build_task(cfg)  # or else the first try finds out, after a minute, what cannot be opened
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
-    tries, ended = measure_all(cfg, settings, sizes, first, limit_gib)
+    tries: list[Try] = []
+    print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
+    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-") as work:
+
+        def attempt(size: int) -> Try:
+            command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
+            tried = try_size(command, size, share // size, Path(work))
+            tries.append(tried)
+            peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
+            speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
+            print(f"{size:11}  {tried.accumulation:12}  {speed:>10}  {peak:>10}  {tried.verdict}", flush=True)
+            return tried
+
+        ended = search(sizes, first, attempt)
     fitting = [each for each in tries if each.bench is not None]
     best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
     largest = max((each.micro_batch_size for each in fitting), default=None)
@@ -106,40 +116,17 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     return cli.DONE
 
 
-def measure_all(
-    cfg: BenchConfig, settings: Sequence[str], sizes: Sequence[int], first: int, limit_gib: float
-) -> tuple[list[Try], str]:
-    """The tries, each printed as it ends, and why there are no more."""
-    tries: list[Try] = []
-    share = (cfg.global_batch_size or 0) // cfg.nproc
-    print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
-    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-") as work:
-
-        def attempt(size: int) -> Try:
-            command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
-            tried = try_size(command, size, share // size, Path(work))
-            tries.append(tried)
-            peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
-            speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
-            print(f"{size:11}  {tried.accumulation:12}  {speed:>10}  {peak:>10}  {tried.verdict}", flush=True)
-            return tried
-
-        return tries, search(sizes, first, attempt)
-
-
-def sizes_of(cfg: BenchConfig) -> tuple[list[int], int]:
-    """The micro batches that divide a rank's share of the global batch, in order, and the first one to try."""
+def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
+    """The sequences of a replica in a step, the micro batches that divide them, in order, and the first one to try."""
     check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
-    whole = cfg.global_batch_size or 0
-    text = f"global_batch_size={whole} does not divide over nproc={cfg.nproc} ranks; make it a multiple"
-    check(whole % cfg.nproc == 0, text)
-    share = whole // cfg.parallel.replicas(cfg.nproc)
-    most = min(share, cfg.max_micro_batch or whole)
+    share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
+    whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
+    check(rest == 0, f"{whole} leaves a rest; make it a multiple")
+    most = min(share, cfg.max_micro_batch or share)
     usable = [size for size in range(1, most + 1) if share % size == 0 and is_usable(cfg, size)]
-    text = f"none of the micro batches up to {most} that divide global_batch_size={whole} over nproc={cfg.nproc}"
-    check(usable != [], f"{text} suits the backend and the instance")
+    check(usable != [], f"no micro batch up to {most} that divides {whole} suits the backend and the instance")
     wanted = cfg.micro_batch_size or FIRST
-    return usable, max((size for size in usable if size <= wanted), default=usable[0])
+    return share, usable, max((size for size in usable if size <= wanted), default=usable[0])
 
 
 def is_usable(cfg: BenchConfig, size: int) -> bool:
@@ -155,9 +142,7 @@ def is_usable(cfg: BenchConfig, size: int) -> bool:
 
 
 def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> str:
-    """Try sizes: halves of the first one until one fits, or its half if it fits, then doubles while they fit and are
-    faster, then what lies between the largest that fits and the smallest that does not. Returns why it ended.
-    """
+    """Try sizes in the order that docs/bench.md describes. Returns why it ended."""
     tried = attempt(first)
     failed: int | None = None
     while tried.bench is None:
@@ -226,9 +211,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
 
 
 def outcome_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
-    """Fits, or how memory ran out; None for another failure. `kills`: processes that the kernel killed meanwhile for
-    lack of memory, if it counts them.
-    """
+    """Fits, or how memory ran out; None for another failure. `kills`: by the kernel, if it counts them."""
     if status == cli.DONE and result.get("kind") == "bench":
         return "fits"
     if result.get("kind") in OUT_OF_MEMORY:

@@ -1,6 +1,4 @@
-"""`python -m train.compare key=value ...`: a training run in several variants, one after the other, and the report on
-them. With run folders instead of settings it is `python -m train.report`.
-"""
+"""`python -m train.compare key=value ...`: a training run in several variants, and the report on them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The variants of a training run, one after the other: each a `python -m train` of its own, alone or under torchrun.
-
-A variant whose run has ended is not run again; one that failed does not keep the others from running.
-"""
+"""The variants of a training run, one after the other: each a `python -m train`, alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ class Ending(NamedTuple):
 
 
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
-    """The runs of a comparison, the baseline first. `given` are the overrides that led to `cfg`. InputError if one of
-    them is no training run.
-    """
+    """The runs of a comparison, the baseline first. `given`: the overrides that led to `cfg`."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
     variants = [make_variant(cfg, common, FileName(name)) for name in cfg.compare.names]
     for variant in list(variants):
@@ -77,9 +72,7 @@ def settings(cfg: TrainConfig) -> bytes:
 
 
 def check_tasks(variants: Sequence[Variant]) -> None:
-    """InputError for a variant that is still to be run and whose tokenizer, model or data cannot be opened. Labelled
-    data is prepared here, once for all of them.
-    """
+    """InputError if what a variant that is to be run needs cannot be opened. Labelled data is prepared here, once."""
     from train.tasks import build_task
 
     for variant in variants:

@@ -24,8 +24,7 @@ from train.attempt.rejection import inform_others
 from train.cli.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
-from train.doctor.finding import Finding, is_red, screen, wrap
-from train.doctor.probe import instance_names
+from train.doctor.probe import Finding, instance_names, is_red, screen, wrap
 from train.host import rank_setup
 from train.host.launched import check_launch, launched
 

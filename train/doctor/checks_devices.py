@@ -9,8 +9,7 @@ from __future__ import annotations
 import csv
 import re
 
-from train.doctor.finding import Finding, bad, ok, skip, warn
-from train.doctor.probe import Probe, ToolOutput
+from train.doctor.probe import Finding, Probe, ToolOutput, bad, ok, skip, warn
 from train.host.machine import Chip, read_neuron_ls
 
 CHIP_QUERY = ("neuron-ls", "-j")

@@ -7,8 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from train.doctor.finding import Finding, bad, ok, skip, warn
-from train.doctor.probe import Probe, nearest
+from train.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 from train.host import machine
 from train.host.rank_setup import OPEN_FILES
 

@@ -1,8 +1,4 @@
-"""Checks of a bucket: whether it can be reached, its region, and the difference between this clock and S3's.
-
-They need one HEAD request, and write nothing. They were run against a local server, not against S3 itself. The module
-imports boto3: import it late.
-"""
+"""Checks of a bucket by one HEAD request. Not run against S3 itself. Import it late: boto3 takes long."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from train.config import S3Config
-from train.doctor.finding import Finding, bad, ok, warn
+from train.doctor.probe import Finding, bad, ok, warn
 from train.storage.aws_errors import NO_ANSWER, code_of, one_line, problem_and_cure
 from train.storage.s3 import open_session
 
@@ -43,9 +39,7 @@ def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
 
 
 def answered(name: str, status: int, there: str, here: str | None) -> Finding:
-    """The finding on a bucket of a region, by the status of a HEAD request, whose answer has no body, and by this
-    session's region.
-    """
+    """The finding on a bucket of the region `there`, by the status of a HEAD request."""
     change = f"export AWS_DEFAULT_REGION={there or 'the region of the bucket'}"
     if status in (301, 307):
         text = f"{name} is in another region ({there or 'unknown'}; this session: {here or 'none'})"

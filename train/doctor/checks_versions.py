@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from train.doctor.finding import Finding, bad, ok, skip, warn
-from train.doctor.probe import Probe, numbers
+from train.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
 from train.host.machine import package_faults, release
 from train.host.versions import INDEX as NEURON_INDEX
 from train.host.versions import read_versions

@@ -23,7 +23,7 @@ from train.backend import Backend, open_backend
 from train.cli.command import FAILED, printable
 from train.config import BackendConfig, Failure, InstanceConfig
 from train.config.backend import DEFAULT_TIMEOUT_S
-from train.doctor.finding import Finding, State, bad, ok
+from train.doctor.probe import Finding, State, bad, ok
 from train.host.launched import launched
 from train.ranks import World
 from train.report.texts import plural
@@ -61,11 +61,7 @@ class Measured:
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
-    """Join the ranks and measure; all ranks call it. `mib`: size of every large exchange, in MiB; None: by the device
-    and the number of ranks.
-
-    Raises Failure that names the operation which failed.
-    """
+    """Join the ranks and measure; all ranks call it. `mib`: size of a large exchange. Failure names the operation."""
     timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
     with deadline("joining the ranks", cfg.join_timeout_s + timeout_s, "backend.join_timeout_s + backend.timeout_s"):
         backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
@@ -183,9 +179,7 @@ def measure_links(
 
 
 def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """All pairs, in rounds in which nobody is in two of them: in a round the places of each pair have the same sum,
-    modulo the number of members.
-    """
+    """All pairs, in rounds in which nobody is twice: the places of a pair have the round's sum, modulo all."""
     number = len(members)
     places = [[(first, (total - first) % number) for first in range(number)] for total in range(number)]
     return [[(members[a], members[b]) for a, b in pairs if a < b] for pairs in places]

@@ -1,8 +1,5 @@
-"""The model card, RUN/export/README.md: task, data, results, machines and cost.
-
-All of it comes from the run folder, so it can be written from a copy on a laptop without torch. Figures that are not
-known are called unknown. Others will read the card, so it has no paths, hosts or endpoints: of a folder, only its last
-name is written.
+"""The model card, RUN/export/README.md. Others will read it, so it has no paths, hosts or endpoints: of a folder, only
+its last name is written. All comes from the run folder: it can be written from a copy on a laptop without torch.
 """
 
 from __future__ import annotations
@@ -136,10 +133,7 @@ def exported_evaluation(run: Run) -> Line | None:
 
 
 def hub_id(run: Run, key: str) -> str | None:
-    """The value of a setting if it is an id on the Hub; None if it is a path.
-
-    As for transformers and datasets, a folder of that name goes first.
-    """
+    """The value of a setting if it is an id on the Hub; None if it is a path. A folder of that name goes first."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     value = str(run.config.get(key) or "")

@@ -1,10 +1,6 @@
-"""Pushing a run to the Hugging Face Hub: `python -m train.hub RUN --to user/name [--public] [--dry-run]`.
-
-One commit holds the exported model with its tokenizer and card, TensorBoard's files under runs/<name of the run>, the
-best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name private
-paths. huggingface_hub finds the token (HF_TOKEN, or that of `hf auth login`); it is written to no file and no message.
-
-Exit codes: 0 done, 1 the Hub did not answer as it should, 2 wrong arguments, or the Hub rejects the push.
+"""Pushing a run to the Hugging Face Hub, in one commit: the exported model with its tokenizer and card, TensorBoard's
+files, the best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name
+private paths. The token (HF_TOKEN, or that of `hf auth login`) is written to no file and no message.
 """
 
 from __future__ import annotations
@@ -42,9 +38,8 @@ CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "
 
 
 def check_push(cfg: TrainConfig) -> None:
-    """Check on rank 0 that the Hub will accept the run at its end; InputError if not, or if the Hub does not answer.
-
-    A run that has begun is only warned: its end may be days ahead, and it can be pushed later.
+    """Check on rank 0 that the Hub will accept the run at its end; InputError if not. A run that has begun is only
+    warned: its end may be days ahead, and it can be pushed later.
     """
     to = cfg.hub.push_to
     if to is None or launched().rank != 0:
@@ -60,8 +55,8 @@ def check_push(cfg: TrainConfig) -> None:
 
 
 def push(folder: RunFolder, to: str, *, private: bool) -> str:
-    """Push a run whose folder is complete on this machine; returns the address. Failure, with the command that pushes
-    the run again, if the Hub did not accept it.
+    """Push a complete run; returns the address. Failure, with the command for another try, if the Hub does not accept
+    it.
     """
     try:
         return send(gathered(folder.path, name_of(folder)), to, private=private)
@@ -120,9 +115,7 @@ def is_to_push(path: Path, run: Path) -> bool:
 
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Yield a run folder on this machine; for one in S3, a copy of what is pushed. TensorBoard's files are not in S3:
-    they are pushed from the machine that trained.
-    """
+    """Yield a run folder on this machine; for one in S3, a copy of what is pushed, without TensorBoard's files."""
     check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; name a run_dir")
     if not folder.is_remote:
         yield folder.path

@@ -100,9 +100,7 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 
 
 def ability(summary: Summary) -> str:
-    """What to expect of a masked language model that fills in blanks, by how much better than the frequencies of tokens
-    it predicts them; empty if that is not known.
-    """
+    """What to expect of a masked language model by its loss and accuracy; empty if these are not known."""
     scores, entropy = summary["scores"], summary["unigram_entropy"]
     loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in ("loss", "masked_accuracy"))
     loss = scores["mlm_loss"]["last"][0] if "mlm_loss" in scores else loss
@@ -220,9 +218,7 @@ class Cell(NamedTuple):
 
 
 def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> dict[str, list[Cell]]:
-    """A row for each card that a run has, with the best value marked where the runs can be compared by it. `of_runs`:
-    the cards of each run.
-    """
+    """A row for each card that a run has, with the best value marked where the runs can be compared by it."""
     rows = {}
     for name in CARDS:
         cells = [each.get(name) for each in of_runs]

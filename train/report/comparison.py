@@ -1,6 +1,4 @@
-"""Runs beside the first one, the baseline: ratios of their figures, whether they did the same work, and whether it came
-out equally well.
-"""
+"""Runs beside the first one, the baseline: ratios, whether they did the same work, and whether equally well."""
 
 from __future__ import annotations
 
@@ -32,10 +30,9 @@ def times(run: Run, baseline: Run, key: str) -> str:
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Whether the last validation score equals the baseline's, by the metric that its best.metric names or by the loss.
+    """Whether the last validation score equals the baseline's, by its best.metric or by the loss, within a share of it.
 
-    `tolerance` is the share of the baseline's score by which equal ones may differ. Runs that were validated on
-    different data are never called equal.
+    Runs that were validated on different data are never called equal.
     """
     there, here = baseline.summary["scores"], run.summary["scores"]
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]

@@ -1,7 +1,4 @@
-"""Labelled data and best evaluation of a run: data.json and evaluation.json, and tables of them.
-
-Both are optional: pretraining has none. No torch here.
-"""
+"""Labelled data and best evaluation of a run, both optional: data.json, evaluation.json, and tables of them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from train.config import InputError
 from train.report.texts import count, score, share
@@ -75,9 +73,6 @@ class Evaluated:
             raise BadContent(f"the confusion of {len(self.labels)} labels is no square")
 
 
-Facts = TypeVar("Facts", SplitFacts, Evaluated)
-
-
 @dataclass(frozen=True)
 class Records:
     labels: list[str] = field(default_factory=list)
@@ -108,9 +103,9 @@ def read_mapping(
 
 def read_records(folder: Folder) -> Records | None:
     """data.json and evaluation.json of a run folder; None if it has neither. InputError, one line, for damaged ones."""
-    data = read_mapping(folder, "data.json", parse, data_of)
-    evaluation = read_mapping(folder, "evaluation.json", parse, evaluation_of)
-    return Records(**data, **evaluation) if data or evaluation else None
+    data = read_mapping(folder, "data.json", parse, partial(fields_of, "splits", SplitFacts))
+    evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, "evaluated", Evaluated))
+    return Records(**data | evaluation) if data or evaluation else None
 
 
 def parse(content: bytes) -> Any:
@@ -125,29 +120,21 @@ def parse(content: bytes) -> Any:
     return json.loads(content, object_hook=drop_unknown, parse_float=finite, parse_constant=finite)
 
 
-def data_of(content: dict[str, Any]) -> dict[str, Any]:
-    labels = of_type(list[str], content.get("labels", []), "labels")
-    lengths = of_type(list[float], content.get("lengths", []), "lengths")
-    return {"labels": labels, "lengths": lengths, "splits": splits_of(SplitFacts, content)}
-
-
-def evaluation_of(content: dict[str, Any]) -> dict[str, Any]:
-    step = of_type(int | None, content.get("step"), "step")
-    return {"step": step, "evaluated": splits_of(Evaluated, content)}
-
-
-def splits_of(kind: type[Facts], content: dict[str, Any]) -> list[Facts]:
-    """Make each split: training and validation first, the others by name. Fields that `kind` lacks are dropped."""
+def fields_of(name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]) -> dict[str, Any]:
+    """Fields of Records: under `name` the splits, as `kind`; training and validation first, the others by name. What
+    `kind` lacks is dropped.
+    """
+    hints = {"labels": list[str], "lengths": list[float], "step": int}
+    result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
-    result, known = [], {item.name for item in fields(kind)}
-    for name in sorted(splits, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
-        values = {key: value for key, value in splits[name].items() if key in known}
-        if "metrics" in known:
-            metrics = of_type(dict[str, Any], values.get("metrics", {}), f"splits.{name}.metrics")
-            values["metrics"] = metrics | {
-                key: value for key, value in splits[name].items() if type(value) in (int, float)
-            }
-        result.append(record(kind, values | {"name": name}, f"splits.{name}"))
+    result[name], known = [], {item.name for item in fields(kind)}
+    for split in sorted(splits, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each)):
+        values = {key: value for key, value in splits[split].items() if key in known}
+        if kind is Evaluated:
+            metrics = of_type(dict[str, Any], values.get("metrics", {}), f"splits.{split}.metrics")
+            others = {key: value for key, value in splits[split].items() if type(value) in (int, float)}
+            values["metrics"] = metrics | others
+        result[name].append(record(kind, values | {"name": split}, f"splits.{split}"))
     return result
 
 

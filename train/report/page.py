@@ -1,7 +1,4 @@
-"""The page of one run or several: one HTML file to read, keep and send, with its figures as PNGs beside it.
-
-It needs no torch: a laptop that has only copies of the run folders can write it.
-"""
+"""The page of one run or several: one HTML file to read, keep and send, with its figures as PNGs beside it."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from train.config.train import TOLERANCE
 from train.report import comparison
 from train.report.cards import ability, cards, side_by_side
 from train.report.data import Records, Table, classes_table, f1_comparison, labels_table, metrics_table, splits_table
-from train.report.data_figures import data_figures
-from train.report.figures import MAX_POINTS, curves, look, x_axis
+from train.report.figures import MAX_POINTS, curves, data_figures, look, x_axis
 from train.report.run import Run, tell_apart
 from train.report.texts import as_text, at_step, duration, percent, printable
 from train.run_folder import samples
@@ -195,14 +191,8 @@ def fill_template(values: dict[str, Any]) -> str:
 
 
 def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
-    """Write report.html and its PNGs to the folder `output`; returns the path of the HTML.
-
-    What readers look for comes first: cards, curves, samples. The long table and all settings fold below. Several runs
-    stand beside the first one.
-
-    Args:
-        tolerance: share of the first run's validation score by which an equal one may differ.
-        failed: a line on each run that is missing here, since it failed.
+    """Write report.html and its PNGs to the folder `output`; returns the path of the HTML. `failed`: lines on runs that
+    are missing. What readers look for comes first; the long table and all settings fold below.
     """
     tell_apart(runs)
     is_one = len(runs) == 1

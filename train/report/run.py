@@ -62,8 +62,12 @@ def read_run(folder: Folder | Path) -> Run:
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
     start_s = number(environment, "first_started_unix_s")
-    if start_s is not None:
-        lines = [{**line, "since_start_s": line["time_unix_s"] - start_s} for line in lines]
+    for line in lines:
+        if start_s is not None:
+            line["since_start_s"] = line["time_unix_s"] - start_s
+        waited_s, step_s, steps = (number(line, key) for key in ("data_wait_s", "step_s", "steps"))
+        if waited_s is not None and step_s and steps:
+            line["data_wait_share"] = waited_s / (step_s * steps)
     attempts, kept = split_attempts(lines), drop_superseded(lines)
     run = Run(folder, config, environment, attempts, kept, read_records(folder), read_outcome(folder))
     run.label = printable(run.name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 from train.config.checks import LARGEST
+from train.storage.folders import sha256_bytes
 
 LONG = 1e6  # a ratio above it is written with an exponent
 
@@ -29,6 +31,13 @@ def as_text(value: object) -> str:
 
 def spoken(metric: str) -> str:
     return printable(metric.replace("_", " "))
+
+
+def file_name(prefix: str, name: str) -> str:
+    """The name of a figure's file: the same in every report. A hash tells names apart that no file can have."""
+    plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
+    hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
+    return f"{prefix}_{plain}{hashed}"
 
 
 def plural(count: float, one: str, many: str = "") -> str:

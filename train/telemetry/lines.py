@@ -19,11 +19,9 @@ def read_lines(metrics: Path, *, is_strict: bool = False) -> Iterator[dict[str, 
 
 
 def parse_lines(content: bytes, *, where: str = "metrics.jsonl", is_strict: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, which may hold anything.
-
-    A last line that a killed process left half written is left out. So are others that are damaged, since a run
-    continues without them; `is_strict` raises InputError for them. InputError in any case if a line does not name its
-    attempt: an earlier version wrote it, and nothing here can use it.
+    """Yield the lines of metrics.jsonl, without a last one that is half written. Other damaged lines are left out too,
+    or an InputError if `is_strict`. InputError in any case if a line does not name its attempt: an earlier version
+    wrote it, and nothing here can use it.
     """
     *whole, half = content.split(b"\n")
     rows = [(number, row) for number, row in enumerate([*whole, half], 1) if row.strip()]

@@ -1,6 +1,5 @@
-"""What is measured while a run trains, on every rank, and what of it becomes a line of metrics.jsonl and the console.
-
-Numbers that live on the device are read back only every `log_every` steps, so that measuring does not stop the device.
+"""What is measured on every rank while a run trains, and the lines that rank 0 makes of it. Numbers that live on the
+device are read back only every `log_every` steps, so that measuring does not stop the device.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from train.backend.base import peak_device_bytes
 from train.config import Plan, TrainConfig
@@ -51,16 +50,6 @@ class Window:
     work_s: float = 0.0  # that this rank waited for data or was in forward passes, without waiting for other ranks
     busy_s: float = 0.0  # in steps, data included; without evaluation, saving and compiling
     compile_s: float = 0.0  # in steps
-
-
-class Sums(NamedTuple):
-    """What a line needs from the device and from all ranks, beside the window."""
-
-    loss: float
-    wait_s: float  # mean of the ranks
-    works_s: list[float]  # [world_size]
-    bubble: dict[str, float]  # fields of the line
-    sample: HardwareSample
 
 
 @dataclass
@@ -150,27 +139,26 @@ class Recorder:
     def end_step(
         self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
     ) -> None:
-        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens an example. Every `log_every`
-        steps, and when `reads`, read the device, add up over the ranks, and write a line.
-
-        Raises:
-            FloatingPointError: loss or gradient are no longer finite although the last step was not skipped; on all
-                ranks alike.
+        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens. Every `log_every` steps, and
+        when `reads`, read the device, add up over the ranks, and write a line. Raises FloatingPointError, on all ranks
+        alike, if loss or gradient are no longer finite although the last step was not skipped.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
         must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
         if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
-            sums = self._add_up()
-            norm = float(self.backend.to_host([grad_norm])[0])
+            fields, works_s, num_alarms = self._add_up()
+            loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
             skipped, self.skips_in_a_row = (0, 0) if self.cfg.collect_graphs else self.backend.skips.counts()
         self.console.bar.update()
-        self._time_step()
+        compile_s = self.backend.graphs().compile_s - self.compiled_s
+        self.window.compile_s += compile_s
+        self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
         if self.profiler is not None:
             self.profiler.end_step(self.step_wait_s)
         if is_due:
-            stragglers = self.stragglers.see(sums.works_s)
-            self._write_train(lr, norm, sums)
+            stragglers = self.stragglers.see(works_s)
+            self._write_train({**fields, "lr": lr, "grad_norm": norm}, num_alarms)
             self.window = Window()
             for text in stragglers:
                 self.alarm(text)
@@ -178,9 +166,9 @@ class Recorder:
             self.progress.skipped += new
             if new:
                 self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
-            elif not (self.skips_in_a_row or self.cfg.collect_graphs or all(map(math.isfinite, (sums.loss, norm)))):
+            elif not (self.skips_in_a_row or self.cfg.collect_graphs or all(map(math.isfinite, (loss, norm)))):
                 raise FloatingPointError(
-                    f"the loss is {sums.loss}, the gradient's norm {norm} at step {step}: a new run_dir with a lower "
+                    f"the loss is {loss}, the gradient's norm {norm} at step {step}: a new run_dir with a lower "
                     "optim.lr, or fp32, may help"
                 )
 
@@ -199,8 +187,10 @@ class Recorder:
         self.steps_of[seq_len] += 1
         self.last_length = seq_len
 
-    def _add_up(self) -> Sums:
-        """Add up the window over the ranks; waits for the device."""
+    def _add_up(self) -> tuple[dict[str, float], list[float], float]:
+        """Add up the window over the ranks; waits for the device. Returns fields of the line, the seconds of work of
+        each rank, and the number of alarms of all machines.
+        """
         window, world = self.window, self.world
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
@@ -213,23 +203,16 @@ class Recorder:
         if self.steps_done > window.steps:
             self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
         sample = HardwareSample.from_values(others[world.size :])
-        bubble = bubble_share(passes_s, span_s)
-        return Sums(loss_sum / (window.count or 1.0), wait_s, others[: world.size], bubble, sample)
+        fields = {"loss": loss_sum / (window.count or 1.0), "data_wait_s": wait_s, **bubble_share(passes_s, span_s)}
+        fields |= sample.fields(peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision))
+        return fields, others[: world.size], sample.num_alarms
 
-    def _time_step(self) -> None:
-        compile_s = self.backend.graphs().compile_s - self.compiled_s
-        self.window.compile_s += compile_s
-        self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
-
-    def _write_train(self, lr: float, grad_norm: float, sums: Sums) -> None:
+    def _write_train(self, fields: dict[str, float], num_alarms: float) -> None:
         window = self.window
         line = {
             "step": self.progress.step,
-            "loss": sums.loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
+            **fields,
             "tokens_per_s": window.tokens / window.busy_s,
-            "data_wait_s": sums.wait_s,
             "step_s": window.busy_s / window.steps,
             "steps": window.steps,
             "train_s": self.train_s,
@@ -238,7 +221,6 @@ class Recorder:
             "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
             "goodput": self.goodput(),
             **self.stragglers.fields,
-            **sums.bubble,
         }
         if (mfu := self.mfu(window.flops / window.busy_s)) is not None:
             line["mfu"] = mfu
@@ -248,9 +230,8 @@ class Recorder:
             line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
-        line |= sums.sample.fields(peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision))
         self.write("train", line)
-        if sums.sample.num_alarms:  # the same number on all ranks, so all of them gather
+        if num_alarms:  # the same number on all ranks, so all of them gather
             for alarms in self.world.gather(self.monitor.alarms()):
                 for text in alarms:
                     self.alarm(text)
@@ -326,8 +307,8 @@ class Recorder:
         )
 
     def cost_usd(self) -> float | None:
-        """The price of the machines while all attempts so far ran: steps, start-up, compiling, evaluations and saves,
-        without the pauses between attempts. None for instances without a known price, and on ranks other than 0.
+        """The price of the machines for all attempts so far, without the pauses between them; None if it is unknown,
+        and on ranks other than 0.
         """
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:

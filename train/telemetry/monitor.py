@@ -53,10 +53,8 @@ class HardwareSample:
         return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
 
     def fields(self, *, peak_flops_per_s: float | None) -> dict[str, float]:
-        """Fields of the train line: means per device or machine, as shares or bytes, and the new errors of all.
-
-        `hardware_mfu` is the share of its peak that a device reports to have computed; the `mfu` of a train line is
-        what the model needs.
+        """Fields of the train line: means per device or machine, and the new errors of all. `hardware_mfu` is what a
+        device reports to have computed, as a share of its peak; the `mfu` of a line is what the model needs.
         """
         known = {name: total / num for name, (total, num) in self.totals.items() if name != "device_errors"}
         flops = known.pop("device_flops_per_s", None)
@@ -140,10 +138,8 @@ class Monitor:
 def open_monitor(
     kind: str, *, num_devices: int, is_first_on_machine: bool, run_tag: str | None = None, period_s: float = 1.0
 ) -> Monitor:
-    """A monitor of this machine on its first rank; on the other ranks one that reads nothing.
-
-    `kind` is neuron, nvidia or cpu; `num_devices` is the number of ranks on this machine. `run_tag` is the
-    NEURON_PROCESS_TAG that the run's processes were started with.
+    """A monitor of this machine on its first rank, else one that reads nothing. `run_tag`: the NEURON_PROCESS_TAG of
+    the run's processes.
     """
     sources: dict[str, Source] = {
         "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),

@@ -72,17 +72,21 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
     not start or ends. `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the NEURON_PROCESS_TAG
     of its processes.
 
-    The child must not outlive the run. It is ended when this function or the interpreter ends. A run that is killed
-    does neither, but its end of the pipe closes with it, and the tool gets SIGPIPE at its next line, a second later.
-    That needs no code between fork and exec (`preexec_fn`), which may deadlock in a process with threads. The child
-    stays in the run's session, so that a scheduler which kills the group kills it too.
+    The child must not outlive the run. It is ended when this function or the interpreter ends. If the run is killed,
+    the tool gets SIGPIPE at its next line; a `preexec_fn` may deadlock in a process with threads.
     """
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
         raise FileNotFoundError(f"{TOOL} is neither on PATH nor in {FOLDER}")
     with tempfile.TemporaryDirectory(prefix="neuron-monitor-", ignore_cleanup_errors=True) as folder:
         config, messages = Path(folder) / "config.json", Path(folder) / "stderr.txt"
-        config.write_text(json.dumps(tool_config(period_s)))
+        metrics = [{"type": name} for name in RUNTIME_GROUPS]
+        wanted = {
+            "period": f"{period_s:g}s",
+            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # of every process: `ours` chooses
+            "system_metrics": [{"type": "neuron_hw_counters"}],
+        }
+        config.write_text(json.dumps(wanted))
         with messages.open("wb") as stderr:
             child = subprocess.Popen(
                 [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
@@ -107,15 +111,6 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(STOP_S)
                 child.kill()
-
-
-def tool_config(period_s: float) -> dict[str, Any]:
-    """The tool's configuration: every process (they are filtered here) and the counters of memory errors."""
-    return {
-        "period": f"{period_s:g}s",
-        "neuron_runtimes": [{"tag_filter": ".*", "metrics": [{"type": name} for name in RUNTIME_GROUPS]}],
-        "system_metrics": [{"type": "neuron_hw_counters"}],
-    }
 
 
 # ---- a line --------------------------------------------------------------------------------------------------------
@@ -147,10 +142,7 @@ class LineParser:
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The processes that carry the run's tag; if the run has no tag or none carries it, the processes without one.
-
-        The tool reports the number of a process that has no tag as its tag.
-        """
+        """The processes that carry the run's tag, or else those without one, whose tag is their number to the tool."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
@@ -199,11 +191,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """The increase of each counter of uncorrected errors.
-
-        The guide does not say whether they count a period or all time: an increase is new in both cases, the counts of
-        the first line are not.
-        """
+        """The increase of each counter of uncorrected errors, which is new whether they count a period or all time."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
@@ -216,9 +204,8 @@ class LineParser:
 
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
-    """Failed executions of one period by what went wrong.
-
-    The tool counts them by outcome and by type. If both may count the same failure, the larger count is taken.
+    """Failed executions of one period by what went wrong. The tool counts them by outcome and by type: if both may
+    count the same failure, the larger count is taken.
     """
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}

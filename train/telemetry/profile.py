@@ -1,7 +1,5 @@
-"""`profile=true`: a window of steps of rank 0 traced, and a page that says where their time went and what to try.
-
-The trace is PyTorch's own, to be opened in Perfetto (https://ui.perfetto.dev) or chrome://tracing. Tracing slows the
-steps it sees: shares of the window are to be read, not its seconds.
+"""`profile=true`: PyTorch's trace of some steps of rank 0, and a page that says where their time went and what to try.
+Tracing slows the steps it sees: shares of the window are to be read, not its seconds.
 """
 
 from __future__ import annotations

@@ -22,8 +22,11 @@ class Pace:
     is_named: bool = False
 
     def see(self, ratio: float, cfg: StragglerConfig) -> int:
-        """The number of lines in a row after which the rank becomes a straggler, or ceases to be one; else 0."""
-        if self._is_slow(ratio, cfg.factor) == self.is_named:
+        """The number of lines in a row after which the rank becomes a straggler, or ceases to be one; else 0. Until it
+        is named, a rank is compared with its own bad lines too: those of a shared machine are slow by chance.
+        """
+        usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
+        if (ratio > max(cfg.factor, usual)) == self.is_named:
             if not self.is_named:
                 self.past.extend([*self.streak, ratio])  # a slow stretch that ends by itself is usual for this rank
             self.streak = []
@@ -38,17 +41,10 @@ class Pace:
         self.is_named, self.streak = not self.is_named, []
         return needed
 
-    def _is_slow(self, ratio: float, factor: float) -> bool:
-        """Whether the rank is slow: compared with the others and, until it is named, with its own bad lines, since
-        ranks of a shared machine are slow by chance.
-        """
-        usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
-        return ratio > max(factor, usual)
-
 
 class Stragglers:
-    """Watches how long each rank has worked for each line of the metrics. `hosts` [world_size]: the machine of each
-    rank; `stages` [world_size]: a rank is compared with others of its stage only, by default with all.
+    """Compares how long the ranks have worked for each line of the metrics. `hosts` and `stages`, of each rank: ranks
+    are compared with others of their stage only, by default with all.
     """
 
     def __init__(self, cfg: StragglerConfig, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
