@@ -229,7 +229,6 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(pr
     ("overrides", "message"),
     [
         ([FSDP, "backend=xla"], "parallel=fsdp runs with backend=ddp, not backend=xla"),
-        ([FSDP, "backend=neuron"], "parallel=fsdp runs with backend=ddp, not backend=neuron"),
         ([SHARDED, "backend=xla"], "parallel.shard_optimizer=true runs with backend=ddp, not backend=xla"),
         ([FSDP, "backend.precision=fp16"], "parallel=fsdp does not go with backend.precision=fp16"),
         ([SHARDED, "backend.precision=fp16"], "shard_optimizer=true does not go with backend.precision=fp16"),

@@ -129,7 +129,7 @@ class Backend(Protocol):
         """A group of some of the ranks, in which tensors of the device are sent and added up. All ranks make the same
         groups, in the same order. InputError for a device whose collectives join all ranks only.
         """
-        raise InputError(f"parallel=pipeline runs with backend=ddp, not backend={self.name}; set parallel=data")
+        raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """Called once weights and optimizer are as the first step finds them. Raises RuntimeError unless the optimizer
@@ -193,7 +193,10 @@ class Backend(Protocol):
 
 def peak_device_bytes() -> int | None:
     """The most bytes that PyTorch's allocator had handed out on this process's device; None where there is none."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    native: Any = getattr(torch, "neuron", None)  # of TorchNeuron, which names the functions as CUDA's are named
+    return native.max_memory_allocated() if native is not None and native.is_initialized() else None
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
