@@ -4,6 +4,7 @@ Under torchrun this file is also the program of its own ranks: `python -m train`
 """
 
 import importlib.machinery
+import os
 import sys
 import types
 
@@ -16,10 +17,10 @@ from running import ROOT, lines, run, train_config, train_overrides
 from train import __main__ as program
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.backend import neuron
+from train.backend import neuron, open_backend, xla_environment
 from train.backend.base import load
 from train.backend.ddp import DDP
-from train.config import BackendConfig, InputError
+from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
 from train.host import machine, rank_setup
 from train.telemetry import monitor_neuron
 
@@ -37,6 +38,9 @@ def pretend(put, versions):
     put(machine, "installed_versions", lambda *names: {n: v for n, v in versions.items() if n in names})
     package = types.ModuleType("torch_neuronx")
     package.__spec__ = importlib.machinery.ModuleSpec("torch_neuronx", None)
+    package.fallen_back = []  # as the public source of TorchNeuron has it
+    package.get_fallback_ops = lambda: package.fallen_back
+    package.clear_op_tracking = package.fallen_back.clear
     return package
 
 
@@ -119,6 +123,95 @@ def test_the_precision_is_bf16_unless_asked(versions, asked, chosen):
     assert product.dtype == (torch.bfloat16 if chosen == "bf16" else torch.float32)
 
 
+# ---- what is its own -----------------------------------------------------------------------------------------------
+
+
+def test_the_update_is_waited_for_and_of_all_weights_at_once(versions, prepared, tmp_path, monkeypatch):
+    """Launches are asynchronous: an update of many weights failed where nothing waited for it."""
+    seen, step = [], torch.optim.AdamW.step
+
+    def recorded(optimizer, *arguments):
+        seen.append(optimizer.defaults["foreach"])
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: seen.append("wait"))
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    train(tmp_path / "run", prepared, *NEURON)
+    assert seen == [True, "wait"] * 6
+
+
+def test_the_fused_update_is_a_setting(versions):
+    assert neuron.Neuron(NeuronConfig(fused_optimizer=True)).adamw == {"fused": True}
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, tmp_path, monkeypatch, kind):
+    package, forward = sys.modules["torch_neuronx"], torch.nn.Embedding.forward
+
+    def fall_back(module, ids):
+        if torch.is_grad_enabled() == (kind == "train"):
+            package.fallen_back[:] = ["aten::sort"]
+        return forward(module, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", fall_back)
+    train(tmp_path / "run", prepared, *NEURON)
+    assert (tmp_path / "run/log/rank_0000.txt").read_text().count("aten::sort") == 1
+    with pytest.raises(RuntimeError, match=r"aten::sort .backend.allow_fallback=false"):
+        train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false")
+
+
+def test_what_ran_on_the_cpu_before_the_first_step_is_no_fallback(versions, prepared, tmp_path):
+    sys.modules["torch_neuronx"].fallen_back.append("aten::normal_")
+    train(tmp_path / "run", prepared, *NEURON, "backend.allow_fallback=false")
+
+
+def test_the_runtime_waits_as_long_as_a_collective(versions, monkeypatch):
+    for name in ("NEURON_RT_EXEC_TIMEOUT", "NEURON_RT_NUM_CORES"):
+        monkeypatch.setenv(name, "")  # to be put back
+        monkeypatch.delenv(name)
+    neuron.Neuron(BackendConfig(timeout_s=99))
+    assert (os.environ["NEURON_RT_EXEC_TIMEOUT"], os.environ["NEURON_RT_NUM_CORES"]) == ("99", "1")
+
+
+def test_it_compiles_with_neurons_own_compiler(versions, by_ddp, prepared, tmp_path):
+    options = []
+
+    def compiler(graph, inputs, **given):
+        options.append(given)
+        return graph.forward
+
+    torch._dynamo.register_backend(compiler, name="neuron")
+    for what in ("layers", "model"):
+        result = train(tmp_path / what, prepared, *NEURON, f"backend.compile={what}")
+        assert len(options) >= 2 and not any(options)  # none of Inductor's
+        options.clear()
+        assert losses(result) == pytest.approx(losses(by_ddp), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "instance", "chosen"),
+    [("trn2.48xlarge", "local", "neuron"), ("", "trn2.3xlarge", "neuron"), ("trn1.2xlarge", "local", "xla")],
+)
+def test_auto_is_native_on_trn2_and_xla_on_trn1(versions, monkeypatch, kind, instance, chosen):
+    opened = []
+    monkeypatch.setattr(machine, "instance_type", lambda: kind)
+    monkeypatch.setattr(neuron, "Neuron", lambda cfg: opened.append("neuron"))
+    monkeypatch.setattr(xla_environment, "ready", lambda *_, **__: opened.append("xla"))
+    monkeypatch.setattr("train.backend.xla.XLA", lambda cfg, collects: None)
+    open_backend(BackendConfig(), InstanceConfig(name=instance))
+    assert opened == [chosen]
+
+
+@pytest.mark.parametrize("split", ["parallel=fsdp", "parallel=pipeline parallel.stages=2 parallel.micro_batches=2"])
+def test_a_model_can_be_split(by_ddp, prepared, tmp_path, monkeypatch, split):
+    """AWS's documents say that FSDP2 and pipelines are supported; not run on hardware."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=4", *split.split())
+    done = run(arguments, ranks=2, module="test_neuron")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(by_ddp), rel=TOLERANCE)
+
+
 # ---- random numbers of a device of its own -------------------------------------------------------------------------
 
 
@@ -180,8 +273,13 @@ def test_the_device_of_each_rank_draws_other_numbers(device):
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [(None, "has none; set backend=xla"), ("2.9.0.2.15.32035+abc", "2.9.0.2.15.32035+abc"), ("1.0", "1.0")],
-    ids=["none", "the XLA build", "the stub"],
+    [
+        (None, "has none; set backend=xla"),
+        ("2.9.0.2.15.32035+abc", "2.9.0.2.15.32035+abc"),
+        ("1.0", "1.0"),
+        ("2.15.0", "2.13 or 2.14"),
+    ],
+    ids=["none", "the XLA build", "the stub", "not seen yet"],
 )
 def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
     versions.pop("torch-neuronx")
@@ -189,6 +287,12 @@ def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
     with pytest.raises(InputError, match="backend=neuron needs native PyTorch") as error:
         neuron.Neuron(BackendConfig())
     assert said in str(error.value)
+
+
+def test_each_release_goes_with_its_torch(versions):
+    versions["torch"] = "2.13.0"
+    with pytest.raises(InputError, match=r"torch-neuronx 2.14.3.0.1 goes with torch 2.14, and torch is 2.13.0"):
+        neuron.Neuron(BackendConfig())
 
 
 def without_package(put):
@@ -219,5 +323,5 @@ def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, chan
 
 
 if __name__ == "__main__":
-    sys.modules["torch_neuronx"] = pretend(setattr, {"torch-neuronx": VERSION})
+    sys.modules["torch_neuronx"] = pretend(setattr, {"torch": "2.14.0", "torch-neuronx": VERSION})
     sys.exit(program.main())

@@ -16,6 +16,7 @@ from train.host.launched import launched
 
 __all__ = ["Backend", "GradSync", "State", "open_backend"]
 logger = logging.getLogger("train")
+NATIVE = ("trn2", "trn3")  # types whose PyTorch needs no XLA
 
 
 def open_backend(
@@ -44,10 +45,11 @@ def open_backend(
     name = cfg.name
     if name == "auto":
         has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))
-        name = "xla" if has_neuron else "ddp"
+        is_native = any(each.startswith(NATIVE) for each in (kind, instance.name))
+        name = ("neuron" if is_native else "xla") if has_neuron else "ddp"
     check(
-        cfg.compile == "none" or name == "ddp",
-        f"backend.compile={cfg.compile} is for GPUs and CPUs; {name} compiles every graph by itself: leave it out",
+        cfg.compile == "none" or name != "xla",
+        f"backend.compile={cfg.compile} is for GPUs, CPUs and trn2; xla compiles every graph by itself: leave it out",
     )
     # The modules are imported here, so that a run pays for its own backend alone.
     if name == "xla":

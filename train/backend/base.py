@@ -119,7 +119,7 @@ class Backend(Protocol):
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         """A group of some ranks; all ranks make each, in order. InputError if collectives join all ranks only."""
-        raise InputError(f"parallel=pipeline runs with backend=ddp, not backend={self.name}; set parallel=data")
+        raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """Called before the first step. RuntimeError unless the optimizer holds exactly these parameters."""
@@ -178,7 +178,10 @@ class Backend(Protocol):
 
 def peak_device_bytes() -> int | None:
     """The most bytes that PyTorch's allocator had handed out on this process's device; None where there is none."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    native: Any = getattr(torch, "neuron", None)  # of TorchNeuron, which names the functions as CUDA's are named
+    return native.max_memory_allocated() if native is not None and native.is_initialized() else None
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -35,8 +35,11 @@ WHOLE_MODEL_GRAPHS = 2  # of one length: training and evaluation
 class TorchCompiler:
     """Compiles a model in place, counts its graphs and times them."""
 
-    def __init__(self, cfg: BackendConfig, facts: dict[str, Any], cache: KernelCache | None) -> None:
-        """`facts`: what makes compiled code of the same model another one."""
+    def __init__(
+        self, cfg: BackendConfig, facts: dict[str, Any], cache: KernelCache | None, *, compiles_with: str = "inductor"
+    ) -> None:
+        """`facts`: what makes compiled code of the same model another one. `compiles_with` names torch's compiler."""
+        self.compiles_with = compiles_with
         self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
         self.facts, self.cache = {**facts, "compile": cfg.compile, "cuda_graphs": cfg.cuda_graphs}, cache
         self.graphs_per_length = 0  # known with the model
@@ -78,7 +81,7 @@ class TorchCompiler:
         """Compile one graph; torch calls this for each."""
         self.compiled += 1
         options = {"config_patches": {"triton.cudagraphs": True}} if self.cuda_graphs else {}
-        built: Callable[..., Any] = lookup_backend("inductor")(graph, inputs, **options)
+        built: Callable[..., Any] = lookup_backend(self.compiles_with)(graph, inputs, **options)
         return built
 
     # ---- what it took ----------------------------------------------------------------------------------------------

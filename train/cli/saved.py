@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train.cli import compose as cli
-from train.config import BackendConfig, HubConfig, InputError, S3Config, TrainConfig, XLAConfig, check
+from train.config import BackendConfig, HubConfig, InputError, NeuronConfig, S3Config, TrainConfig, XLAConfig, check
 from train.optim import OPTIMIZERS
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_yaml
@@ -33,7 +33,8 @@ def read_config(folder: Folder) -> TrainConfig:
         schema.task, schema.data = task, task.learns_from
         schema.optim = OPTIMIZERS[saved.optim.name].settings
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[saved.parallel.name]
-        schema.backend = XLAConfig if "layers" in saved.backend else BackendConfig
+        kinds = {"layers": XLAConfig, "allow_fallback": NeuronConfig}  # by a setting that only they have
+        schema.backend = next((kind for key, kind in kinds.items() if key in saved.backend), BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
         raise InputError(f"{config_path} is missing: the model's sizes are in there") from error

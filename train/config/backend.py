@@ -44,8 +44,8 @@ class BackendConfig(Section, prefix="backend."):
             "backend.cuda_graphs=true is for compiled kernels; set backend.compile=layers or model",
         )
         check(
-            self.compile == "none" or self.name in ("auto", "ddp"),
-            f"backend.compile={self.compile} is for backend=ddp; backend={self.name} compiles every graph by itself",
+            self.compile == "none" or self.name != "xla",
+            f"backend.compile={self.compile} is not for backend=xla, which compiles every graph by itself",
         )
         check(
             self.compile != "none" or self.compile_cache is None,
@@ -85,6 +85,27 @@ class XLAConfig(BackendConfig):
 
     def precisions(self) -> tuple[str, ...]:
         return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
+
+
+@dataclass(kw_only=True)
+class NeuronConfig(BackendConfig):
+    """Native PyTorch on Trainium 2 and 3. Not run on hardware."""
+
+    name: str = "neuron"
+    allow_fallback: bool = True  # false: an operator that runs on the CPU, which is slow, ends the run
+    fused_optimizer: bool = False  # torch's fused AdamW, which the device registers; its speed is not known
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_reduces_plainly(self, self.name)
+        check(not self.cuda_graphs, "backend.cuda_graphs=true is for GPUs; leave it out with backend=neuron")
+        check(
+            self.compile_cache is None,
+            "backend.compile_cache is for GPUs and CPUs; set TORCH_NEURONX_NEFF_CACHE_DIR with backend=neuron",
+        )
+
+    def precisions(self) -> tuple[str, ...]:
+        return ("auto", "fp32", "bf16")
 
 
 def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
-SPLITTING = ("auto", "ddp")  # backends that run a step whose parts are on several ranks
+SPLITTING = ("auto", "ddp", "neuron")  # backends that run a step whose parts are on several ranks
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def check_shards(setting: str, *, backend: str, precision: str) -> None:
     """InputError for a backend or a precision with which a step is not split over ranks."""
     check(
         backend in SPLITTING,
-        f"{setting} runs with backend=ddp, not backend={backend}: ranks communicate between the operations of a step, "
-        "and that device compiles whole steps or was never seen to do it",
+        f"{setting} does not run with backend={backend}, which compiles whole steps: ranks communicate between the "
+        "operations of a step",
     )
     check(
         precision != "fp16",

@@ -129,6 +129,16 @@ def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
 
 
+def runtime_environment(environ: Mapping[str, str], *, nodes: int, timeout_s: float) -> dict[str, str]:
+    """Variables that the Neuron runtime reads at its start, under PyTorch/XLA and native PyTorch; the user's stay."""
+    wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
+    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # without it a process that is a rank by itself takes all cores
+    if nodes > 1:
+        wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
 def neuron_environment(
     environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool, timeout_s: float = NEURON_TIMEOUT_S
 ) -> dict[str, str]:
@@ -139,8 +149,7 @@ def neuron_environment(
 
     Raises InputError if a variable of the user would round silently, or give the ranks an address that is in use.
     """
-    wanted = {
-        "NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}",
+    wanted = runtime_environment(environ, nodes=nodes, timeout_s=timeout_s) | {
         "XLA_TRANSFER_SEED_ASYNC": "1",
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if stochastic_rounding else "0",
     }
@@ -151,8 +160,6 @@ def neuron_environment(
             "NEURON_RT_STOCHASTIC_ROUNDING_EN=0 with backend.precision=bf16_stochastic: small updates would be rounded "
             "away; unset it or choose another precision",
         )
-    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # without it a process that is a rank by itself takes all cores
     if "MASTER_ADDR" in environ:
         host = environ["MASTER_ADDR"]
         wanted["NEURON_RT_ROOT_COMM_ID"] = f"{f'[{host}]' if ':' in host else host}:{ROOT_COMM_PORT}"
@@ -167,11 +174,7 @@ def neuron_environment(
             "address of one by --master-addr",
         )
     if nodes > 1:
-        wanted |= {
-            "FI_PROVIDER": "efa",
-            "FI_EFA_USE_DEVICE_RDMA": "1",
-            "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "512",
-        }
+        wanted["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] = "512"
     flags = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
     missing = {name: value for name, value in wanted.items() if name not in environ}
     return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), flags)}

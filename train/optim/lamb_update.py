@@ -16,7 +16,7 @@ class Lamb(torch.optim.Optimizer):
     update = m / (sqrt(v) + eps) + weight_decay * w;  w <- w - lr * |w| / |update| * update, where the ratio is 1 if
     either norm is 0. This is algorithm 2 of https://arxiv.org/abs/1904.00962 without its bias correction, as in
     lamb_optimizer.py of https://github.com/google-research/albert. The state of every parameter exists from the start:
-    `exp_avg` and `exp_avg_sq`, float32.
+    `exp_avg` and `exp_avg_sq`, float32. A rate may be a tensor of the device, [1].
 
     As fused optimizers of torch do, a step changes nothing if the attribute `found_inf`, a tensor on the device, is set
     and not 0: torch.amp.GradScaler's way to skip a step without a copy of the weights and without waiting. It leaves
@@ -71,4 +71,8 @@ class Lamb(torch.optim.Optimizer):
                     for w, u in zip(weight_norms, update_norms, strict=True)
                 ]
                 torch._foreach_mul_(updates, ratios)
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            if isinstance(group["lr"], Tensor):
+                torch._foreach_mul_(updates, group["lr"].squeeze())
+                torch._foreach_sub_(params, updates)
+            else:
+                torch._foreach_add_(params, updates, alpha=-group["lr"])
