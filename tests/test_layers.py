@@ -44,6 +44,7 @@ PACKAGES = """
     bench
     entry
     __main__
+    baretrain
 """.strip().splitlines()
 PACKAGES = [[f"train.{package}" for package in line.split()] for line in PACKAGES]
 TOOLS = "bench report publish compare doctor precompile prepare convert shards records predict hub"

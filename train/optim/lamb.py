@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.config import OptimConfig
+from train.config.backend import CUDA
 from train.optim.spec import Group, OptimizerSpec, add_moments
 
 if TYPE_CHECKING:
