@@ -20,10 +20,7 @@ def build(cfg: OptimConfig, groups: list[Group], _: dict[str, bool]) -> torch.op
 
     groups = [{**group, "trust_ratio": group["params"][0].ndim >= 2} for group in groups]
     device = groups[0]["params"][0].device
-    if device.type not in (
-        "cpu",
-        "cuda",
-    ):  # a number is compiled into the update, each new one anew
+    if device.type not in ("cpu", CUDA):  # there a number is compiled into the update, each new one anew
         groups = [{**group, "lr": torch.tensor([cfg.lr]).to(device)} for group in groups]
     optimizer = Lamb(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps)
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
