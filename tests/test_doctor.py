@@ -122,7 +122,6 @@ def trn1(root):
     files = {
         "/sys/module/neuron/version": "2.29.0.0\n",
         "/sys/devices/virtual/dmi/id/product_name": "trn1.32xlarge\n",
-        "/proc/sys/net/ipv4/ip_local_reserved_ports": "48620\n",
         "/proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n",
         "/proc/meminfo": "HugePages_Total:    5128\nHugePages_Free:     5128\n",
         "/etc/hosts": "127.0.0.1 localhost\n10.0.0.4 ip-10-0-0-4\n",
@@ -175,7 +174,7 @@ def gpus(root):
     )
 
 
-ONLY_TRAINIUM = {"Neuron driver", "reserved port", "compile cache", "malloc arenas"}
+ONLY_TRAINIUM = {"Neuron driver", "compile cache", "malloc arenas"}
 SKIPPED = {
     trn1: set(),
     gpus: {*ONLY_TRAINIUM, "ranks"},
@@ -233,13 +232,12 @@ TRN2, P4D = read_instance("trn2.48xlarge"), read_instance("p4d.24xlarge")
 STUBS = {"torch_neuronx": "1.0", "neuronx_cc": "1.0"}
 NATIVE = {"torch_neuronx": "2.13.3.0.1", "torch": "2.13.0", "torch_xla": ""}
 INDEX, TORCH_NEURONX = "https://pip.repos.neuron.amazonaws.com", "torch-neuronx==2.9.0.2.15.32035"
+NATIVE_CACHE = machine.NATIVE_CACHE[0]
 DRIVERS = recorded("dpkg_neuron.txt")
 OLD_RUNTIME, ODD_RUNTIME = (DRIVERS.replace("lib 2.33.10.0", f"lib {version}") for version in ("2.32.31.0", "2.40.1.0"))
 ONLY_TOOLS = ToolOutput("dpkg-query", 1, "aws-neuronx-tools 2.31.15.0\naws-neuronx-dkms \n", "none found")
 NO_DKMS = ToolOutput("dpkg-query", 1, DRIVERS.replace("aws-neuronx-dkms 2.29.0.0\n", ""))
 LOADED = "/sys/module/neuron/version"
-PORTS, PORT_RANGE = "/proc/sys/net/ipv4/ip_local_reserved_ports", "/proc/sys/net/ipv4/ip_local_port_range"
-SET_PORTS, PORT = "sudo sysctl -w net.ipv4.ip_local_reserved_ports=", machine.ROOT_COMM_PORT
 LOCK, CACHE = {"cache/MODULE_1/model.hlo.pb.lock": ""}, "NEURON_COMPILE_CACHE_URL"
 DARWIN = {"system": "Darwin"}
 FAR_OFF, NEAR = recorded("chronyc_far_off.txt"), recorded("chronyc_far_off.txt").replace("1557.763061523", "2.5")
@@ -310,6 +308,7 @@ CASES = {
     "Python": [
         case(trn1, "bad", "Amazon Linux 2023", "Ubuntu 24.04", glibc="2.34"),
         case(trn1, "bad", "3.11 to 3.13", "python3.12 -m venv", python=(3, 10, 4)),
+        case(trn1, "bad", "3.12 to 3.14", instance=TRN2, python=(3, 11, 7)),
         case(laptop, "bad", "too old", "3.10 or newer", python=(3, 9, 1)),
     ],
     "packages": [
@@ -320,8 +319,10 @@ CASES = {
         case(trn1, "warn", "no SDK ships them", "neuronx-cc==2.26.6360.0", versions={"neuronx_cc": "2.21.33363.0"}),
         case(trn1, "warn", "2.2.1.0", "libneuronxla==2.2.17544.0", versions={"libneuronxla": "2.2.1.0"}),
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),
-        case(trn1, "warn", "no table", instance=TRN2, versions=NATIVE),
-        case(trn1, "bad", "missing", "torch-neuronx>2.9", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
+        case(trn1, "ok", "native PyTorch of SDK 2.33.0", instance=TRN2, versions=NATIVE),
+        case(trn1, "bad", "2.13 and 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
+        case(trn1, "bad", "same release", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch": "2.14.0"}),
+        case(trn1, "bad", "missing", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
         case(laptop, "bad", "torch is not installed", "pip install .", versions={"torch": ""}),
         case(gpus, "bad", "without CUDA", "--force-reinstall", versions={"torch": "2.9.1+cpu"}),
     ],
@@ -357,14 +358,11 @@ CASES = {
     "processes": [
         case(trn1, "warn", "ulimit -u 4096", limits={"nproc": (1024, math.inf)}),
     ],
-    "reserved port": [
-        case(trn1, "ok", files={PORTS: "8080,48600-48700\n"}),
-        case(trn1, "warn", f"{SET_PORTS}8080,9000-9002,{PORT}", files={PORTS: "8080,9000-9002\n"}),
-        case(trn1, "ok", "outside", files={PORTS: "\n", PORT_RANGE: "50000\t60999\n"}),
-    ],
     "compile cache": [
         case(trn1, "ok", env={CACHE: "ROOT/cache/not/yet/there"}),
         case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"export {CACHE}=", env={CACHE: "gs://bucket/cache"}),
+        case(trn1, "ok", "/neffs (", instance=TRN2, env={NATIVE_CACHE: "ROOT/neffs", CACHE: "gs://not/read"}),
+        case(trn1, "bad", NATIVE_CACHE, instance=TRN2, files={"file": ""}, env={NATIVE_CACHE: "ROOT/file/neffs"}),
         case(trn1, "ok", files=LOCK),  # a young lock is somebody's
         case(trn1, "warn", "1 locks", "--command clear-locks", files=LOCK, now_s=time.time() + 4000),
         case(

@@ -1,6 +1,9 @@
 """Facts about a machine from its environment, mounts and packages, by recorded texts."""
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,7 +150,7 @@ def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
     one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert result == one | several and not several.keys() & one.keys()
     assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
-    assert machine.ROOT_COMM_PORT not in (29500, 62182)  # torchrun's and torch_xla's own
+    assert machine.ROOT_COMM_PORT > 60_999  # Linux takes those up to here for outgoing connections
     assert wanted({"MASTER_ADDR": "fd00::7"})["NEURON_RT_ROOT_COMM_ID"] == f"[fd00::7]:{machine.ROOT_COMM_PORT}"
 
 
@@ -166,7 +169,7 @@ def test_the_port_of_torchrun_is_taken():
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "head"])
 def test_several_machines_do_not_join_at_localhost(host):
-    environ = {"MASTER_ADDR": host, **({"NEURON_RT_ROOT_COMM_ID": "localhost:48620"} if host == "head" else {})}
+    environ = {"MASTER_ADDR": host, **({"NEURON_RT_ROOT_COMM_ID": "localhost:62182"} if host == "head" else {})}
     wanted(environ)
     with pytest.raises(InputError, match="is another machine for each of the 2; .* --master-addr"):
         wanted(environ, nodes=2)
@@ -286,3 +289,18 @@ def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_co
     (tmp_path / "mountinfo").write_text("\n".join(lines))
     result = machine.instance_stores(mountinfo=tmp_path / "mountinfo", sys_block=tmp_path / "block")
     assert result == [tmp_path / "one", tmp_path / "ra id"]
+
+
+@pytest.mark.parametrize(("given", "megabytes"), [(None, "50"), ("512", "512")])
+def test_torch_xla_sets_the_bucket_of_gradients_on_neuron_unless_it_is_set(tmp_path, given, megabytes):
+    """So that gradients of one machine go in buckets of 50 MB, and of several in those that we set before."""
+    pytest.importorskip("torch_xla")
+    package = tmp_path / "libneuronxla"  # stands for Neuron's, by which torch_xla knows where it is
+    package.mkdir()
+    (package / "__init__.py").write_text("def configure_environment(): pass\n")
+    (package / "libneuronpjrt_path.py").write_text("def libneuronpjrt_path(): return ''\n")
+    name = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), **({name: given} if given else {})}
+    words = [sys.executable, "-c", f"import torch_xla, os; print(os.environ['{name}'])"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert done.stdout.split() == [megabytes], done.stderr

@@ -274,7 +274,7 @@ def test_the_device_of_each_rank_draws_other_numbers(device):
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "has none; set backend=xla"),
+        (None, "has none; pip install"),
         ("2.9.0.2.15.32035+abc", "2.9.0.2.15.32035+abc"),
         ("1.0", "1.0"),
         ("2.15.0", "2.13 or 2.14"),

@@ -31,9 +31,7 @@ DefaultLimitNPROC=infinity
 DefaultTasksMax=infinity
 EOF
 
-# Ports of Neuron's collectives, which no outgoing connection may take (train.doctor looks for the first).
 put 0644 /etc/sysctl.d/90-baretrain.conf <<'EOF'
-net.ipv4.ip_local_reserved_ports = 48620,62182
 net.core.somaxconn = 4096
 EOF
 

@@ -26,12 +26,12 @@ from train.config import BackendConfig, NeuronConfig, S3Config, check
 from train.config.backend import NEURON_TIMEOUT_S, check_reduces_plainly
 from train.host import machine, rank_setup
 from train.host.launched import launched
+from train.host.versions import read_versions
 
 if TYPE_CHECKING:
     from train.backend.compiled import TorchCompiler
 
 logger = logging.getLogger("train")
-RELEASES = ((2, 13), (2, 14))  # of torch-neuronx, one for each of torch; release notes of TorchNeuron, SDK 2.33
 DEVICE = "neuron"  # without a number: a process sees its own core only
 COLLECTIVES = "cpu:gloo,neuron:neuron"
 
@@ -117,11 +117,12 @@ def check_machine(cfg: BackendConfig) -> None:
     """Raise InputError if native PyTorch on Neuron cannot run here."""
     versions = machine.installed_versions("torch", "torch-neuronx")
     version, torch_version = versions.get("torch-neuronx", ""), versions.get("torch", "")
+    native = read_versions().native
     check(
-        machine.release(version) in RELEASES and importlib.util.find_spec("torch_neuronx") is not None,
-        "backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx 2.13 or 2.14, and this machine has "
-        f"{version or 'none'}; set backend=xla on trn1. See https://awsdocs-neuron.readthedocs-hosted.com, "
-        "frameworks/torch",
+        importlib.util.find_spec("torch_neuronx") is not None and version.startswith(tuple(native.torch_neuronx)),
+        "backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx "
+        f"{' or '.join(native.torch_neuronx)}, and this machine has {version or 'none'}; {native.install}; on trn1 set "
+        "backend=xla",
     )
     check(
         machine.release(version) == machine.release(torch_version),

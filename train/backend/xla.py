@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
-UNLIMITED_MB = 1_000_000
+BUCKET_MB = 50  # torch_xla sets this on Neuron, as ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB, unless it is set
 MOST_NAMED = 8  # machines
 HINT = (  # on a graph too many
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
@@ -138,7 +138,7 @@ class XLA(Backend):
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add the tensors up over the ranks, in place. On CPUs gloo gets copies: it does not add XLA tensors."""
         if not self.reduces_on_host:
-            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", 0)) or UNLIMITED_MB
+            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", BUCKET_MB))
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()

@@ -48,7 +48,6 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by their names on the scree
     "open files": checks_host.open_files,
     "locked memory": checks_host.locked_memory,
     "processes": checks_host.processes,
-    "reserved port": checks_host.reserved_ports,
     "compile cache": checks_host.cache,
     "disk": checks_host.disk,
     "memory": checks_host.memory,

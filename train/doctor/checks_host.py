@@ -65,24 +65,6 @@ def locked_memory(probe: Probe) -> Finding:
     return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
 
 
-def reserved_ports(probe: Probe) -> Finding:
-    port = machine.ROOT_COMM_PORT
-    if not probe.is_trainium:
-        return skip("no Trainium")
-    reserved = probe.text("/proc/sys/net/ipv4/ip_local_reserved_ports")  # such as "8080,48600-48700"
-    if reserved is None:
-        return skip("not Linux, or /proc cannot be read")
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", reserved)
-    if any(int(low) <= port <= int(high or low) for low, high in ranges):
-        return ok(f"{port} is kept for Neuron's collectives")
-    low, high = map(int, (probe.text("/proc/sys/net/ipv4/ip_local_port_range") or "32768 60999").split())
-    if not low <= port <= high:
-        return ok(f"{port} is outside the range for outgoing connections ({low} to {high})")
-    value = ",".join(filter(None, [reserved, str(port)]))
-    text = f"{port} may be taken by any outgoing connection; Neuron's collectives then hang at their start"
-    return warn(text, cure=f"sudo sysctl -w net.ipv4.ip_local_reserved_ports={value}")
-
-
 def fork_safety(probe: Probe) -> Finding:
     if not probe.efa_devices:
         return skip("no EFA")
@@ -101,19 +83,22 @@ def fork_safety(probe: Probe) -> Finding:
 
 def cache(probe: Probe) -> Finding:
     """Check that the compile cache is on a local disk or in S3, writable, and without locks left by dead processes."""
-    location = machine.cache_location(probe.environ)
     if not probe.is_trainium:
         return skip("no Trainium")
-    fault = machine.cache_fault(probe.environ)
-    if fault:
-        what, _, cure = fault.partition("; ")
-        return bad(what, cure=cure or f"export NEURON_COMPILE_CACHE_URL={machine.DEFAULT_CACHE}")
+    name, default = "NEURON_COMPILE_CACHE_URL", machine.DEFAULT_CACHE
+    if probe.is_native:  # whose writes are atomic, on NFS too
+        name, default = machine.NATIVE_CACHE
+        location = probe.environ.get(name) or default
+    else:
+        location, fault = machine.cache_location(probe.environ), machine.cache_fault(probe.environ)
+        if fault:
+            what, _, cure = fault.partition("; ")
+            return bad(what, cure=cure or f"export {name}={default}")
     if "://" in location:
         return ok(location)
     folder = nearest(Path(location).expanduser())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        cure = f"sudo mkdir -p {location} && sudo chown $USER {location}"
-        cure += ", or export NEURON_COMPILE_CACHE_URL=$HOME/neuron-cache"
+        cure = f"sudo mkdir -p {location} && sudo chown $USER {location}, or export {name}=$HOME/neuron-cache"
         return bad(f"{location} cannot be written to", cure=cure)
     locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
     if locks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from train.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
 from train.host.machine import package_faults, release
 from train.host.versions import INDEX as NEURON_INDEX
-from train.host.versions import read_versions
+from train.host.versions import Native, Sdk, read_versions
 
 INDEX = f"--extra-index-url {NEURON_INDEX}"
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
@@ -20,12 +20,12 @@ def python(probe: Probe) -> Finding:
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
     if not probe.is_trainium:
         return ok(text)
-    sdk = read_versions().sdk
+    sdk = read_versions().native if probe.is_native else read_versions().sdk
     low, high = (numbers(each, 2) for each in sdk.pythons.split("-"))
     if not low <= probe.python[:2] <= high:
         text = f"{text}: Neuron SDK {sdk.name} has wheels for {sdk.pythons.replace('-', ' to ')}"
         return bad(text, cure="python3.12 -m venv .venv")
-    if probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
+    if not probe.is_native and probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
         return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
     return ok(text)
@@ -37,8 +37,7 @@ def packages(probe: Probe) -> Finding:
     torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
     if not torch:
         return bad("torch is not installed", cure="pip install .")
-    has_native = probe.instance is not None and probe.instance.name.startswith(("trn2", "trn3"))  # PyTorch without XLA
-    native = has_native and release(neuronx) != (2, 9)
+    native = read_versions().native if probe.is_native and release(neuronx) != (2, 9) else None
     if native:
         versions.pop("torch-neuronx", None)  # the native build is right there
     faults = [fault.partition("; ") for fault in package_faults(versions)]
@@ -47,9 +46,13 @@ def packages(probe: Probe) -> Finding:
     if probe.has_gpu and not probe.is_trainium and "+cpu" in torch:
         return bad(f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
     if native:
-        if neuronx:
-            return warn(f"{text}: no table for the native build yet", cure="see ami/versions.yaml")
-        return bad(f"torch-neuronx is missing ({text})", cure=f"pip install 'torch-neuronx>2.9' {INDEX}")
+        if not neuronx:
+            return bad(f"torch-neuronx is missing ({text})", cure=native.install)
+        if not neuronx.startswith(tuple(native.torch_neuronx)):
+            return bad(f"{text}: known are torch-neuronx {' and '.join(native.torch_neuronx)}", cure=native.install)
+        if release(neuronx) != release(torch):
+            return bad(f"{text}: both must be of the same release", cure=native.install)
+        return ok(f"{text}: native PyTorch of SDK {native.name}")
     if probe.is_trainium or neuronx:
         return neuron_packages(text, versions)
     return ok(text)
@@ -91,14 +94,16 @@ def driver(probe: Probe) -> Finding:
         return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
     loaded = probe.text("/sys/module/neuron/version") or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
     dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
-    text, wanted = f"driver {dkms or 'unknown'}, runtime {runtime}", read_versions().sdk
+    table, text = read_versions(), f"driver {dkms or 'unknown'}, runtime {runtime}"
+    wanted = table.native if probe.is_native else table.sdk
     if not dkms:
         return bad(f"{text}: no driver is installed", cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*")
     if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
         cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
         return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
     both = numbers(dkms), numbers(runtime)
-    sdk = next((each for each in read_versions().sdks if (numbers(each.dkms), numbers(each.runtime)) == both), None)
+    known: list[Sdk | Native] = [*table.sdks, table.native]
+    sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)
     if sdk is None:
         cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"
         return warn(f"{text}: no SDK of the table ships them together", cure=cure)

@@ -23,7 +23,7 @@ from train.host.rank_setup import AMAZON, efa_devices
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
 TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
 PCI = "/sys/bus/pci/devices"
-TRAINIUM_PCI = ("0x7164", "0x7364")  # trn1, trn2: PCI ids of the Neuron driver's neuron_device.h
+TRAINIUM_PCI = ("0x7164", "0x7364", "0x7564", "0x7565")  # trn1, trn2, trn3; neuron_device.h of the driver
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ class Probe:
             return True
         chips = [file for file in self.files(f"{PCI}/*/device") if file.read_text().strip() in TRAINIUM_PCI]
         return any(chip.with_name("vendor").read_text().strip() == AMAZON for chip in chips)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether PyTorch runs without XLA on this type."""
+        return self.instance is not None and self.instance.name.startswith(("trn2", "trn3"))
 
     @property
     def has_gpu(self) -> bool:

@@ -25,8 +25,9 @@ from train.host.processes import read_process
 from train.host.versions import read_versions
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
+NATIVE_CACHE = ("TORCH_NEURONX_NEFF_CACHE_DIR", "/tmp/neff_cache")  # of native PyTorch: the variable, and the default
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
-ROOT_COMM_PORT = 48620  # of Neuron's collectives; to be reserved, as Linux uses this range for outgoing connections
+ROOT_COMM_PORT = 62182  # of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,25 @@ class Sdk:
 
 
 @dataclass(frozen=True)
+class Native:
+    """What native PyTorch of trn2 and trn3 needs, by one release of the Neuron SDK."""
+
+    name: str
+    torch_neuronx: list[str]  # releases, each for the release of torch of the same number; oldest first
+    neuronx_cc: str
+    runtime: str
+    dkms: str
+    pythons: str  # oldest and newest
+
+    @property
+    def install(self) -> str:
+        """The command that installs its Python packages."""
+        newest = self.torch_neuronx[-1]
+        index = f"--extra-index-url {INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
+        return f"pip install 'torch-neuronx=={newest}.*' neuronx-cc=={self.neuronx_cc} nki {index}"
+
+
+@dataclass(frozen=True)
 class Pin:
     version: str
     source: str
@@ -44,6 +63,7 @@ class Pin:
 class Versions:
     pins: dict[str, Pin]
     sdks: tuple[Sdk, ...]  # oldest first
+    native: Native
     keys: dict[str, Pin]  # fingerprints of keys that sign downloads
     bases: dict[str, Pin]  # SSM parameters of the images that ours are built from
 
@@ -79,4 +99,5 @@ class Versions:
 def read_versions() -> Versions:
     table = yaml.safe_load((resources.files("ami") / "versions.yaml").read_text())
     pins, keys, bases = ({name: Pin(**pin) for name, pin in table[part].items()} for part in ("pins", "keys", "bases"))
-    return Versions(pins, tuple(Sdk(**sdk) for sdk in table["neuron_sdks"]), keys, bases)
+    sdks, native = tuple(Sdk(**sdk) for sdk in table["neuron_sdks"]), Native(**table["neuron_native"])
+    return Versions(pins, sdks, native, keys, bases)
