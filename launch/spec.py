@@ -1,4 +1,4 @@
-"""What every scheduler can do."""
+"""What every scheduler can do. The program inside its jobs calls `launch.supervise` and starts `launch.node`."""
 
 from __future__ import annotations
 

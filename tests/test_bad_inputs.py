@@ -279,6 +279,7 @@ FLAGS = [
         "run_dir=r data.path=d max_steps=1 micro_batch_size=1 --nproc-per-node 0",
         "ranks of this machine: 0",
     ),
+    ("precompile", "experiment=albert_pretrain instance=trn2.48xlarge", "native PyTorch"),
     ("precompile", "--retries -1", "--retries=-1"),
     ("precompile", f"{ON_TRN1} global_batch_size=4097", "does not divide over 32 ranks"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=16", "16 ranks on one machine"),

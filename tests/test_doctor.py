@@ -230,7 +230,7 @@ HALF_OF_EFA = {"gone": ["/sys/class/infiniband/rdmap[0-3]*/*/*"]}
 NO_PLUGIN, PLUGIN = {"says": {LDCONFIG: "\tlibnccl.so (libc6,x86-64)\n"}}, {"/opt/mine/libnccl-net.so": ""}
 TRN2, P4D = read_instance("trn2.48xlarge"), read_instance("p4d.24xlarge")
 STUBS = {"torch_neuronx": "1.0", "neuronx_cc": "1.0"}
-NATIVE = {"torch_neuronx": "2.13.3.0.1", "torch": "2.13.0", "torch_xla": ""}
+NATIVE = {"torch_neuronx": "2.13.3.0.1", "torch": "2.13.0", "torch_xla": "", "neuronx_cc": "2.28.7631.0"}
 INDEX, TORCH_NEURONX = "https://pip.repos.neuron.amazonaws.com", "torch-neuronx==2.9.0.2.15.32035"
 NATIVE_CACHE = machine.NATIVE_CACHE[0]
 DRIVERS = recorded("dpkg_neuron.txt")
@@ -307,8 +307,8 @@ CASES = {
     ],
     "Python": [
         case(trn1, "bad", "Amazon Linux 2023", "Ubuntu 24.04", glibc="2.34"),
-        case(trn1, "bad", "3.11 to 3.13", "python3.12 -m venv", python=(3, 10, 4)),
-        case(trn1, "bad", "3.12 to 3.14", instance=TRN2, python=(3, 11, 7)),
+        case(trn1, "bad", "3.11 to 3.13", "python3.13 -m venv", python=(3, 10, 4)),
+        case(trn1, "bad", "3.12 to 3.14", "python3.14", instance=TRN2, python=(3, 11, 7)),
         case(laptop, "bad", "too old", "3.10 or newer", python=(3, 9, 1)),
     ],
     "packages": [
@@ -320,6 +320,7 @@ CASES = {
         case(trn1, "warn", "2.2.1.0", "libneuronxla==2.2.17544.0", versions={"libneuronxla": "2.2.1.0"}),
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),
         case(trn1, "ok", "native PyTorch of SDK 2.33.0", instance=TRN2, versions=NATIVE),
+        case(trn1, "warn", "ships neuronx-cc 2.28", instance=TRN2, versions={**NATIVE, "neuronx_cc": "2.26.6360.0"}),
         case(trn1, "bad", "2.13 and 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
         case(trn1, "bad", "same release", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch": "2.14.0"}),
         case(trn1, "bad", "missing", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
@@ -332,6 +333,7 @@ CASES = {
         case(trn1, "warn", "no SDK of the table", "aws-neuronx-dkms=2.29.0", **dpkg(ODD_RUNTIME)),
         case(trn1, "bad", "aws-neuronx-runtime-lib, aws-neuronx-coll", "apt-get install", **dpkg(ONLY_TOOLS)),
         case(trn1, "skip", "versions unknown", **dpkg(None)),
+        case(trn1, "warn", "no SDK", "aws-neuronx-dkms=2.31.7", instance=TRN2),  # it is that of trn1
         # What is loaded counts, not what is installed.
         case(trn1, "warn", "driver 2.28.0.0", "no SDK of the table", files={LOADED: "2.28.0.0\n"}),
         case(trn1, "ok", "SDK 2.31.1", gone=[LOADED], says={MODINFO: "2.29.0.0\n"}),
@@ -362,6 +364,7 @@ CASES = {
         case(trn1, "ok", env={CACHE: "ROOT/cache/not/yet/there"}),
         case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"export {CACHE}=", env={CACHE: "gs://bucket/cache"}),
         case(trn1, "ok", "/neffs (", instance=TRN2, env={NATIVE_CACHE: "ROOT/neffs", CACHE: "gs://not/read"}),
+        case(trn1, "bad", "no folder", instance=TRN2, env={NATIVE_CACHE: "s3://bucket/neffs"}),
         case(trn1, "bad", NATIVE_CACHE, instance=TRN2, files={"file": ""}, env={NATIVE_CACHE: "ROOT/file/neffs"}),
         case(trn1, "ok", files=LOCK),  # a young lock is somebody's
         case(trn1, "warn", "1 locks", "--command clear-locks", files=LOCK, now_s=time.time() + 4000),

@@ -146,7 +146,7 @@ def test_the_fused_update_is_a_setting(versions):
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, tmp_path, monkeypatch, kind):
-    package, forward = sys.modules["torch_neuronx"], torch.nn.Embedding.forward
+    package, forward, steps = sys.modules["torch_neuronx"], torch.nn.Embedding.forward, []
 
     def fall_back(module, ids):
         if torch.is_grad_enabled() == (kind == "train"):
@@ -156,13 +156,46 @@ def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, 
     monkeypatch.setattr(torch.nn.Embedding, "forward", fall_back)
     train(tmp_path / "run", prepared, *NEURON)
     assert (tmp_path / "run/log/rank_0000.txt").read_text().count("aten::sort") == 1
+    package.fallen_back.clear()
+    update = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append("step"), update(*given))[1])
     with pytest.raises(RuntimeError, match=r"aten::sort .backend.allow_fallback=false"):
-        train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false")
+        train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false", "log_every=100")
+    assert len(steps) == (1 if kind == "train" else 4)  # the evaluation is after the third
 
 
 def test_what_ran_on_the_cpu_before_the_first_step_is_no_fallback(versions, prepared, tmp_path):
     sys.modules["torch_neuronx"].fallen_back.append("aten::normal_")
     train(tmp_path / "run", prepared, *NEURON, "backend.allow_fallback=false")
+
+
+def test_a_package_that_does_not_tell_of_fallbacks_trains_unless_they_are_forbidden(versions, prepared, tmp_path):
+    del sys.modules["torch_neuronx"].get_fallback_ops, sys.modules["torch_neuronx"].clear_op_tracking
+    train(tmp_path / "run", prepared, *NEURON)
+    with pytest.raises(InputError, match="leave out backend.allow_fallback"):
+        train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false")
+
+
+def test_a_fused_update_resumes_from_one_of_all_weights(versions, by_ddp, prepared, tmp_path):
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    assert loop.run(train_config(tmp_path / "run", prepared, *NEURON), asked) == ("SIGTERM", 1)
+    assert losses(train(tmp_path / "run", prepared, *NEURON, "backend.fused_optimizer=true")) == pytest.approx(
+        losses(by_ddp), rel=TOLERANCE
+    )
+
+
+def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):
+    for word in "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1".split():
+        monkeypatch.setenv(*word.split("="))
+    monkeypatch.setattr(neuron, "join", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 1)
+    backend = neuron.Neuron(NeuronConfig(compile="layers"))
+    assert not backend.compilers.are_busy()
+    backend.compiler.begin()
+    assert backend.compilers.are_busy()
+    backend.compiler.end()
 
 
 def test_the_runtime_waits_as_long_as_a_collective(versions, monkeypatch):
@@ -190,10 +223,16 @@ def test_it_compiles_with_neurons_own_compiler(versions, by_ddp, prepared, tmp_p
 
 @pytest.mark.parametrize(
     ("kind", "instance", "chosen"),
-    [("trn2.48xlarge", "local", "neuron"), ("", "trn2.3xlarge", "neuron"), ("trn1.2xlarge", "local", "xla")],
+    [
+        ("trn2.48xlarge", "local", "neuron"),
+        ("", "trn2.3xlarge", "neuron"),
+        ("trn1.2xlarge", "local", "xla"),
+        ("trn2.48xlarge with the package for XLA", "local", "xla"),
+    ],
 )
 def test_auto_is_native_on_trn2_and_xla_on_trn1(versions, monkeypatch, kind, instance, chosen):
     opened = []
+    versions.update({"torch-neuronx": "2.9.0.2.15.32035"} if "for XLA" in kind else {})
     monkeypatch.setattr(machine, "instance_type", lambda: kind)
     monkeypatch.setattr(neuron, "Neuron", lambda cfg: opened.append("neuron"))
     monkeypatch.setattr(xla_environment, "ready", lambda *_, **__: opened.append("xla"))

@@ -109,6 +109,12 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cfg = cli.load_config(TrainConfig, options.overrides)
+    native = cfg.backend.name == "neuron" or (cfg.backend.name == "auto" and machine.is_native(cfg.instance.name))
+    check(
+        not native,
+        "native PyTorch (trn2, trn3) compiles operators as they come; there are no graphs to compile before a run, and "
+        f"{machine.NATIVE_CACHE[0]} names the folder that keeps them",
+    )
     num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")

@@ -57,7 +57,7 @@ END
 # Say why the machine ends, on the console and in the record, and end it.
 finish() {
     local code=$1
-    if ((code == 143)); then return; fi # SIGTERM to the node program: the system goes down already
+    if ((code == 143)); then return; fi # SIGTERM to launch.ec2.machine: the system goes down already
     if ((code != 0)); then
         tail -n 20 "$log" >&3 || true
         tail -n 1 "$log" | "$python" -c "$PROGRAM" report "$given" "$instance" || true
@@ -65,7 +65,7 @@ finish() {
     shutdown -P now
 }
 
-# start: fetch the code, check it, and become the node program. report: put standard input into the record, as the reason.
+# start: fetch the code, check it, and become launch.ec2.machine. report: put standard input into the record, as the reason.
 read -r -d '' PROGRAM <<'PYTHON' || true
 import base64, hashlib, io, json, os, sys, tarfile, tempfile, time
 import boto3

@@ -16,7 +16,6 @@ from train.host.launched import launched
 
 __all__ = ["Backend", "GradSync", "State", "open_backend"]
 logger = logging.getLogger("train")
-NATIVE = ("trn2", "trn3")  # types whose PyTorch needs no XLA
 
 
 def open_backend(
@@ -45,11 +44,12 @@ def open_backend(
     name = cfg.name
     if name == "auto":
         has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))
-        is_native = any(each.startswith(NATIVE) for each in (kind, instance.name))
+        package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
+        is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # which is for XLA
         name = ("neuron" if is_native else "xla") if has_neuron else "ddp"
     check(
         cfg.compile == "none" or name != "xla",
-        f"backend.compile={cfg.compile} is for GPUs, CPUs and trn2; xla compiles every graph by itself: leave it out",
+        f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",
     )
     # The modules are imported here, so that a run pays for its own backend alone.
     if name == "xla":

@@ -181,7 +181,8 @@ def peak_device_bytes() -> int | None:
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     native: Any = getattr(torch, "neuron", None)  # of TorchNeuron, which names the functions as CUDA's are named
-    return native.max_memory_allocated() if native is not None and native.is_initialized() else None
+    peak = getattr(native, "max_memory_allocated", None)
+    return None if peak is None else int(peak())
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

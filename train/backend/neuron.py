@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from train.backend import guards
 from train.backend.ddp import DDP
+from train.backend.graphs import Compilers
 from train.backend.rendezvous import join
-from train.config import BackendConfig, NeuronConfig, S3Config, check
+from train.config import BackendConfig, InputError, NeuronConfig, S3Config, check
 from train.config.backend import NEURON_TIMEOUT_S, check_reduces_plainly
 from train.host import machine, rank_setup
 from train.host.launched import launched
@@ -71,7 +72,9 @@ class Neuron(DDP):
             self.compiler = self.open_compiler(cfg, S3Config(), must_keep=False)
         if self.world.is_distributed:  # the ranks join before anything touches the device
             device = f"{self.name} on {DEVICE}, {self.precision}"
-            join(COLLECTIVES, device, timeout_s=timeout_s, join_timeout_s=cfg.join_timeout_s)
+            store = join(COLLECTIVES, device, timeout_s=timeout_s, join_timeout_s=cfg.join_timeout_s)
+            if self.compiler is not None:
+                self.compilers = Compilers(self.compiler.is_busy, store)
         self.device = torch.device(DEVICE)
         if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)
@@ -90,20 +93,28 @@ class Neuron(DDP):
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         super().ready(optimizer, parameters)
-        self.package.clear_op_tracking()  # what came before was part of no step
+        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # what came before was part of no step
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
         torch.get_device_module(self.device).synchronize()  # updates of many weights failed in asynchronous launches
+        self.check_fallback()  # of this step, and of the evaluation before it
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        copies = super().to_host(tensors)
-        self.check_fallback()
-        return copies
+    def fallback_ops(self) -> set[str]:
+        """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
+        listed = getattr(self.package, "get_fallback_ops", None)
+        if listed is None and not self.allow_fallback:
+            raise InputError("this torch_neuronx does not tell what runs on the CPU: leave out backend.allow_fallback")
+        return set() if listed is None else {str(each) for each in listed()}
+
+    def close(self) -> None:
+        if sys.exc_info()[0] is None:
+            self.check_fallback()  # of the last evaluation
+        super().close()
 
     def check_fallback(self) -> None:
         """Warn once of each operator that a step or evaluation ran on the CPU; RuntimeError if that is not allowed."""
-        new = sorted(set(self.package.get_fallback_ops()) - self.fallen_back)
+        new = sorted(self.fallback_ops() - self.fallen_back)
         if not new:
             return
         self.fallen_back.update(new)
@@ -121,8 +132,8 @@ def check_machine(cfg: BackendConfig) -> None:
     check(
         importlib.util.find_spec("torch_neuronx") is not None and version.startswith(tuple(native.torch_neuronx)),
         "backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx "
-        f"{' or '.join(native.torch_neuronx)}, and this machine has {version or 'none'}; {native.install}; on trn1 set "
-        "backend=xla",
+        f"{' or '.join(native.torch_neuronx)}, and this machine has {version or 'none'}; {native.install}; for "
+        "PyTorch/XLA (trn1) set backend=xla",
     )
     check(
         machine.release(version) == machine.release(torch_version),

@@ -49,7 +49,7 @@ class BackendConfig(Section, prefix="backend."):
         )
         check(
             self.compile != "none" or self.compile_cache is None,
-            "backend.compile_cache is for backend.compile=layers or model; on Trainium set NEURON_COMPILE_CACHE_URL",
+            "backend.compile_cache is for backend.compile=layers or model; on trn1 set NEURON_COMPILE_CACHE_URL",
         )
 
     @property

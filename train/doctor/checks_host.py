@@ -89,6 +89,8 @@ def cache(probe: Probe) -> Finding:
     if probe.is_native:  # whose writes are atomic, on NFS too
         name, default = machine.NATIVE_CACHE
         location = probe.environ.get(name) or default
+        if "://" in location:
+            return bad(f"{location} is no folder", cure=f"export {name}={default}")
     else:
         location, fault = machine.cache_location(probe.environ), machine.cache_fault(probe.environ)
         if fault:

@@ -24,7 +24,7 @@ def python(probe: Probe) -> Finding:
     low, high = (numbers(each, 2) for each in sdk.pythons.split("-"))
     if not low <= probe.python[:2] <= high:
         text = f"{text}: Neuron SDK {sdk.name} has wheels for {sdk.pythons.replace('-', ' to ')}"
-        return bad(text, cure="python3.12 -m venv .venv")
+        return bad(text, cure=f"python{'.'.join(map(str, high))} -m venv .venv")
     if not probe.is_native and probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
         return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
@@ -52,6 +52,10 @@ def packages(probe: Probe) -> Finding:
             return bad(f"{text}: known are torch-neuronx {' and '.join(native.torch_neuronx)}", cure=native.install)
         if release(neuronx) != release(torch):
             return bad(f"{text}: both must be of the same release", cure=native.install)
+        compiler = versions.get("neuronx-cc", "").partition("+")[0]
+        if compiler != native.neuronx_cc:
+            text += f": SDK {native.name} ships neuronx-cc {native.neuronx_cc}"
+            return warn(text, cure=native.install)
         return ok(f"{text}: native PyTorch of SDK {native.name}")
     if probe.is_trainium or neuronx:
         return neuron_packages(text, versions)
@@ -102,7 +106,7 @@ def driver(probe: Probe) -> Finding:
         cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
         return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
     both = numbers(dkms), numbers(runtime)
-    known: list[Sdk | Native] = [*table.sdks, table.native]
+    known: list[Sdk | Native] = [table.native] if probe.is_native else [*table.sdks]
     sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)
     if sdk is None:
         cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"

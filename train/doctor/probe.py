@@ -17,13 +17,14 @@ from typing import Literal
 import yaml
 
 from train.config import InstanceConfig
-from train.host.machine import nvidia_gpus
+from train.host.machine import is_native, nvidia_gpus
 from train.host.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
 TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
 PCI = "/sys/bus/pci/devices"
-TRAINIUM_PCI = ("0x7164", "0x7364", "0x7564", "0x7565")  # trn1, trn2, trn3; neuron_device.h of the driver
+NATIVE_PCI = ("0x7364", "0x7564", "0x7565")  # trn2, trn3; neuron_device.h of the driver
+TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,18 @@ class Probe:
     def is_trainium(self) -> bool:
         if (self.instance and self.instance.device == "neuron") or self.neuron_devices:
             return True
-        chips = [file for file in self.files(f"{PCI}/*/device") if file.read_text().strip() in TRAINIUM_PCI]
-        return any(chip.with_name("vendor").read_text().strip() == AMAZON for chip in chips)
+        return bool(self.chips())
+
+    def chips(self) -> set[str]:
+        """The PCI ids of the Neuron chips."""
+        ids = [(file.read_text().strip(), file.with_name("vendor")) for file in self.files(f"{PCI}/*/device")]
+        return {number for number, vendor in ids if number in TRAINIUM_PCI and vendor.read_text().strip() == AMAZON}
 
     @property
     def is_native(self) -> bool:
         """Whether PyTorch runs without XLA on this type."""
-        return self.instance is not None and self.instance.name.startswith(("trn2", "trn3"))
+        by_name = self.instance is not None and is_native(self.instance.name)
+        return by_name or bool(self.chips() & set(NATIVE_PCI))
 
     @property
     def has_gpu(self) -> bool:

@@ -25,6 +25,7 @@ from train.host.processes import read_process
 from train.host.versions import read_versions
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
+NATIVE = ("trn2", "trn3")  # the beginnings of types with native PyTorch
 NATIVE_CACHE = ("TORCH_NEURONX_NEFF_CACHE_DIR", "/tmp/neff_cache")  # of native PyTorch: the variable, and the default
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 ROOT_COMM_PORT = 62182  # of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
@@ -281,6 +282,11 @@ def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 def is_ec2(kind: str) -> bool:
     """Whether the name of a machine is that of an EC2 instance, family.size."""
     return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
+
+
+def is_native(*types: str) -> bool:
+    """Whether one of these instance types has native PyTorch, without XLA."""
+    return any(each.startswith(NATIVE) for each in types)
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
