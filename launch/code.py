@@ -28,7 +28,7 @@ START = "start.py"  # at the bundle's root; Python then looks there first, and n
 START_CODE = b"""import os, runpy, sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # also where PYTHONSAFEPATH is set
-if __name__ == "__main__":  # not in the processes that a data loader spawns
+if __name__ == "__main__":  # not in processes that are spawned
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 MOST_BYTES = 64 * 2**20  # of an unpacked bundle

@@ -122,6 +122,20 @@ def test_a_failure_comes_after_the_batches_before_it(shards, num_workers, monkey
     assert "Input/output error: 'train-00001.safetensors'" in str(failure_of(result))
 
 
+def test_an_error_that_passes_costs_no_batch(shards, whole, monkeypatch):
+    draw, calls = MaskedRows.draw, []
+
+    def drawn(self, items):
+        calls.append(len(items))
+        if len(calls) == 1:
+            raise OSError(116, "Stale file handle", "train-00001.safetensors")
+        return draw(self, items)
+
+    monkeypatch.setattr(MaskedRows, "draw", drawn)
+    result = list(islice(loader_of(shards, num_workers=0), 5))
+    assert failure_of(result) is None and len(calls) > 1
+
+
 def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shards):
     data = rows_of(shards, is_training=False)
     per_rank, labels = [], 0

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
 from train.config import InputError
 from train.data.shards.format import ShardSet, map_tensors, parse_manifest, read_manifest
 from train.storage.folders import LocalFolder, canonical_json, sha256_bytes, sha256_json
-from train.storage.schema import BadContent, FileName, RelativePath, is_inside
+from train.storage.schema import BadContent, FileName, RelativePath, is_inside, record
 from train.tasks import build_task
 
 ROOT = Path("/a/folder")
@@ -335,3 +336,13 @@ def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_p
     forge(data, lambda body: body["counts"].pop("unigram_entropy"))
     with pytest.raises(InputError, match="has no validation sequences or no unigram_entropy; prepare the data again"):
         build_task(train_config(tmp_path / "run", data))
+
+
+@dataclass
+class Named:
+    x: int
+
+
+def test_a_record_with_keys_that_are_no_texts_is_rejected():
+    with pytest.raises(BadContent, match="1 is not known"):
+        record(Named, {"x": 1, 1: 0, "y": 0})

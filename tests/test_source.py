@@ -1,14 +1,16 @@
 """Where a model begins: a folder, a run of ours with and without an export, on disk and in S3; and its tokenizer."""
 
 import json
+import os
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 from rejections import rejects
-from running import train_config
+from running import ROOT, train_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, CanineTokenizer, PreTrainedTokenizerFast
 
@@ -83,7 +85,15 @@ def test_a_run_without_an_export_gives_its_checkpoint(run, tmp_path, monkeypatch
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("export"))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)  # the export is no rank, and waits for nobody
+    started, run_it = [], subprocess.run
+
+    def recorded(*given, env, **rest):
+        started.append(env)
+        return run_it(*given, env=env, **rest)
+
+    monkeypatch.setattr(subprocess, "run", recorded)
     cfg = resolved(from_run(copy), LOCAL, tmp_path / "cache")
+    assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)  # the same code, not what is installed
     assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(str(tmp_path / "cache/models/"))
     result, wanted = (AutoModelForMaskedLM.from_pretrained(where) for where in (cfg.pretrained, run / "export"))
     assert all(tensor.equal(wanted.state_dict()[name]) for name, tensor in result.state_dict().items())

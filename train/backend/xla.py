@@ -138,7 +138,7 @@ class XLA(Backend):
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add the tensors up over the ranks, in place. On CPUs gloo gets copies: it does not add XLA tensors."""
         if not self.reduces_on_host:
-            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", BUCKET_MB))
+            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB") or 0) or BUCKET_MB
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()

@@ -46,7 +46,10 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     """Measure, write the figures to cfg.output, print them on rank 0. Every rank calls it."""
     launch = launched()
     try:
-        with tempfile.TemporaryDirectory(prefix="baretrain-bench-") as folder, StopRequest() as stop:
+        with (
+            tempfile.TemporaryDirectory(prefix="baretrain-bench-", ignore_cleanup_errors=True) as folder,
+            StopRequest() as stop,
+        ):
             meter = Meter(cfg, stop)
             reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
     except InputError:

@@ -81,7 +81,8 @@ def leave_rejection(rejection: str) -> None:
     rank of a machine that does so also has it printed below torchrun's report.
     """
     with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # or torchrun keeps no such files
-        fcntl.flock(file, fcntl.LOCK_EX)  # the other ranks, one of which ends torchrun, go on when the line is sure
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # the other ranks, one of which ends torchrun, wait until the line is sure
         if os.fstat(file.fileno()).st_size == 0:
             file.write(rejection)
             file.flush()

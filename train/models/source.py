@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import train
 from train.config import InputError, ModelConfig, S3Config, check
 from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
 from train.host.launched import launched
@@ -105,6 +106,8 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
         environ = {name: value for name, value in os.environ.items() if name not in RANKS}
+        root = str(Path(train.__file__).parent.parent)  # a launched job runs the code of its bundle
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options]
         logger.info("%s: exporting its best checkpoint", location)
         done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)

@@ -103,8 +103,8 @@ def read_mapping(
 
 def read_records(folder: Folder) -> Records | None:
     """data.json and evaluation.json of a run folder; None if it has neither. InputError, one line, for damaged ones."""
-    data = read_mapping(folder, "data.json", parse, partial(fields_of, "splits", SplitFacts))
-    evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, "evaluated", Evaluated))
+    data = read_mapping(folder, "data.json", parse, partial(fields_of, DATA, "splits", SplitFacts))
+    evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated))
     return Records(**data | evaluation) if data or evaluation else None
 
 
@@ -120,11 +120,16 @@ def parse(content: bytes) -> Any:
     return json.loads(content, object_hook=drop_unknown, parse_float=finite, parse_constant=finite)
 
 
-def fields_of(name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]) -> dict[str, Any]:
+DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float]}
+EVALUATION: dict[str, Any] = {"step": int | None}
+
+
+def fields_of(
+    hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
+) -> dict[str, Any]:
     """Fields of Records: under `name` the splits, as `kind`; training and validation first, the others by name. What
     `kind` lacks is dropped.
     """
-    hints = {"labels": list[str], "lengths": list[float], "step": int}
     result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
     result[name], known = [], {item.name for item in fields(kind)}

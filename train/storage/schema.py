@@ -140,7 +140,7 @@ def record(kind: type[T], values: object, where: str = "") -> T:
     prefix = f"{where}." if where else ""
     if lacking := sorted(needed - values.keys()):
         raise BadContent(f"{prefix}{lacking[0]} is missing")
-    if unknown := sorted(values.keys() - hints.keys()):
+    if unknown := sorted(values.keys() - hints.keys(), key=str):
         raise BadContent(f"{prefix}{shown(unknown[0])} is not known")
     return kind(**{name: of_type(hints[name], value, f"{prefix}{name}") for name, value in values.items()})
 

@@ -126,10 +126,18 @@ class MultiBatch(Dataset[Batch]):
     def __getitems__(self, micro_batches: list[np.ndarray]) -> Batch:
         try:
             return self.dataset.draw(np.stack(micro_batches))
-        except Exception as error:
-            none: Batch = {"inputs": {}, "count": [], "tokens": []}
-            before = self.__getitems__(micro_batches[:-1]) if len(micro_batches) > 1 else none
-            return {"failure": error, **before}  # theirs, if the first failure is one of them
+        except Exception:
+            return self.until_failure(micro_batches)
+
+    def until_failure(self, micro_batches: list[np.ndarray]) -> Batch:
+        for good, micro_batch in enumerate(micro_batches):
+            try:
+                self.dataset.draw(np.asarray(micro_batch)[None])
+            except Exception as error:
+                none: Batch = {"inputs": {}, "count": [], "tokens": []}
+                drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else none
+                return {**drawn, "failure": error}
+        return self.dataset.draw(np.stack(micro_batches))
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:

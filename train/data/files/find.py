@@ -29,17 +29,20 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
     def stop(error: OSError) -> NoReturn:  # os.walk leaves out what it cannot read
         raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
 
-    seen: set[Path] = set()
+    seen: set[tuple[int, int]] = set()
     waiting = [root]
     for top in waiting:  # the list grows on the way
-        holds_link = top != root and top.parent.resolve().is_relative_to(top.resolve())
+        if top != root and top.parent.resolve().is_relative_to(top.resolve()):
+            report_left_out(top)
+            continue
         for parent, names, files in os.walk(top, onerror=stop):
             path = Path(parent)
-            if holds_link or path.resolve() in seen:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in seen:
                 report_left_out(path)
                 names.clear()
                 continue
-            seen.add(path.resolve())
+            seen.add((status.st_dev, status.st_ino))
             names[:] = [name for name in names if not name.startswith((".", "__pycache__")) and name not in skipped]
             waiting += [path / name for name in sorted(names) if (path / name).is_symlink()]
             yield path, [name for name in files if not name.startswith(".")]

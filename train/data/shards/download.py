@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
@@ -148,12 +148,12 @@ class Downloader:
             return
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
-        doubts = 0
+        doubts, reads = 0, set[Future[list[bytes]]]()
 
         def attempt() -> None:
             nonlocal doubts
             try:
-                self.store(shard, self.fetch(shard))
+                self.store(shard, self.fetch(shard, reads))
             except Doubtful as doubt:
                 doubts += 1
                 if doubts >= self.cfg.refetches:
@@ -179,8 +179,10 @@ class Downloader:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{url}: {error}") from error
 
-    def fetch(self, shard: Shard) -> list[bytes]:
-        """The content of a shard, read by a thread of its own: a read cannot be stopped."""
+    def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
+        """The content of a shard, read by a thread of its own, or by that of an earlier attempt, in `reads`, if it ends
+        first: a read cannot be stopped, and over a slow link it may be nearly done.
+        """
         content, clients = Future[list[bytes]](), list[Client]()
 
         def read() -> None:
@@ -190,14 +192,17 @@ class Downloader:
             except BaseException as error:  # for the thread that waits
                 content.set_exception(error)
 
+        reads.add(content)
         threading.Thread(target=read, daemon=True).start()
-        is_ended = bool(wait([content], self.cfg.attempt_s).done)
-        if self.client in clients and not (is_ended and content.exception() is None):
+        ended = wait(reads, self.cfg.attempt_s, return_when=FIRST_COMPLETED).done
+        reads -= ended
+        whole = [each for each in ended if each.exception() is None]
+        if not whole and self.client in clients:
             self.client = None
-        if not is_ended:
+        if not ended:
             limit = f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)"
             raise Unreachable(f"{limit}; over a slow link raise it, or lower data.downloads")
-        return content.result()
+        return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
         """Give a shard its name in the cache. Doubtful for a content that does not match the manifest."""
