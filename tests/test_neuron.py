@@ -7,6 +7,7 @@ import importlib.machinery
 import os
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def versions(monkeypatch):
     """On such a machine; returns the versions of its packages."""
     result = {"torch": "2.14.0", "torch-neuronx": VERSION}
     monkeypatch.setitem(sys.modules, "torch_neuronx", pretend(monkeypatch.setattr, result))
-    return result
+    with mock.patch.dict(os.environ):  # the backend sets the runtime's variables
+        yield result
 
 
 NEURON = ["backend=neuron", "backend.device=auto"]
@@ -200,8 +202,7 @@ def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):
 
 def test_the_runtime_waits_as_long_as_a_collective(versions, monkeypatch):
     for name in ("NEURON_RT_EXEC_TIMEOUT", "NEURON_RT_NUM_CORES"):
-        monkeypatch.setenv(name, "")  # to be put back
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     neuron.Neuron(BackendConfig(timeout_s=99))
     assert (os.environ["NEURON_RT_EXEC_TIMEOUT"], os.environ["NEURON_RT_NUM_CORES"]) == ("99", "1")
 
