@@ -145,7 +145,7 @@ def test_a_hang_of_the_run_folder_as_well_ends_all_the_same(start: Start):
 def test_the_rank_that_is_least_advanced_is_named(start: Start, run_dir: Path, behind: str, how: str):
     """It has not the oldest heartbeat: the other one has waited for it for longer."""
     waits = "join()\ndog.phase('data', step=7)\ndog.phase('step', step=7)\nhang()"
-    ranks = start(waits, f"join()\ntime.sleep(0.2)\n{behind}\n{how}", step_s=1.0)
+    ranks = start(waits, f"join()\ntime.sleep(0.2)\n{behind}\n{how}", step_s=2.0)
     assert codes(ranks) == [1, -signal.SIGKILL if "19" in how else 1]
     for reason in (outcome(run_dir)["reason"], exit_record(run_dir, 0)["reason"], exit_record(run_dir, 1)["reason"]):
         assert reason.startswith("stuck: rank 1 has been in '" + behind.split("'")[1])
