@@ -1,6 +1,6 @@
 """The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code.
 
-Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on request (a checkpoint has all steps done).
+Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on request, with all steps saved.
 """
 
 from __future__ import annotations
