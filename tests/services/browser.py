@@ -58,4 +58,4 @@ def take_picture(browser: Chrome, path: Path, *, height: int) -> None:
 if __name__ == "__main__":
     with chromium() as window:
         show(window, Path(sys.argv[1]), width=1200)
-        take_picture(window, Path(sys.argv[2]), height=1096)
+        take_picture(window, Path(sys.argv[2]), height=1135)
