@@ -100,6 +100,19 @@ def test_flops_of_albert_base_are_the_published_figure():
     assert per_token == pytest.approx(570.4e6, rel=1e-3)
 
 
+@pytest.mark.parametrize("architecture", ["albert", "bert"])
+def test_positions_begin_as_sinusoids_twice_the_size_of_the_words_which_are_as_large_as_asked(architecture):
+    network = build(architecture, initializer_range=0.1, position_init="sinusoid").network
+    embeddings = network.base_model.embeddings
+    waves, words = embeddings.position_embeddings.weight.detach(), embeddings.word_embeddings.weight.detach()
+    assert words.std() == pytest.approx(0.1, rel=0.1)
+    assert waves.square().mean().sqrt() == pytest.approx(0.2, rel=1e-5)
+    products = waves @ waves.T  # of two positions: a function of their distance alone, greatest at 0
+    assert torch.allclose(products[:-1, :-1], products[1:, 1:], atol=1e-5)
+    assert (products.diagonal()[:, None] >= products - 1e-5).all() and products[0, 0] > 1.2 * products[0, 2]
+    assert embeddings.position_embeddings.weight.requires_grad  # it is where they begin
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -114,6 +127,8 @@ def test_flops_of_albert_base_are_the_published_figure():
             "no masked language model of type",
         ),
         ({"hidden_size": 32, "num_heads": 5}, "model.hidden_size=32 must be a multiple of model.num_heads=5"),
+        ({"architecture": "deberta-v2", "embedding_size": None, "initializer_range": 0.0}, "must be above 0"),
+        ({"architecture": "modernbert", "embedding_size": None, "position_init": "sinusoid"}, "no position embeddings"),
         ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),
     ],
 )

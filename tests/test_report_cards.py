@@ -53,6 +53,12 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
     assert (lead["Training loss"].value, lead["Training loss"].notes[0]) == ("5.000", "8.000 at step 10")
     assert (lead["Tokens per second"].value, lead["Tokens per second"].notes[0]) == ("4,096", "MFU 43.2%")
     assert (lead["Training time"].value, lead["Cost"].value) == ("0:00:20", "$1.50")
+    counted = [*whole_run()[:-1], summary_line(40, 40, neighbour_accuracy=0.26)]
+    assert (
+        made(tmp_path / "counted", counted)["Final quality"]
+        .notes[-1]
+        .startswith("a table of neighbours is right in 26%")
+    )
     ordered = [train_line(10), eval_line(10, mlm_loss=6.0), summary_line(10, 10, unigram_entropy=5.0)]
     quality = made(tmp_path / "sop", ordered)["Final quality"]  # the loss of the tokens, without that of the order
     assert (quality.title, quality.value) == ("Validation mlm loss", "6.000")

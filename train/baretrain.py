@@ -44,7 +44,7 @@ def main() -> int:
     if name not in COMMANDS:
         print(f"error: there is no command {name}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    sys.excepthook = train.show
+    train.begin()
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # for Python processes that are started: no module of this folder
     module = name if name in PACKAGES else f"train.{name}"
     sys.argv[:2] = [module]

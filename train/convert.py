@@ -21,8 +21,9 @@ from train.config import S3Config, ShardsConfig, check
 from train.data.records.formats import load_saved
 from train.data.shards.format import SPLITS, DataManifest, Shard, ShardSet, write_manifest, write_shard
 from train.data.shards.prepared import PreparedData
+from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Rows
-from train.data.text.preparation import rows_of_shard, unigram_entropy
+from train.data.text.preparation import rows_of_shard
 from train.data.text.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
 from train.storage.folders import local_path, make_folder, open_folder
 
@@ -98,7 +99,11 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
         dtype=vocabulary.dtype.name,
         splits=splits,
         tokenizer=vocabulary.info,
-        counts={"tokens": tokens, "unigram_entropy": unigram_entropy(counts, vocabulary.info)},
+        counts={
+            "tokens": tokens,
+            "unigram_entropy": unigram_entropy(counts, vocabulary.info),
+            "neighbour_accuracy": neighbour_accuracy(folder, splits, vocabulary.info),
+        },
         config={"from_arrow": {split: len(saved[split]) for split in SPLITS}},
     )
 

@@ -80,7 +80,8 @@ def run(cfg: PrepareConfig) -> int:
     print(
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
-        f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, id {manifest.id[:12]}"
+        f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, a table of neighbours is right in "
+        f"{manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
     )
     if held_out < FEW_SEQUENCES:
         few = f"{held_out} validation sequences are few, their loss is a matter of chance"

@@ -19,7 +19,7 @@ from train.config import S3Config, ShardsConfig, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard, read_manifest
 from train.data.shards.prepared import PreparedData
-from train.data.text.preparation import unigram_entropy
+from train.data.text.guessing import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
 from train.storage.folders import open_folder, sha256_file
 

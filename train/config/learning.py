@@ -53,6 +53,8 @@ class ModelConfig(Section, prefix="model."):
     intermediate_size: int | None = setting(None, above=0)
     num_layers: int | None = setting(None, above=0)
     num_heads: int | None = setting(None, above=0)
+    initializer_range: float | None = setting(None, above=0)  # standard deviation of random weights
+    position_init: str | None = setting(None, among=("sinusoid",))  # how learnt position embeddings begin; None: random
     hidden_dropout: float | None = setting(None, least=0, below=1)
     attention_dropout: float | None = setting(None, least=0, below=1)
 

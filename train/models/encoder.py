@@ -31,6 +31,7 @@ SIZES = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
 logger = logging.getLogger("train")
+POSITION_BASE, POSITION_SIZE = 1000.0, 2.0
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # these count positions from pad_token_id + 1
 ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
 
@@ -130,10 +131,32 @@ def make_network(
     new: frozenset[str] = frozenset()
     if cfg.pretrained is None:
         network = auto.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
+        if cfg.position_init == "sinusoid":
+            init_positions(network)
     else:
         network, new = read_weights(auto, cfg.pretrained, config, attention=attention, new_head=new_head)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
     return network, new
+
+
+@torch.no_grad()
+def init_positions(network: PreTrainedModel) -> None:
+    """Begin the learnt position embeddings [S, E] as sinusoids, twice the size of the word embeddings: attention then
+    finds neighbours within hundreds of steps instead of thousands. InputError if the model has none.
+
+    Of https://arxiv.org/abs/1706.03762, section 3.5, with a base of 1,000 instead of 10,000. Base and size: by trial.
+    """
+    embeddings = getattr(network.base_model, "embeddings", None)
+    positions = getattr(embeddings, "position_embeddings", None)
+    if not isinstance(positions, nn.Embedding):
+        kind = network.config.model_type
+        raise InputError(f"model.position_init=sinusoid: {kind} learns no position embeddings; leave it out")
+    count, size = positions.weight.shape
+    frequencies = POSITION_BASE ** -(torch.arange(0, size, 2) / size)
+    angles = torch.arange(count)[:, None] * frequencies
+    waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :size]
+    scale = POSITION_SIZE * network.config.initializer_range * 2**0.5  # the waves' root mean square is 0.5 ** 0.5
+    positions.weight.copy_(scale * waves)
 
 
 def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTrainedConfig:
@@ -158,6 +181,12 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # other fields may follow from these
+        if cfg.initializer_range is not None:
+            check(
+                hasattr(config, "initializer_range"),
+                f"model.initializer_range={cfg.initializer_range}: {config.model_type} has none; leave it out",
+            )
+            config.initializer_range = cfg.initializer_range
     name = cfg.pretrained or f"model.architecture={cfg.architecture}"
     check(
         hasattr(config, "hidden_size"),

@@ -84,6 +84,8 @@ def quality(run: Run) -> Card:
     others = [each for each in others if each != name and not each.startswith((*not_its_own, "best_"))][:MOST_OTHERS]
     notes.append(", ".join(f"{spoken(each)} {figure(scores[each]['last'][0])}" for each in others))
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
+    if "masked_accuracy" in scores and (table := summary["neighbour_accuracy"]) is not None:
+        notes.append(f"a table of neighbours is right in {table:.0%} of the tokens")
     title = f"Validation {spoken(name)}"
     if value is None:
         return Card("no number", notes, tone="bad", title=title)

@@ -1,6 +1,4 @@
-"""Figures of runs, as PNGs: curves, for several runs bars beside the first one's, and labelled data. Matplotlib is
-imported where it is used: reading a run needs none.
-"""
+"""Figures of runs as PNGs: curves, bars of several runs, labelled data. Matplotlib is imported where it is used."""
 
 from __future__ import annotations
 
@@ -84,6 +82,10 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
     yield from PANELS
 
 
+def percent(value: float, _: float | None = None) -> str:
+    return f"{100 * value:g}%"
+
+
 def points(lines: list[Line], key: str, x: str) -> tuple[list[float], list[float]]:
     known = [(a, b) for line in lines if (a := number(line, x)) is not None and (b := number(line, key)) is not None]
     return [a for a, _ in known], [b for _, b in known]
@@ -122,14 +124,18 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
     # With sentence-order prediction the loss is not only that of the tokens.
-    has_order = [any("sop_loss" in line for line in run.lines["eval"]) for run in runs]
-    entropies = [None if has_order[index] else run.summary["unigram_entropy"] for index, run in enumerate(runs)]
-    for index, entropy in enumerate(entropies):
-        if entropy is not None and entropy not in entropies[:index]:
-            shared = {} if len(set(entropies)) == 1 else {"color": look(index)["color"]}
-            axes.axhline(entropy, **MARK | shared)
-    if any(entropy is not None for entropy in entropies):
-        axes.plot([], [], **MARK, label=" unigram entropy of the corpus")
+    of_tokens = [all("sop_loss" not in line for line in run.lines["eval"]) for run in runs]
+    entropies = [run.summary["unigram_entropy"] if of else None for run, of in zip(runs, of_tokens, strict=True)]
+    add_marks(axes, entropies, "unigram entropy of the corpus")
+
+
+def add_marks(axes: Axes, values: list[float | None], name: str) -> None:
+    """Draw a horizontal line for each different value of the runs, in the run's colour if there are several."""
+    known = {value: values.index(value) for value in values if value is not None}
+    for value, first in known.items():
+        axes.axhline(value, **MARK | ({"color": look(first)["color"]} if len(set(values)) > 1 else {}))
+    if known:
+        axes.plot([], [], **MARK, label=f" {name}")
 
 
 def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:
@@ -146,10 +152,6 @@ def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:
     elif panel.from_zero and min(ys) >= 0:
         axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(percent if panel.percent else plain)
-
-
-def percent(value: float, _: float | None = None) -> str:
-    return f"{100 * value:g}%"
 
 
 @contextmanager
@@ -181,6 +183,8 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
         curve(axes, xs, ys, band=len(runs) == 1, label=label, **look(index))
     if panel.name == LOSS.name:
         add_validation(axes, runs, x)
+    if panel.key == "masked_accuracy":
+        add_marks(axes, [run.summary["neighbour_accuracy"] for run in runs], "table of neighbours, counted")
     finish(axes, panel, values)
     handles, named = axes.get_legend_handles_labels()
     if len(handles) > 1:

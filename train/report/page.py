@@ -67,6 +67,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Highest peak memory of a rank (GB)", "most_rank_bytes", gigabytes),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
+    ("Accuracy of a table of neighbours", "neighbour_accuracy", SHARE),
     ("Goodput", "goodput", SHARE),
     ("Faults and alarms", "alarms", COUNT),
     ("Faults survived", "faults_survived", COUNT),

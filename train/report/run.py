@@ -190,7 +190,9 @@ def setting(run: Run) -> Summary:
         device = device.removesuffix(" through XLA")  # the same device with XLA as without
     versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
     versions |= {key[9:]: value for key, value in environment.items() if key.startswith("versions.")}
-    entropy = last(run.lines["summary"] + run.lines["eval"], "unigram_entropy")
+    guessing = ("unigram_entropy", "neighbour_accuracy")
+    counted = {name: last(run.lines["summary"] + run.lines["eval"], name) for name in guessing}
+    counted = {name: number(environment, name) if value is None else value for name, value in counted.items()}
     return {
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
@@ -206,7 +208,7 @@ def setting(run: Run) -> Summary:
         "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
         "accumulation": number(environment, "plan.accumulation"),
         "seq_len": number(environment, "seq_len") or number(config, "seq_len"),
-        "unigram_entropy": number(environment, "unigram_entropy") if entropy is None else entropy,
+        **counted,
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value) or None,
     }
 

@@ -27,6 +27,7 @@ from train.data.shards.format import (
 from train.data.text.corpus import Corpus
 from train.data.text.documents import CorpusPart
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
+from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Packer
 from train.storage.folders import Folder, sha256_bytes
 from train.storage.schema import read_object, record
@@ -282,7 +283,11 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
         dtype=ready[0].arrays["train.tokens"].dtype.name,
         splits=splits,
         tokenizer=info,
-        counts={**done, "unigram_entropy": unigram_entropy(token_counts, info)},
+        counts={
+            **done,
+            "unigram_entropy": unigram_entropy(token_counts, info),
+            "neighbour_accuracy": neighbour_accuracy(folder, splits, info),
+        },
         config=config,
     )
     remove_states(folder)
@@ -293,13 +298,6 @@ def listed(names: Sequence[str]) -> str:
     """ "part 3/64, part 5/64 and 12 more are"."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
-
-
-def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
-    """Nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
-    predicted = np.delete(counts, info.special_ids)
-    share = predicted[predicted > 0] / max(1, predicted.sum())
-    return round(float(-(share * np.log(share)).sum()), 6)
 
 
 def remove_states(folder: Folder) -> None:

@@ -86,6 +86,10 @@ class MaskedLMTask(Task):
             vocab_size=info.vocab_size,
             word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
+        self.eval_masker = self.masker
+        if (rate := cfg.task.eval_mask_rate) is not None:
+            slots = replace(cfg.task, mask_rate=rate, max_predictions=None).head_size(self.seq_len).predictions
+            self.eval_masker = replace(self.masker, mask_rate=rate, max_predictions=slots)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         check(
             not cfg.task.sop or self.manifest.counts.get("validation_pairs") != 0,  # older data has no such count
@@ -103,6 +107,8 @@ class MaskedLMTask(Task):
         of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
         self.facts = {"unigram_entropy": entropy}
+        if (accuracy := self.manifest.counts.get("neighbour_accuracy")) is not None:  # older data has no such count
+            self.facts["neighbour_accuracy"] = accuracy
 
     def verify_data(self) -> None:
         self.data.verify()
@@ -125,7 +131,7 @@ class MaskedLMTask(Task):
         return MaskedRows(self.data.split("train"), self.masker, is_training=True, swapper=self.swapper)
 
     def eval_data(self) -> MaskedRows:
-        return MaskedRows(self.data.split("validation"), self.masker, is_training=False, swapper=self.swapper)
+        return MaskedRows(self.data.split("validation"), self.eval_masker, is_training=False, swapper=self.swapper)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         logits, labels, order = self._logits(model, inputs)
@@ -179,7 +185,8 @@ class MaskedLMTask(Task):
         """Validation sequences whose hidden tokens are all masked, on the host."""
         from train.tasks.finetune import spread
 
-        info, rows = self.manifest.tokenizer, MaskedRows(self.data.split("validation"), self.masker, is_training=False)
+        info = self.manifest.tokenizer
+        rows = MaskedRows(self.data.split("validation"), self.eval_masker, is_training=False)
         drawn = rows.draw(spread(self.eval_rows, most)[None])["inputs"]
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
         positions, labels = inputs["positions"], inputs["labels"]

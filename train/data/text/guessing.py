@@ -1,0 +1,56 @@
+"""What a table of counts knows of a corpus: the figures that a language model has to beat."""
+
+from __future__ import annotations
+
+import numpy as np
+from safetensors.numpy import load
+
+from train.data.shards.format import Shard, TokenizerInfo
+from train.storage.folders import Folder
+
+MOST_TOKENS = 2**22  # of the first shard of each split: seconds, whatever the size of the corpus
+
+
+def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
+    """Nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
+    predicted = np.delete(counts, info.special_ids)
+    share = predicted[predicted > 0] / max(1, predicted.sum())
+    return round(float(-(share * np.log(share)).sum()), 6)
+
+
+def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: TokenizerInfo) -> float:
+    """The share of validation tokens that a table of neighbours names: the token that training data has most often
+    between the same two tokens, else after the same one, else anywhere. It sees both neighbours, also where a model
+    finds one of them masked.
+    """
+    train, validation = (first_tokens(folder, splits[split][0]) for split in ("train", "validation"))
+    left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))
+    asked = [part.ravel() for part in (validation[:, :-2], validation[:, 1:-1], validation[:, 2:])]
+    kept = ~np.isin(asked[1], info.special_ids)
+    before, truth, after = (part[kept] for part in asked)
+    may_be = ~np.isin(token, info.special_ids)
+    left, token, right = left[may_be], token[may_be], right[may_be]
+    if not len(truth) or not len(token):
+        return 0.0
+    size = info.vocab_size
+    guess = np.full(len(truth), np.bincount(token, minlength=1).argmax())
+    for keys, wanted in ((left, before), (left * size + right, before * size + after)):
+        known, best = most_frequent(keys, token, size)
+        place = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+        guess = np.where(known[place] == wanted, best[place], guess)
+    return round(float((guess == truth).mean()), 6)
+
+
+def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:
+    """The first sequences [rows, seq_len] of a shard, int64."""
+    tokens = load(folder.read(shard.file))["tokens"]
+    return tokens[: max(1, MOST_TOKENS // tokens.shape[1])].astype(np.int64)
+
+
+def most_frequent(keys: np.ndarray, tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The different `keys` [n], ascending, and the token that comes most often with each; of equals the first."""
+    pairs, counts = np.unique(keys * vocab_size + tokens, return_counts=True)
+    order = np.lexsort((-pairs, counts, pairs // vocab_size))
+    pairs = pairs[order]
+    last = np.flatnonzero(np.diff(pairs // vocab_size, append=-1))
+    return pairs[last] // vocab_size, pairs[last] % vocab_size
