@@ -14,6 +14,7 @@ from launch.config import LaunchConfig
 from launch.engines import EngineConfig, ExternalEngine
 from launch.job import Job
 from train.config import check, setting
+from train.host.machine import is_native
 from train.storage.folders import is_s3
 
 QUEUE = "train"
@@ -55,9 +56,9 @@ class ParallelCluster(ExternalEngine):
         cluster = self.cluster
         check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")
         if cfg.instance.device == "neuron":
-            # The PyTorch of Neuron's current SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
+            # PyTorch/XLA of Neuron's SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
             too_old = f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2204"
-            check(cluster.os != "alinux2023", too_old)
+            check(is_native(cfg.instance.name) or cluster.os != "alinux2023", too_old)
             check(
                 bool(cluster.image or cluster.setup_script),
                 "ParallelCluster's own image has no Neuron driver: give cluster.image (pcluster build-image makes one "

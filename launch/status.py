@@ -37,8 +37,9 @@ class Status:
     line_age_s: float | None = None  # time since the last line of the metrics
 
     def to_json(self) -> str:
-        """Return one line, in which all characters that a terminal could act on are escaped."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return one line, in which all characters that a terminal could act on are escaped, and NaN is null."""
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return json.dumps(values, sort_keys=True)
 
 
 def status(record: Record) -> Status:

@@ -16,6 +16,7 @@ from launch.job import Job
 from launch.record import Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
+from train.host.machine import is_native
 from train.host.versions import read_versions
 from train.storage.folders import canonical_json
 
@@ -84,7 +85,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
         accelerators = NEURON if "NeuronInfo" in info else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
-        root_device = check_image(api, region, image, accelerators)
+        root_device = check_image(api, region, image, accelerators, job.instance)
         interfaces = layout(info, cluster, job.nodes)
         for each in subnets(api, region, cluster, job.instance, cards=len(interfaces)):
             subnet, zone, vpc = (str(each[key]) for key in ("SubnetId", "AvailabilityZone", "VpcId"))
@@ -208,16 +209,17 @@ def image_id(api: Api, region: str, given: str) -> str:
     return value
 
 
-def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
+def check_image(api: Api, region: str, image: str, accelerators: str, instance: str) -> str:
     """The root device of an image. InputError for one that python -m ami built for other machines or another SDK."""
-    described = api.image(region, image)
+    described, versions = api.image(region, image), read_versions()
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
-    wanted = read_versions()["neuron-sdk"]
+    wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds such an image"
+    if is_native(instance):
+        wanted, cure = versions.native.name, "give one with native PyTorch (cluster.image, docs/trainium.md)"
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
     check(kind == accelerators, f"image {image} was built for {kind}, the machines are {accelerators}")
     check(
         accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted}: python -m ami neuron "
-        "builds such an image",
+        f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted} on {instance}: {cure}",
     )
     return str(described.get("RootDeviceName", ""))

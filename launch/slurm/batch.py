@@ -91,8 +91,6 @@ class Batch:
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
-        else:
-            retry(self.record.append_event, "interrupted", reason=decision.reason)
         self.upload()
         return CODES[decision.outcome] if is_end else STOPPED
 
