@@ -74,7 +74,7 @@ class Trial:
 
     def clean(self) -> list[Resource]:
         """What `launch clean --yes` does."""
-        self.record.append_event("cleaning")
+        self.record.append_event("cancelled")
         return remove(self.api, self.record, ["us-east-1"])
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:

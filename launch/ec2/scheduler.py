@@ -86,9 +86,8 @@ class Scheduler(spec.Scheduler):
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the machines now. The record says so first, so that the launch makes nothing more."""
+        """End the machines now. The record says so already, so the launch makes nothing more."""
         api = open_api(record)
-        record.append_event("cancelling")
         sweep.delete(api, calls.left_over(api, record, texts(handle, "regions")))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
