@@ -23,9 +23,8 @@ from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.engines import INSTANCE, ExternalEngine
 from launch.estimate import HEADER, Estimate, cells, estimate
-from launch.job import Job
 from launch.plan import make_job, run_overrides
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import SETTINGS, engine, scheduler
 from launch.values import columns, line, paragraph
 from train.cli import compose as cli
@@ -144,7 +143,6 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
 
 
 def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]:
-    """What would be started, where, and with which command."""
     ranks, spares = job.nodes * job.processes_per_node, f" and {job.spares} more as spares" if job.spares else ""
     machines = f"{job.nodes} x {job.instance}{spares}, {job.processes_per_node} ranks each, {ranks} in all"
     if job.kind == "prepare":

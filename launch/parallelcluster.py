@@ -12,7 +12,7 @@ from typing import Any
 from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.engines import EngineConfig, ExternalEngine
-from launch.job import Job
+from launch.record import Job
 from train.config import check, setting
 from train.host.machine import is_native
 from train.storage.folders import is_s3
@@ -24,8 +24,6 @@ SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
 
 @dataclass(kw_only=True)
 class ParallelClusterConfig(EngineConfig):
-    """A cluster of AWS ParallelCluster."""
-
     kind: str = "parallelcluster"
     gate: bool = True  # of the Slurm jobs
     subnet: str | None = None  # id of a private subnet with a NAT gateway, in the zone of the machines; needed

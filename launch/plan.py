@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.job import Code, Job
+from launch.record import Code, Job
 from train.cli.compose import quoted
 from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend

@@ -9,8 +9,8 @@ from launch.code import Bundle
 from launch.config import ClusterConfig, LaunchConfig, LocalConfig
 from launch.ec2.config import Ec2Config
 from launch.engines import ExternalEngine
-from launch.job import Job
 from launch.parallelcluster import ParallelCluster
+from launch.record import Job
 from launch.skypilot import SkyPilot
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler

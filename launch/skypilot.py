@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from launch.code import START, Bundle
 from launch.config import LaunchConfig
 from launch.engines import EngineConfig, ExternalEngine
-from launch.job import Job
+from launch.record import Job
 from train.config import check
 from train.storage.folders import is_s3
 
@@ -25,8 +25,6 @@ EFA = ("g4dn", "g5", "g6", "gr6", "g6e", "g7e", "p4d", "p4de", "p5", "p5e", "p5e
 
 @dataclass(kw_only=True)
 class SkyPilotConfig(EngineConfig):
-    """Machines that SkyPilot brings up on AWS."""
-
     UNUSED: ClassVar[tuple[str, ...]] = (*EngineConfig.UNUSED, "gate")
 
     kind: str = "skypilot"

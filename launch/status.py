@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launch.history import AttemptEntry, History, Submission, read_history
-from launch.record import Record
+from launch.record import AttemptEntry, History, Record, Submission
 from launch.run_progress import RunProgress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import State
@@ -45,10 +44,10 @@ class Status:
 def status(record: Record) -> Status:
     """Return how a run stands. InputError if it was not launched, or if its record is damaged."""
     now_unix_s = time.time()
-    job, history = record.job(), read_history(record.events())
+    job, history = record.job(), record.history()
     answer = ask(record, history.submission)
     if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
-        history = read_history(record.events())
+        history = record.history()
     progress = read_progress(record.run) if job.kind == "train" else RunProgress()
     total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
     has_pace = answer.is_active and total is not None and step is not None and step_s is not None
@@ -116,7 +115,6 @@ def clean(text: str) -> str:
 
 
 def lines_of(status: Status) -> list[str]:
-    """Return the run and its state, then a line for each fact that is known."""
     attempts = [(f"attempt {each.number}", attempt_text(each)) for each in status.history.attempts[-MAX_ATTEMPTS:]]
     facts = [*of_job(status), *of_run(status), *attempts]
     rows = [(label, clean(text)) for label, text in facts if text]

@@ -22,8 +22,7 @@ from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
 from launch.ec2.sweep import Resource
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import S3Config
 from train.storage.folders import LocalFolder

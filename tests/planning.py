@@ -15,10 +15,9 @@ import pytest
 from launch import code
 from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.job import Code, Job
 from launch.node import Node
 from launch.plan import make_job, run_overrides
-from launch.record import Record
+from launch.record import Code, Job, Record
 from launch.schedulers import SETTINGS
 from train.cli import compose as cli
 from train.config import PrepareConfig, S3Config, TrainConfig

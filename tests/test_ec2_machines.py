@@ -29,8 +29,7 @@ from services.machines import Machines
 from launch import code
 from launch.ec2 import request as request_module
 from launch.ec2.request import user_data
-from launch.job import Code, Job
-from launch.record import Record
+from launch.record import Code, Job, Record
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED
 from train.config import S3Config

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from planning import plan
 
 from launch import code
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from train.config import InputError, S3Config
 from train.storage.folders import sha256_bytes
 

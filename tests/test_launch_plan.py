@@ -19,9 +19,8 @@ from running import eventually, train_overrides
 from torch.distributed.run import parse_args
 
 from launch.__main__ import expect, main
-from launch.job import Job
 from launch.plan import absolute, check_unchanged, located, run_overrides
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import scheduler
 from train.cli import compose as cli
 from train.cli.command import DONE, REJECTED

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.config import LocalConfig
-from launch.history import History, read_history
-from launch.record import Event, Record
+from launch.record import Event, History, Record, read_history
 from launch.slurm.config import SlurmConfig
 from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check

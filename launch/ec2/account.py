@@ -12,8 +12,7 @@ import botocore
 
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
 from train.host.machine import is_native
@@ -29,8 +28,6 @@ AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of a machine."""
-
     card: int
     device: int  # its index on the card
     type: str  # interface | efa | efa-only
@@ -201,7 +198,6 @@ def check_rules(seen: Mapping[str, Any]) -> None:
 
 
 def image_id(api: Api, region: str, given: str) -> str:
-    """The id of an image, given or out of an SSM parameter."""
     if AMI.fullmatch(given):
         return given
     value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])

@@ -89,7 +89,6 @@ def read_calls(run: Record) -> list[Call]:
 
 
 def call_regions(run: Record) -> list[str]:
-    """Where the run may have something."""
     return list(dict.fromkeys(call.region for call in read_calls(run)))
 
 

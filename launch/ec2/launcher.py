@@ -18,9 +18,7 @@ from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
 from launch.ec2.request import name_of, placement_name, run_instances, tags
 from launch.ec2.sweep import say
-from launch.history import read_history
-from launch.job import Job
-from launch.record import Event, Record
+from launch.record import Event, Job, Record
 from launch.run_progress import read_progress
 from launch.supervise import CODES, Decision
 from launch.values import shown_duration, shown_moment, text
@@ -67,7 +65,7 @@ class Launcher:
             with suppress(BadCredentials, Unreachable):  # what came before says it
                 self.remove(leaves=False)
             raise
-        ended = read_history(self.record.events()).ended
+        ended = self.record.history().ended
         self.remove(leaves=ended is not None and self.is_training)
         say("nothing of the run is left on EC2")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
@@ -157,7 +155,6 @@ class Launcher:
         return call
 
     def answered(self, call: Call, *, made: Sequence[str] = (), error: str = "") -> None:
-        """Write down what EC2 has answered."""
         call.answered_unix_s, call.made, call.error = round(time.time(), 3), [*made], error
         call.write(self.record)
 
@@ -237,7 +234,6 @@ class Launcher:
         return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 does not show it any more"
 
     def show(self, call: Call) -> None:
-        """Say how the run stands, if that has changed."""
         registered = len(self.record.folder.names(REGISTERED.format(call.number)))
         progress = read_progress(self.record.run)
         parts = [f"{registered} of {self.job.nodes} machines have started"]

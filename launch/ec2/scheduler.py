@@ -22,8 +22,7 @@ from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
 from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
 from launch.engines import INSTANCE
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
@@ -169,7 +168,6 @@ def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
 
 
 def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Iterator[str]:
-    """The lines of the plan."""
     resolved, request = planned(job, cluster, record, cfg)
     data = request["UserData"].encode()
     request["UserData"] = f"{len(data):,} bytes of {MOST_BYTES:,}, sha256 {sha256_bytes(data)}"
