@@ -125,7 +125,8 @@ def lines_of(status: Status) -> list[str]:
 def of_job(status: Status) -> list[tuple[str, str]]:
     answer, history = status.answer, status.history
     submission, ended = history.submission, history.ended
-    named = ", ".join(f"{key} {value}" for key, value in (submission.handle if submission else {}).items())
+    handle = submission.handle if submission else {}
+    named = ", ".join(f"{key} {value}" for key, value in handle.items() if not isinstance(value, dict))
     says = f"does not answer: {answer.failure}" if answer.failure else f"{answer.text} ({named})"
     asked = f"{submission.nodes} asked for" if submission and submission.nodes and answer.is_active else ""
     times = f", {history.submissions} times" if history.submissions > 1 else ""

@@ -15,7 +15,7 @@ from services.fake_ec2 import ALIVE, UBUNTU, FakeEc2
 from launch import record
 from launch.ec2 import calls, launcher, scheduler, sweep
 from launch.ec2 import request as request_module
-from launch.ec2.account import Resolved, read_resolved, resolve
+from launch.ec2.account import Resolved, last_resolved, resolve
 from launch.ec2.api import Api
 from launch.ec2.calls import remove
 from launch.ec2.config import Ec2Config
@@ -63,11 +63,11 @@ class Trial:
         self.record.write(self.job, plan={}, config="{instance: {usd_per_hour: 36.0}}", bundle=self.bundle)
         self.record.append_event("submitting")
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
-        resolved.write(self.record)
-        self.record.append_event("submitted", handle={"submission": str(resolved.id)})
+        handle = {"submission": str(resolved.id), "resolved": dataclasses.asdict(resolved)}
+        self.record.append_event("submitted", handle=handle)
 
     def launcher(self) -> Launcher:
-        resolved = read_resolved(self.record)
+        resolved = last_resolved(self.record)
         assert resolved is not None
         return Launcher(self.record, self.job, self.cluster, resolved, self.api)
 

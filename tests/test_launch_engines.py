@@ -67,6 +67,13 @@ def interpreter(name: str) -> str:
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
+def test_the_system_of_machines_with_native_pytorch_is_that_of_their_image():
+    made, job = engine_and_job(
+        [*FLEET[:2], "instance=trn2.48xlarge", f"cluster.image={IMAGE}", "cluster.os=alinux2023"]
+    )
+    assert made.content(job)["Image"] == {"Os": "alinux2023", "CustomAmi": IMAGE}
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_the_file_and_the_commands(monkeypatch, name: str):
     monkeypatch.chdir("/")

@@ -175,11 +175,6 @@ def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(run):
     assert decision.outcome == "failed" and "left no outcome" in decision.reason
 
 
-def test_attempts_without_a_new_checkpoint_end_the_job(run):
-    decision = run.supervise(*[("failed", 3)] * 3)
-    assert decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
-
-
 def test_machines_that_are_lost_again_and_again_end_the_job(run):
     run.record.append_event("submitting")
     for number in (1, 2):  # each left no end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import botocore
@@ -13,13 +13,13 @@ import botocore
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
+from launch.values import table
 from train.config import check
 from train.config.backend import CUDA, NEURON
 from train.host.machine import is_native
 from train.host.versions import read_versions
-from train.storage.folders import canonical_json
+from train.storage.schema import record
 
-RESOLVED = "ec2/resolved.json"
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # of images: neuron or cuda; see ami/images.py
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the settings of a job come to, kept in the record."""
+    """What the settings of a job come to, kept in the event of its submission."""
 
     id: str  # of this submission: no two of them have a client token in common
     job_id: str
@@ -59,13 +59,11 @@ class Resolved:
     def regions(self) -> list[str]:
         return list(dict.fromkeys(site.region for site in self.sites))
 
-    def write(self, run: Record) -> None:
-        run.folder.write(RESOLVED, canonical_json(asdict(self)))
 
-
-def read_resolved(run: Record) -> Resolved | None:
-    """What the last submission came to; None if there was none. InputError for a file that is damaged."""
-    return run.read(Resolved, RESOLVED) if run.folder.size(RESOLVED) is not None else None
+def last_resolved(run: Record) -> Resolved | None:
+    """What the last submission came to; None if there was none. InputError if its event is damaged."""
+    handles = [table(each.details, "handle") for each in run.events() if each.kind == "submitted"]
+    return record(Resolved, handles[-1]["resolved"]) if handles and "resolved" in handles[-1] else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
@@ -73,7 +71,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
 
     What RunInstances rejects in clear words is not examined here.
     """
-    before, setting = read_resolved(run), cluster.image or ""
+    before, setting = last_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a job that was started before keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
         pinned = {site.region: site.image for site in before.sites}

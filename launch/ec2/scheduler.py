@@ -10,13 +10,14 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from launch import spec
 from launch.config import LaunchConfig
 from launch.ec2 import calls, sweep
-from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, read_resolved, resolve
+from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, resolve
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
@@ -27,9 +28,10 @@ from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
 from train.cli.command import INTERRUPTED, printable
-from train.config import InputError, check
+from train.config import check
 from train.config.backend import CUDA
 from train.host.processes import is_gone, owner_name
+from train.storage import schema
 from train.storage.aws_errors import Rejected
 from train.storage.folders import sha256_bytes
 
@@ -58,14 +60,12 @@ class Scheduler(spec.Scheduler):
             f"EC2 has machines of this run already, or may have: {', '.join(there)}; python -m launch clean "
             f"{record.run_dir} --yes",
         )
-        resolved.write(record)
-        return {"regions": resolved.regions, "submission": resolved.id, "process": owner_name(os.getpid())}
+        found = {"regions": resolved.regions, "submission": resolved.id, "resolved": asdict(resolved)}
+        return {**found, "process": owner_name(os.getpid())}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Have the machines made, and wait for the end of the run; its exit code."""
-        resolved = read_resolved(record)
-        if resolved is None or resolved.id != handle.get("submission"):
-            raise InputError(f"another launch of {record.run_dir} has begun; this one ends")
+        resolved = schema.record(Resolved, handle["resolved"])
         try:
             return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
         except KeyboardInterrupt:
