@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import yaml
 
-from launch.code import Bundle
 from launch.config import ClusterConfig, LaunchConfig
 from launch.plan import safe_name
 from launch.record import Job, Record
@@ -59,7 +58,7 @@ class ExternalEngine(ABC):
     settings: ClassVar[type[EngineConfig]]
     cluster: EngineConfig
 
-    def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
+    def __init__(self, cfg: LaunchConfig, bundle: bytes) -> None:
         self.cfg, self.bundle = cfg, bundle
         kind, instance = cfg.cluster.kind, cfg.instance.name
         if not isinstance(cfg.cluster, self.settings):

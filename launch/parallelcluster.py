@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.engines import EngineConfig, ExternalEngine
 from launch.record import Job
@@ -49,7 +48,7 @@ class ParallelCluster(ExternalEngine):
     settings = ParallelClusterConfig
     cluster: ParallelClusterConfig
 
-    def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
+    def __init__(self, cfg: LaunchConfig, bundle: bytes) -> None:
         super().__init__(cfg, bundle)
         cluster = self.cluster
         check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")

@@ -29,11 +29,10 @@ from services.machines import Machines
 from launch import code
 from launch.ec2 import request as request_module
 from launch.ec2.request import user_data
-from launch.record import Code, Job, Record
+from launch.record import Job, Record
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED
 from train.config import S3Config
-from train.storage.schema import FileName, Sha256
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ class Launched:
 @pytest.fixture
 def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> Iterator[Any]:
     """Write the record of a run of two machines."""
-    bundle = code.pack()
+    bundle, packed = code.pack()
     with ec2.machines.reaching(bucket.service.server.port) as address:
         s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
         of_run = settings_of_run(
@@ -68,11 +67,11 @@ def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> I
             *bucket.overrides()[1:],
         )
 
-        def make(*cluster: str, content: bytes = bundle.content, python: str = sys.executable) -> Launched:
+        def make(*cluster: str, content: bytes = bundle, python: str = sys.executable) -> Launched:
             _, job = plan([*OWN, *cluster], of_run)
             job = replace(
                 job,
-                code=Code(FileName(bundle.file), Sha256(bundle.sha256), ""),
+                code=packed,
                 python=python,
                 overrides=[each for each in job.overrides if not each.startswith("instance")],
                 processes_per_node=1,

@@ -28,10 +28,10 @@ def job(**changes):
 
 
 def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_path):
-    bundle = code.pack()
-    assert bundle == code.pack()  # the same files give the same bytes
-    top = code.unpack(bundle.content, bundle.sha256, tmp_path / "cache")
-    assert top == code.unpack(bundle.content, bundle.sha256, tmp_path / "cache")
+    content, packed = code.pack()
+    assert (content, packed) == code.pack()  # the same files give the same bytes
+    top = code.unpack(content, packed.sha256, tmp_path / "cache")
+    assert top == code.unpack(content, packed.sha256, tmp_path / "cache")
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "train").mkdir(parents=True)
     (elsewhere / "train" / "__init__.py").write_text("raise SystemExit('the code of the working folder')")
