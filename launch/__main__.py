@@ -23,9 +23,8 @@ from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.engines import INSTANCE, ExternalEngine
 from launch.estimate import HEADER, Estimate, cells, estimate
-from launch.job import Job
 from launch.plan import make_job, run_overrides
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import SETTINGS, engine, scheduler
 from launch.values import columns, line, paragraph
 from train.cli import compose as cli
@@ -91,8 +90,8 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
-    bundle = code.pack()
-    job = make_job(cfg, run, overrides, bundle, folder=str(Path.cwd()))
+    bundle, packed = code.pack()
+    job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3)
     starts = engine(cfg, bundle) or scheduler(job.scheduler)
     command = starts.request(job, record)
@@ -103,7 +102,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         shown = {**plan, "job": dataclasses.asdict(job), **starts.details(job, record, cfg)}
         print(json.dumps(shown, sort_keys=True))
         return cli.DONE
-    print(*plan_lines(job, command, len(bundle.content)), "", sep="\n")
+    print(*plan_lines(job, command, len(bundle)), "", sep="\n")
     if expected is not None:
         notes = [textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
         print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
@@ -116,7 +115,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         return cli.DONE
     for row in expected.rows if expected is not None else ():
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
-    handle = submit.submit(record, job, run, plan=plan, bundle=bundle.content)
+    handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
     print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
     return starts.attend(job, record, handle, detach=cfg.detach)
 
@@ -144,7 +143,6 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
 
 
 def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]:
-    """What would be started, where, and with which command."""
     ranks, spares = job.nodes * job.processes_per_node, f" and {job.spares} more as spares" if job.spares else ""
     machines = f"{job.nodes} x {job.instance}{spares}, {job.processes_per_node} ranks each, {ranks} in all"
     if job.kind == "prepare":

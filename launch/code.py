@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
@@ -17,11 +16,12 @@ import ami
 import conf
 import launch
 import train
+from launch.record import Code
 from train.config import check
 from train.host.environment import commit
 from train.storage.atomic_io import made_once
 from train.storage.folders import sha256_bytes
-from train.storage.schema import RelativePath
+from train.storage.schema import FileName, RelativePath, Sha256
 
 PACKAGES = (train, conf, launch, ami)  # of ami, train.host.versions reads versions.yaml
 START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
@@ -34,18 +34,7 @@ if __name__ == "__main__":  # not in processes that are spawned
 MOST_BYTES = 64 * 2**20  # of an unpacked bundle
 
 
-@dataclass(frozen=True)
-class Bundle:
-    content: bytes
-    sha256: str
-    revision: str
-
-    @property
-    def file(self) -> str:
-        return f"code-{self.sha256[:16]}.tar.gz"
-
-
-def pack() -> Bundle:
+def pack() -> tuple[bytes, Code]:
     """Pack the packages that this process runs. The same files make the same bytes."""
     packed = io.BytesIO()
     with (
@@ -59,7 +48,8 @@ def pack() -> Bundle:
                 if path.is_file() and "__pycache__" not in path.parts:
                     add(archive, f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes())
     content = packed.getvalue()
-    return Bundle(content, sha256_bytes(content), commit() or "")
+    sha256 = Sha256(sha256_bytes(content))
+    return content, Code(FileName(f"code-{sha256[:16]}.tar.gz"), sha256, commit() or "")
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

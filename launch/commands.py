@@ -188,10 +188,11 @@ def active(record: Record, name: str) -> Status | None:
 def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
+    # The event comes first: from then on a supervisor makes no attempt, and a launch on EC2 no machine.
+    record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     scheduler(submission.scheduler).cancel(record, submission.handle)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # or the next start would obey it
-    record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
 
 
 def lost(seen: Status) -> str:

@@ -33,8 +33,6 @@ class ClusterConfig(Section, prefix="cluster."):
 
 @dataclass(kw_only=True)
 class LocalConfig(ClusterConfig):
-    """This machine."""
-
     is_here: ClassVar[bool] = True
 
 

@@ -14,11 +14,9 @@ from typing import Any, ClassVar
 
 import yaml
 
-from launch.code import Bundle
 from launch.config import ClusterConfig, LaunchConfig
-from launch.job import Job
 from launch.plan import safe_name
-from launch.record import Record
+from launch.record import Job, Record
 from launch.values import line
 from train.config import InputError, check, setting
 from train.storage.folders import LocalFolder, is_s3, local_path
@@ -60,7 +58,7 @@ class ExternalEngine(ABC):
     settings: ClassVar[type[EngineConfig]]
     cluster: EngineConfig
 
-    def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
+    def __init__(self, cfg: LaunchConfig, bundle: bytes) -> None:
         self.cfg, self.bundle = cfg, bundle
         kind, instance = cfg.cluster.kind, cfg.instance.name
         if not isinstance(cfg.cluster, self.settings):
@@ -80,7 +78,6 @@ class ExternalEngine(ABC):
         """The commands that come after the file is written, each with what it does. The first one changes nothing."""
 
     def files(self, job: Job) -> dict[str, bytes]:
-        """The files to be written, by name."""
         return {self.file_name(job): text_of(self.content(job)).encode()}
 
     def name(self, job: Job) -> str:
@@ -93,7 +90,6 @@ class ExternalEngine(ABC):
         return f"{self.name(job)}.{self.cluster.kind}.yaml"
 
     def path(self, name: str) -> str:
-        """The whole path of a file that is written."""
         return str(self.folder.path.absolute() / name)
 
     def request(self, job: Job, record: Record) -> list[str]:

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 from launch import spec
 from launch.config import ClusterConfig, LaunchConfig
-from launch.history import attempt_name, read_history
-from launch.job import Job
 from launch.preflight import run_preflight
-from launch.record import Record
+from launch.record import Job, Record, attempt_name
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, supervise
@@ -61,7 +59,7 @@ class Scheduler(spec.Scheduler):
                 break
             except KeyboardInterrupt:
                 commands.main([*command, record.run_dir, *record.s3.flags()])
-        ended = read_history(record.events()).ended
+        ended = record.history().ended
         said = f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
         print(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED

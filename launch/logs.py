@@ -16,8 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from launch.history import History, read_history
-from launch.record import Record
+from launch.record import History, Record
 from launch.status import ask
 from train.cli.command import printable
 from train.config import Unreachable, check
@@ -168,9 +167,8 @@ class Printer:
 
 
 def show(record: Record, wanted: Wanted) -> None:
-    """Print the last lines of the logs."""
     printer = Printer(record, wanted)
-    printer.show_new(read_history(record.events()), is_over=True)
+    printer.show_new(record.history(), is_over=True)
     if not printer.logs:
         no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job waits for"
         print(no_logs, file=sys.stderr)
@@ -183,13 +181,13 @@ def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s
     while not is_over:
         before = problem
         try:
-            history = read_history(record.events())
+            history = record.history()
             # The scheduler is asked before the files are read: an ended job has written all of them.
             if history.has_end or time.monotonic() - asked_s >= ask_s:
                 answer, asked_s = ask(record, history.submission), time.monotonic()
                 is_unanswered = history.submission is not None and not history.submission.handle
                 is_over, problem = answer.is_active is False or is_unanswered, answer.failure
-                history = read_history(record.events())
+                history = record.history()
             printer.show_new(history, is_over=is_over)
         except Unreachable as error:
             is_over, problem = False, str(error)

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 from launch import code
 from launch.config import ClusterConfig
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.cli.command import DONE, add_s3_flags, command_parser, printable, run_flags
 from train.config import S3Config, check
@@ -31,6 +30,8 @@ from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # one machine must not hold all others
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands out to clients
 JOIN_S = 120  # for machines that have just answered to join for their collectives; torchrun's own limit is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
@@ -52,6 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
     add_s3_flags(parser, caches=False)
     return run_flags(parser, arguments, act)
+
+
+def join_flags(
+    hosts: Sequence[str], addresses: Sequence[str], *, job: int, step: int, name: str, group: int
+) -> list[str]:
+    """Return the flags for machines that join. Each step of a job has a port of its own: two jobs may share a machine,
+    and late packets of another attempt reach nobody.
+    """
+    port = FIRST_PORT + (job * 101 + step) % PORTS
+    words = [f"--hosts={','.join(hosts)}", f"--addresses={','.join(addresses)}", f"--port={port}"]
+    return [*words, f"--attempt={name}", f"--group={group}"]
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
@@ -135,7 +147,6 @@ def train(node: Node) -> int:
 
 
 def preflight(node: Node) -> int:
-    """Examine this machine."""
     job, instance = node.job, node.job.instance
     command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
     command += [f"--machines={job.nodes}", *([f"--instance={instance}"] if instance != "local" else [])]

@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.engines import EngineConfig, ExternalEngine
-from launch.job import Job
+from launch.record import Job
 from train.config import check, setting
+from train.host.machine import is_native
 from train.storage.folders import is_s3
 
 QUEUE = "train"
@@ -23,8 +23,6 @@ SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
 
 @dataclass(kw_only=True)
 class ParallelClusterConfig(EngineConfig):
-    """A cluster of AWS ParallelCluster."""
-
     kind: str = "parallelcluster"
     gate: bool = True  # of the Slurm jobs
     subnet: str | None = None  # id of a private subnet with a NAT gateway, in the zone of the machines; needed
@@ -50,14 +48,14 @@ class ParallelCluster(ExternalEngine):
     settings = ParallelClusterConfig
     cluster: ParallelClusterConfig
 
-    def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
+    def __init__(self, cfg: LaunchConfig, bundle: bytes) -> None:
         super().__init__(cfg, bundle)
         cluster = self.cluster
         check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")
         if cfg.instance.device == "neuron":
-            # The PyTorch of Neuron's current SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
+            # PyTorch/XLA of Neuron's SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
             too_old = f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2204"
-            check(cluster.os != "alinux2023", too_old)
+            check(is_native(cfg.instance.name) or cluster.os != "alinux2023", too_old)
             check(
                 bool(cluster.image or cluster.setup_script),
                 "ParallelCluster's own image has no Neuron driver: give cluster.image (pcluster build-image makes one "

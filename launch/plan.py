@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.job import Code, Job
+from launch.record import Code, Job
 from train.cli.compose import quoted
 from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
@@ -42,7 +41,7 @@ def absolute(location: str) -> str:
 
 
 def make_job(
-    cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], bundle: Bundle, *, folder: str
+    cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], code: Code, *, folder: str
 ) -> Job:
     """Return the job of a launch of `run`, whose settings `overrides` are. InputError for a number of ranks that the
     machines cannot run.
@@ -58,14 +57,14 @@ def make_job(
         check(cfg.nodes == 1, message)
     settings = to_dict(run)
     return Job(
-        id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, bundle.sha256])[:8]}"),
+        id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, code.sha256])[:8]}"),
         kind=kind,
         run_dir=where,
         overrides=located(overrides, key, where),
         config_sha256=Sha256(sha256_json(settings)),
         python=cfg.cluster.interpreter(),
         folder=folder,
-        code=Code(FileName(bundle.file), Sha256(bundle.sha256), bundle.revision),
+        code=code,
         scheduler=cfg.cluster.kind,
         cluster=asdict(cfg.cluster),
         instance=cfg.instance.name,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from launch.job import Job
 from launch.node import PREFLIGHT
-from launch.record import Record
+from launch.record import Job, Record
 from launch.supervise import retry
 from train.cli.command import printable
 from train.storage.schema import BadContent, read_object
@@ -56,7 +55,6 @@ def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> di
 
 
 def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:
-    """Return the machines that failed, each with the reason."""
     reasons = {node: retry(failure_of, record, PREFLIGHT.format(attempt, node)) for node in nodes}
     return {node: printable(reason)[:MAX_CHARS] for node, reason in reasons.items() if reason}
 

@@ -15,20 +15,75 @@ import os
 import platform
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.job import Job
+from launch.values import MAX_CHARS, count, moment, table, text, texts
 from train.config import InputError, S3Config, check
 from train.host.machine import cache_root
 from train.storage.folders import LocalFolder, canonical_json, is_s3, open_folder, sha256_bytes
-from train.storage.schema import BadContent, read_object, record
+from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
+FORMAT = 1
+MODULES = {"train": "train", "prepare": "train.prepare"}
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
 EVENTS, DAMAGED = "events/", "damaged"
 Kind = TypeVar("Kind")
+ENDS = ("done", "stopped", "failed", "refused")
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that the job runs: a bundle in the run's record."""
+
+    file: FileName
+    sha256: Sha256
+    revision: str  # git's commit, with a plus sign if files were changed; empty outside a checkout
+
+
+@dataclass(frozen=True)
+class Job:
+    id: FileName  # of this job: it names logs, and what is unpacked on a node
+    kind: str  # train | prepare
+    run_dir: str  # the run folder; of a preparation the folder that it writes
+    overrides: list[str]  # settings of train or train.prepare
+    config_sha256: Sha256  # of the settings that they lead to
+    python: str  # interpreter on the nodes
+    folder: str  # in which it was submitted: paths in the settings may be relative to it
+    code: Code
+    scheduler: str
+    cluster: dict[str, Any]  # its settings
+    instance: str
+    nodes: int
+    spares: int
+    processes_per_node: int
+    environment: dict[str, str] = field(default_factory=dict)
+    s3: dict[str, Any] = field(default_factory=dict)
+    parts: int = 1  # of a preparation
+    parts_at_once: int | None = None  # None: all that fit
+    format: int = FORMAT
+
+    def to_json(self) -> bytes:
+        return canonical_json(asdict(self))
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Job:
+        """Read a job. BadContent for a file that is none, InputError for one of another version."""
+        values = read_object(content)
+        check(
+            values.get("format") == FORMAT,
+            f"the job has format {values.get('format')!r}, this version reads {FORMAT}; use the version that wrote it",
+        )
+        job = record(cls, values)
+        check(job.kind in MODULES, f"kind {job.kind!r} of the job is not known")
+        return job
+
+    @property
+    def module(self) -> str:
+        return MODULES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -92,7 +147,6 @@ class Record:
         self.folder.write(JOB, job.to_json())
 
     def append_event(self, kind: str, /, **details: Any) -> None:
-        """Add an event."""
         while not self.append_event_as(self.next_number(), kind, **details):
             pass  # another process was faster
 
@@ -108,6 +162,9 @@ class Record:
     def event_names(self) -> list[str]:
         return [name for name in self.folder.names(EVENTS) if re.fullmatch(r"events/\d{5,}\.json", name)]
 
+    def history(self) -> History:
+        return read_history(self.events())
+
     def events(self) -> list[Event]:
         """All events in order. One that is damaged is of the kind "damaged": a job must be stopped all the same."""
         return [self.event(name) for name in self.event_names()]
@@ -117,3 +174,144 @@ class Record:
             return record(Event, read_object(self.folder.read(name)))
         except BadContent:
             return Event(DAMAGED, 0.0, "", {"name": name})
+
+
+# ---- what the events say ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Submission:
+    """What a scheduler was asked to start, and what it called it."""
+
+    scheduler: str
+    time_unix_s: float | None
+    nodes: int | None = None
+    handle: dict[str, Any] = field(default_factory=dict)  # empty: no answer of the scheduler is known
+    rejection: str = ""  # why the job could not be started
+
+
+def attempt_name(number: int) -> str:
+    """Return the name of an attempt, which is that of its folder in logs/ too."""
+    return f"attempt_{number:04d}"
+
+
+@dataclass
+class AttemptEntry:
+    number: int
+    nodes: list[str]
+    began_unix_s: float | None
+    ended_unix_s: float | None = None
+    exit_code: int | None = None
+    outcome: str = ""
+    reason: str = ""
+    step: int | None = None
+    checkpoint: int | None = None
+    begun_at: int = 0  # the newest checkpoint when it began
+    next: str = ""  # again | requeue | end
+    is_over: bool = False
+
+
+@dataclass
+class Ended:
+    outcome: str
+    reason: str
+    time_unix_s: float | None
+
+
+@dataclass
+class History:
+    """All attempts of the run; the rest is of its last submission."""
+
+    submissions: int = 0
+    submission: Submission | None = None
+    attempts: list[AttemptEntry] = field(default_factory=list)
+    attempts_before: int = 0  # of earlier submissions
+    failed_gate: dict[str, str] = field(default_factory=dict)  # node: reason
+    stop_asked_unix_s: float | None = None
+    cancelled_unix_s: float | None = None
+    excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
+    ended: Ended | None = None
+    faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
+    idle: int = 0  # of them those in a row, up to now, that saved nothing new
+    is_tried: bool = False  # an attempt was made since the last requeue
+    damaged: list[str] = field(default_factory=list)  # events that cannot be read
+
+    @property
+    def has_end(self) -> bool:
+        return self.ended is not None or self.cancelled_unix_s is not None
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """Whether the user wants no other attempt."""
+        return self.stop_asked_unix_s is not None or self.cancelled_unix_s is not None
+
+    @property
+    def last_attempt(self) -> AttemptEntry | None:
+        """The last attempt of the last submission."""
+        return self.attempts[-1] if len(self.attempts) > self.attempts_before else None
+
+    @property
+    def running_attempt(self) -> AttemptEntry | None:
+        last = self.last_attempt
+        return None if last is None or last.is_over or self.ended is not None else last
+
+    def add(self, event: Event) -> None:
+        details, last, at_unix_s = event.details, self.last_attempt, moment(vars(event), "time_unix_s")
+        match event.kind:
+            case "submitted":
+                self.submission = submission_of(event)
+            case "not_submitted" if self.submission is not None:
+                self.submission.rejection = text(details, "reason") or "rejected"
+            case "attempt_began":
+                begun_at = count(details, "checkpoint") or 0
+                if last is not None and not last.is_over:  # its machine was lost; what it saved shows now
+                    self.add_try(progressed=begun_at > last.begun_at)
+                number, nodes = count(details, "number") or 0, texts(details, "nodes")
+                self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
+                self.ended, self.is_tried = None, True
+            case "refused" if last is not None and details.get("attempt") == attempt_name(last.number):
+                last.reason = last.reason or text(details, "reason")
+            case "attempt_ended" if last is not None:
+                last.ended_unix_s, last.exit_code, last.is_over = at_unix_s, count(details, "exit_code"), True
+                last.step, last.checkpoint = count(details, "step"), count(details, "checkpoint")
+                last.outcome, last.reason = text(details, "outcome"), text(details, "reason")
+                last.next = text(details, "next")
+                self.add_try(progressed=details.get("made_progress") is True, in_order=last.outcome == "stopped")
+            case "gate":
+                failed = table(details, "failed").items()
+                self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
+            case "stop_asked":
+                self.stop_asked_unix_s = at_unix_s or 0.0
+            case "cancelled":
+                self.cancelled_unix_s = at_unix_s or 0.0
+            case "requeued":
+                if not self.is_tried:
+                    self.add_try(progressed=False)
+                self.excluded = sorted({*self.excluded, *texts(details, "excluded")})
+                self.is_tried = False
+            case "ended":
+                outcome = text(details, "outcome")
+                self.ended = Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s)
+            case kind if kind == DAMAGED:
+                self.damaged.append(text(details, "name"))
+
+    def add_try(self, *, progressed: bool, in_order: bool = False) -> None:
+        self.idle = 0 if progressed else self.idle + 1
+        self.faults += not (progressed and in_order)
+
+
+def read_history(events: Sequence[Event]) -> History:
+    """Return what the events say. Details of a wrong type count as missing, and unknown events are passed over."""
+    history = History()
+    for event in events:
+        if event.kind == "submitting":
+            before, damaged = history.attempts, history.damaged
+            history = History(history.submissions + 1, submission_of(event), before, len(before), damaged=damaged)
+        else:
+            history.add(event)
+    return history
+
+
+def submission_of(event: Event) -> Submission:
+    scheduler, at_unix_s = text(event.details, "scheduler"), moment(vars(event), "time_unix_s")
+    return Submission(scheduler, at_unix_s, count(event.details, "nodes"), table(event.details, "handle"))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TypeVar
 
-from launch.code import Bundle
 from launch.config import ClusterConfig, LaunchConfig, LocalConfig
 from launch.ec2.config import Ec2Config
 from launch.engines import ExternalEngine
-from launch.job import Job
 from launch.parallelcluster import ParallelCluster
+from launch.record import Job
 from launch.skypilot import SkyPilot
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler
@@ -43,7 +42,7 @@ def scheduler(name: str) -> Scheduler:
     return made
 
 
-def engine(cfg: LaunchConfig, bundle: Bundle) -> ExternalEngine | None:
+def engine(cfg: LaunchConfig, bundle: bytes) -> ExternalEngine | None:
     """The engine of a launch that no scheduler of ours starts."""
     return ENGINES[cfg.cluster.kind](cfg, bundle) if cfg.cluster.kind in ENGINES else None
 

@@ -9,10 +9,10 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from launch.code import START, Bundle
+from launch.code import START
 from launch.config import LaunchConfig
 from launch.engines import EngineConfig, ExternalEngine
-from launch.job import Job
+from launch.record import Job
 from train.config import check
 from train.storage.folders import is_s3
 
@@ -25,8 +25,6 @@ EFA = ("g4dn", "g5", "g6", "gr6", "g6e", "g7e", "p4d", "p4de", "p5", "p5e", "p5e
 
 @dataclass(kw_only=True)
 class SkyPilotConfig(EngineConfig):
-    """Machines that SkyPilot brings up on AWS."""
-
     UNUSED: ClassVar[tuple[str, ...]] = (*EngineConfig.UNUSED, "gate")
 
     kind: str = "skypilot"
@@ -39,7 +37,7 @@ class SkyPilot(ExternalEngine):
     settings = SkyPilotConfig
     cluster: SkyPilotConfig
 
-    def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
+    def __init__(self, cfg: LaunchConfig, bundle: bytes) -> None:
         super().__init__(cfg, bundle)
         instance = cfg.instance.name
         check(cfg.spares == 0, f"spares={cfg.spares}: cluster=skypilot has none")
@@ -58,7 +56,8 @@ class SkyPilot(ExternalEngine):
             is_s3(job.run_dir), f"run_dir={job.run_dir} is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"
         )
         cluster, instance = self.cluster, self.cfg.instance
-        unpack = [f"mkdir -p {self.code}", f"tar -xzf {CODE}/{self.bundle.file} -C {self.code}"]
+        file, code = job.code.file, code_of(job)
+        unpack = [f"mkdir -p {code}", f"tar -xzf {CODE}/{file} -C {code}"]
         return {
             "name": self.name(job),
             "resources": {
@@ -71,15 +70,10 @@ class SkyPilot(ExternalEngine):
             },
             "num_nodes": job.nodes,
             "envs": dict(sorted(job.environment.items())),
-            "file_mounts": {f"{CODE}/{self.bundle.file}": self.path(self.bundle.file)},
+            "file_mounts": {f"{CODE}/{file}": self.path(file)},
             "setup": "\n".join(["set -e", *([cluster.setup] if cluster.setup else []), *unpack, ""]),
             "run": self.torchrun(job),
         }
-
-    @property
-    def code(self) -> str:
-        """The folder of the unpacked code on a machine."""
-        return f"{CODE}/{self.bundle.file.partition('.')[0]}"
 
     def torchrun(self, job: Job) -> str:
         """The command of every machine, one word a line. SkyPilot's variables are all that its shell reads in it."""
@@ -92,14 +86,14 @@ class SkyPilot(ExternalEngine):
             f"--nproc-per-node={job.processes_per_node}",
             *(several if job.nodes > 1 else alone),
             f"--max-restarts={RESTARTS}",
-            f"{self.code}/{START}",
+            f"{code_of(job)}/{START}",
             job.module,
             *(shlex.quote(each) for each in job.overrides),
         ]
         return " \\\n  ".join(words) + "\n"
 
     def files(self, job: Job) -> dict[str, bytes]:
-        return {**super().files(job), self.bundle.file: self.bundle.content}
+        return {**super().files(job), job.code.file: self.bundle}
 
     def steps(self, job: Job) -> list[tuple[str, list[str]]]:
         name, path = self.name(job), self.path(self.file_name(job))
@@ -114,3 +108,8 @@ class SkyPilot(ExternalEngine):
             ("logs", ["sky", *logs]),
             ("end", ["sky", *end]),
         ]
+
+
+def code_of(job: Job) -> str:
+    """The folder of the unpacked code on a machine."""
+    return f"{CODE}/{job.code.file.partition('.')[0]}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.config import LaunchConfig
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from train.cli.command import DONE
 
 Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from launch.history import AttemptEntry, History, Submission, read_history
-from launch.record import Record
+from launch.record import AttemptEntry, History, Record, Submission
 from launch.run_progress import RunProgress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import State
@@ -37,17 +36,18 @@ class Status:
     line_age_s: float | None = None  # time since the last line of the metrics
 
     def to_json(self) -> str:
-        """Return one line, in which all characters that a terminal could act on are escaped."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return one line, in which all characters that a terminal could act on are escaped, and NaN is null."""
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return json.dumps(values, sort_keys=True)
 
 
 def status(record: Record) -> Status:
     """Return how a run stands. InputError if it was not launched, or if its record is damaged."""
     now_unix_s = time.time()
-    job, history = record.job(), read_history(record.events())
+    job, history = record.job(), record.history()
     answer = ask(record, history.submission)
     if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
-        history = read_history(record.events())
+        history = record.history()
     progress = read_progress(record.run) if job.kind == "train" else RunProgress()
     total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
     has_pace = answer.is_active and total is not None and step is not None and step_s is not None
@@ -115,7 +115,6 @@ def clean(text: str) -> str:
 
 
 def lines_of(status: Status) -> list[str]:
-    """Return the run and its state, then a line for each fact that is known."""
     attempts = [(f"attempt {each.number}", attempt_text(each)) for each in status.history.attempts[-MAX_ATTEMPTS:]]
     facts = [*of_job(status), *of_run(status), *attempts]
     rows = [(label, clean(text)) for label, text in facts if text]
@@ -126,7 +125,8 @@ def lines_of(status: Status) -> list[str]:
 def of_job(status: Status) -> list[tuple[str, str]]:
     answer, history = status.answer, status.history
     submission, ended = history.submission, history.ended
-    named = ", ".join(f"{key} {value}" for key, value in (submission.handle if submission else {}).items())
+    handle = submission.handle if submission else {}
+    named = ", ".join(f"{key} {value}" for key, value in handle.items() if not isinstance(value, dict))
     says = f"does not answer: {answer.failure}" if answer.failure else f"{answer.text} ({named})"
     asked = f"{submission.nodes} asked for" if submission and submission.nodes and answer.is_active else ""
     times = f", {history.submissions} times" if history.submissions > 1 else ""

@@ -7,10 +7,8 @@ from typing import Any
 
 import yaml
 
-from launch.history import read_history
-from launch.job import Job
 from launch.plan import check_unchanged
-from launch.record import CONFIG, Record
+from launch.record import CONFIG, Job, Record
 from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
@@ -72,7 +70,7 @@ def start(record: Record, job: Job) -> Handle:
 
 def check_idle(record: Record) -> int:
     """The number of the next event of a run without a job. InputError if its last job waits or runs."""
-    number, history = record.next_number(), read_history(record.events())
+    number, history = record.next_number(), record.history()
     asked = history.submission
     if asked is None or asked.rejection:
         return number

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from launch.config import ClusterConfig
-from launch.history import History, read_history
-from launch.record import Event, Record
+from launch.record import Event, History, Record, read_history
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED, REJECTED, STOPPED
 from train.config import InputError, Unreachable
@@ -34,14 +33,14 @@ PAUSE_S = 5.0  # between two attempts: a service that failed both may need a mom
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
     """Act, and again for RETRIES_S while a service does not answer."""
-    again = Retrying(
-        retry=retry_if_exception_type((Unreachable, OSError)),
-        stop=stop_after_delay(RETRIES_S),
-        wait=wait_fixed(ASKS_S),
-        before_sleep=lambda state: print(f"tried again: {state.outcome and state.outcome.exception()}", flush=True),
-        reraise=True,
-    )
+    again = retrying((Unreachable, OSError), RETRIES_S, ASKS_S)
+    again.before_sleep = lambda state: print(f"tried again: {state.outcome and state.outcome.exception()}", flush=True)
     return again(act, *arguments, **named)
+
+
+def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: float, pause_s: float) -> Retrying:
+    stop, wait = stop_after_delay(limit_s), wait_fixed(pause_s)
+    return Retrying(retry=retry_if_exception_type(kinds), stop=stop, wait=wait, reraise=True)
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def supervise(
     run = record.run
     while True:
         has_stop_file = retry(run.size, STOP_FILE) is not None  # before the events: a stop is recorded first
-        history = read_history(retry(record.events))
+        history = retry(record.history)
         if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # it came between two attempts, or before the first
@@ -181,7 +180,7 @@ def supervise(
         outcome = {} if outcome == before else outcome  # an older one
         ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
         ended |= {"checkpoint": checkpoint, "step": outcome.get("step"), "outcome": outcome.get("outcome", "failed")}
-        history = read_history(retry(record.events))
+        history = retry(record.history)
         rejection = history.last_attempt.reason if history.last_attempt else ""  # as a machine has recorded it
         history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)

@@ -15,15 +15,14 @@ from services.fake_ec2 import ALIVE, UBUNTU, FakeEc2
 from launch import record
 from launch.ec2 import calls, launcher, scheduler, sweep
 from launch.ec2 import request as request_module
-from launch.ec2.account import Resolved, read_resolved, resolve
+from launch.ec2.account import Resolved, last_resolved, resolve
 from launch.ec2.api import Api
 from launch.ec2.calls import remove
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
 from launch.ec2.sweep import Resource
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import S3Config
 from train.storage.folders import LocalFolder
@@ -64,17 +63,17 @@ class Trial:
         self.record.write(self.job, plan={}, config="{instance: {usd_per_hour: 36.0}}", bundle=self.bundle)
         self.record.append_event("submitting")
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
-        resolved.write(self.record)
-        self.record.append_event("submitted", handle={"submission": str(resolved.id)})
+        handle = {"submission": str(resolved.id), "resolved": dataclasses.asdict(resolved)}
+        self.record.append_event("submitted", handle=handle)
 
     def launcher(self) -> Launcher:
-        resolved = read_resolved(self.record)
+        resolved = last_resolved(self.record)
         assert resolved is not None
         return Launcher(self.record, self.job, self.cluster, resolved, self.api)
 
     def clean(self) -> list[Resource]:
         """What `launch clean --yes` does."""
-        self.record.append_event("cleaning")
+        self.record.append_event("cancelled")
         return remove(self.api, self.record, ["us-east-1"])
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from launch.config import ClusterConfig
-from launch.job import Code, Job
-from launch.record import Record
+from launch.record import Code, Job, Record
 from launch.schedulers import SCHEDULERS
 from launch.spec import State
 from train.config import S3Config

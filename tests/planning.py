@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 
 from launch import code
-from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.job import Code, Job
 from launch.node import Node
 from launch.plan import make_job, run_overrides
-from launch.record import Record
+from launch.record import Code, Job, Record
 from launch.schedulers import SETTINGS
 from train.cli import compose as cli
 from train.config import PrepareConfig, S3Config, TrainConfig
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, Sha256
 
-BUNDLE = Bundle(b"", "0" * 64, "0123456789ab")
+CODE = Code(FileName(f"code-{'0' * 16}.tar.gz"), Sha256("0" * 64), "0123456789ab")
 PYTHON = "/opt/venv/bin/python"
 IMAGE = "ami-0123456789abcdef0"
 IN_S3 = ["experiment=albert_pretrain", "data.path=data/albert", "run_dir=s3://bucket/runs/mine"]
@@ -41,7 +39,7 @@ def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
     cfg = load(LaunchConfig, tuple(own))
     overrides = of_run if cfg.prepare else run_overrides(of_run, own)
     run = load(PrepareConfig if cfg.prepare else TrainConfig, tuple(overrides))
-    job = make_job(cfg, run, overrides, BUNDLE, folder="/home/me/work")
+    job = make_job(cfg, run, overrides, CODE, folder="/home/me/work")
     return cfg, dataclasses.replace(job, python=PYTHON)
 
 

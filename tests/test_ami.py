@@ -163,13 +163,11 @@ def test_what_cannot_be_built_is_one_line_and_starts_nothing(aws, capfd, words):
 
 
 SETTINGS = {  # words of the error, and settings
-    "disk_gib=20 must be 50 or more": {"disk_gib": 20},
     "base=debian must be dlami, ubuntu or the id of an image": {"base": "debian"},
     "names one twice": {"regions": [REGION, REGION]},
     "instance=g5.xlarge has no device of the image neuron": {"instance": InstanceConfig(name="g5.xlarge")},
     "compile_cache=/tmp/x must be s3://bucket/prefix": {"compile_cache": "/tmp/x"},
     "kms_key is a key of one region": {"regions": [REGION, OTHER], "kms_key": "alias/mine"},
-    "deprecate_days=9999 must be at most 730": {"deprecate_days": 9999},
 }
 
 

@@ -3,6 +3,7 @@
 import pytest
 from botocore import exceptions
 
+from launch.ec2.api import CURES
 from train.config import InputError, Unreachable
 from train.storage.aws_errors import BadCredentials, Rejected, explained
 
@@ -26,3 +27,32 @@ def test_an_error_of_the_sdk_is_one_line(error, kind, words):
     with pytest.raises(kind) as raised, explained("here"):
         raise error
     assert words in str(raised.value) and str(raised.value).startswith("here: ") and "\n" not in str(raised.value)
+
+
+CURES_OF = {  # what stands in the line, and for which errors of EC2
+    "python -m launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
+    "name other subnets": "Unsupported",
+    "name a larger subnet": "InsufficientFreeAddressesInSubnet",
+    "python -m launch iam prints": "UnauthorizedOperation AccessDenied InvalidIamInstanceProfileName.NotFound",
+    "aws sso login": "ExpiredToken",
+    "clock is wrong": "RequestExpired",
+    "aws sts get-caller-identity": "AuthFailure InvalidClientTokenId",
+    "aws configure": "SignatureDoesNotMatch",
+    "enable the region": "OptInRequired",
+    "try in some minutes": "PendingVerification",
+    "AWS's support": "Blocked",
+    "cluster.image": "InvalidAMIID.NotFound",
+    "cluster.subnets": "InvalidSubnetID.NotFound",
+    "cluster.capacity_reservation": "InvalidCapacityReservationId.NotFound",
+    "cluster.security_group": "InvalidGroup.NotFound",
+    "python -m launch clean": "IdempotentParameterMismatch",
+    "exclude one another": "InvalidParameterCombination",
+}
+
+
+@pytest.mark.parametrize(("cure", "codes"), CURES_OF.items())
+def test_an_error_of_ec2_is_one_line_with_the_cure(cure, codes):
+    for code in codes.split():
+        with pytest.raises(InputError) as raised, explained("here", cures=CURES):
+            raise exceptions.ClientError({"Error": {"Code": code, "Message": "no"}}, "RunInstances")
+        assert cure in str(raised.value) and code in str(raised.value) and "\n" not in str(raised.value)

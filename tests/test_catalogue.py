@@ -30,10 +30,10 @@ def test_the_machines_that_launch_knows_are_there():
 def test_the_figures_of_a_machine_are_consistent(name: str):
     machine = load(name)
     assert machine.name == name
-    for key in ("device", "accelerator", "devices", "device_memory_gib", "vcpus", "memory_gib", "network_cards"):
+    for key in ("device", "accelerator", "devices", "device_memory_gib", "vcpus", "network_cards"):
         assert getattr(machine, key) is not None, key
     assert machine.devices is not None and machine.vcpus is not None and machine.efa_interfaces is not None
-    assert machine.network_cards is not None and machine.memory_gib is not None
+    assert machine.network_cards is not None
     assert machine.rank_counts is None or max(machine.rank_counts) == machine.devices
     assert machine.device != "neuron" or machine.rank_counts, "Neuron's runtime takes certain numbers of ranks only"
     assert machine.devices <= machine.vcpus  # a processor a rank

@@ -14,7 +14,7 @@ from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
 from launch.__main__ import main
-from launch.ec2.account import OWN_IMAGE, resolve
+from launch.ec2.account import OWN_IMAGE, SDK_TAG, check_image, resolve
 from launch.ec2.api import Api
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
@@ -87,6 +87,16 @@ def test_an_image_of_another_kind_is_rejected(ec2, resolved, tag, value, line):
     ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": f"baretrain:{tag}", "Value": value}])
     with pytest.raises(InputError, match=line):
         resolved()
+
+
+def test_machines_with_native_pytorch_need_an_image_of_its_sdk(ec2):
+    versions, examined = read_versions(), ("us-east-1", UBUNTU, "neuron", "trn2.48xlarge")
+    tag = {"Key": SDK_TAG, "Value": versions["neuron-sdk"]}
+    ec2.client().create_tags(Resources=[UBUNTU], Tags=[tag])
+    with pytest.raises(InputError, match=f"works with {versions.native.name} on trn2.48xlarge: .*cluster.image"):
+        check_image(Api(), *examined)
+    ec2.client().create_tags(Resources=[UBUNTU], Tags=[{**tag, "Value": versions.native.name}])
+    assert check_image(Api(), *examined) == "/dev/sda1"
 
 
 def test_a_reservation_decides_the_zone(ec2, resolved):

@@ -29,12 +29,10 @@ from services.machines import Machines
 from launch import code
 from launch.ec2 import request as request_module
 from launch.ec2.request import user_data
-from launch.job import Code, Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED
 from train.config import S3Config
-from train.storage.schema import FileName, Sha256
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ class Launched:
 @pytest.fixture
 def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> Iterator[Any]:
     """Write the record of a run of two machines."""
-    bundle = code.pack()
+    bundle, packed = code.pack()
     with ec2.machines.reaching(bucket.service.server.port) as address:
         s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
         of_run = settings_of_run(
@@ -69,11 +67,11 @@ def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> I
             *bucket.overrides()[1:],
         )
 
-        def make(*cluster: str, content: bytes = bundle.content, python: str = sys.executable) -> Launched:
+        def make(*cluster: str, content: bytes = bundle, python: str = sys.executable) -> Launched:
             _, job = plan([*OWN, *cluster], of_run)
             job = replace(
                 job,
-                code=Code(FileName(bundle.file), Sha256(bundle.sha256), ""),
+                code=packed,
                 python=python,
                 overrides=[each for each in job.overrides if not each.startswith("instance")],
                 processes_per_node=1,
@@ -168,7 +166,7 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, ho
     assert 0 == first < second < third and len(run.events_of("machines")) == 3, run.says()
     notice, loss = (each["reason"] for each in run.events_of("requeued"))
     assert "spot notice" in notice and "spot notice" not in loss and "has ended" in loss
-    assert run.ec2.anything() == [] and run.events_of("cleaned")
+    assert run.ec2.anything() == []
     names = run.record.folder.names("logs/")
     assert f"logs/machines/{run.events_of('machines')[-1]['instances'][0]}.txt" in names
     assert any(name.startswith("logs/attempt_0003/machine") for name in names)

@@ -24,8 +24,7 @@ from test_launch_golden import check_golden
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
 from launch.ec2.config import Ec2Config
 from launch.ec2.request import MOST_BYTES, RUN_TAG, SCRIPT, run_id, run_instances, user_data
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import InputError, S3Config
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from planning import plan
 
 from launch import code
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from train.config import InputError, S3Config
 from train.storage.folders import sha256_bytes
 
@@ -29,10 +28,10 @@ def job(**changes):
 
 
 def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_path):
-    bundle = code.pack()
-    assert bundle == code.pack()  # the same files give the same bytes
-    top = code.unpack(bundle.content, bundle.sha256, tmp_path / "cache")
-    assert top == code.unpack(bundle.content, bundle.sha256, tmp_path / "cache")
+    content, packed = code.pack()
+    assert (content, packed) == code.pack()  # the same files give the same bytes
+    top = code.unpack(content, packed.sha256, tmp_path / "cache")
+    assert top == code.unpack(content, packed.sha256, tmp_path / "cache")
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "train").mkdir(parents=True)
     (elsewhere / "train" / "__init__.py").write_text("raise SystemExit('the code of the working folder')")

@@ -20,6 +20,7 @@ from launch.status import lines_of, status
 from launch.values import columns, count, moment, number, shown_duration
 from train.cli.command import DONE, FAILED, REJECTED
 from train.config import InputError, Unreachable
+from train.run_folder.outcome import KEYS as OUTCOME_KEYS
 from train.storage.folders import LocalFolder
 
 WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NODES)
@@ -88,6 +89,15 @@ def test_the_status_is_plain_lines(run, fake_scheduler, capsys, state, said):
     fake_scheduler.states = [state]
     assert main(["status", "runs/mine"]) == DONE
     assert said in capsys.readouterr().out
+
+
+def test_numbers_that_json_does_not_have_are_null(run, capsys):
+    run.begin().trained()
+    outcome = {**dict.fromkeys(OUTCOME_KEYS, "failed"), "loss": float("nan")}
+    run.record.run.write("outcome.json", json.dumps(outcome).encode())
+    assert main(["status", "runs/mine", "--json"]) == DONE
+    out = capsys.readouterr().out
+    assert "NaN" not in out and json.loads(out)["progress"]["outcome"]["loss"] is None
 
 
 def test_the_job_that_ends_while_it_is_asked_for_has_not_vanished(run, fake_scheduler):

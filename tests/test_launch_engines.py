@@ -18,14 +18,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import BUNDLE, FLEET, IMAGE, IN_S3, TASK, TRN1, plan, script
+from planning import FLEET, IMAGE, IN_S3, TASK, TRN1, plan, script
 from running import ROOT, train_overrides
 from services.fake_ec2 import UBUNTU, fake_ec2
 from test_launch_golden import check_golden
 
 from launch import code
 from launch.__main__ import main
-from launch.code import Bundle
 from launch.engines import NAME, ExternalEngine, text_of
 from launch.schedulers import engine
 from train.cli.command import DONE, REJECTED
@@ -50,7 +49,7 @@ JOBS = {
 }
 
 
-def engine_and_job(own: list[str], of_run: list[str] = IN_S3, bundle: Bundle = BUNDLE) -> tuple[ExternalEngine, Any]:
+def engine_and_job(own: list[str], of_run: list[str] = IN_S3, bundle: bytes = b"") -> tuple[ExternalEngine, Any]:
     cfg, job = plan(own, of_run)
     made = engine(cfg, bundle)
     assert made is not None
@@ -65,6 +64,13 @@ def interpreter(name: str) -> str:
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_the_system_of_machines_with_native_pytorch_is_that_of_their_image():
+    made, job = engine_and_job(
+        [*FLEET[:2], "instance=trn2.48xlarge", f"cluster.image={IMAGE}", "cluster.os=alinux2023"]
+    )
+    assert made.content(job)["Image"] == {"Os": "alinux2023", "CustomAmi": IMAGE}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -86,7 +92,7 @@ def test_files_are_written_once_and_nothing_else(monkeypatch, tmp_path, capsys):
     assert f"sky launch --cluster=mine --down {task}" in capsys.readouterr().out
     (bundle,) = yaml.safe_load(task.read_text())["file_mounts"].values()
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == {task, Path(bundle)}
-    assert Path(bundle).read_bytes() == code.pack().content
+    assert Path(bundle).read_bytes() == code.pack()[0]
     task.write_text("edited: true\n")
     assert main(["submit=true", *command]) == REJECTED
     assert f"{task} is there and differs; remove it" in capsys.readouterr().err
@@ -210,7 +216,7 @@ def test_a_task_trains(bucket, prepared, tmp_path):
     own = ["cluster=skypilot", f"cluster.image={IMAGE}", "instance=g5.12xlarge", "nodes=2", "processes_per_node=1"]
     own += ["instance.efa_interfaces=0", f"cluster.python={sys.executable}", f"cluster.folder={tmp_path}"]
     made, job = engine_and_job(
-        own, [*of_run, "instance=local", "s3.region=us-east-1", "s3.path_style=true"], code.pack()
+        own, [*of_run, "instance=local", "s3.region=us-east-1", "s3.path_style=true"], code.pack()[0]
     )
     made.write(job)
     task = yaml.safe_load((tmp_path / "mine.skypilot.yaml").read_text())

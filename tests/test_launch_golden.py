@@ -16,8 +16,7 @@ import pytest
 from planning import node, plan, script, two_nodes, with_module
 from running import ROOT
 
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.slurm.batch import Batch
 from launch.slurm.scheduler import SCRIPT, Scheduler, arguments
 from train.config import S3Config

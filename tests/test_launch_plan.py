@@ -19,9 +19,8 @@ from running import eventually, train_overrides
 from torch.distributed.run import parse_args
 
 from launch.__main__ import expect, main
-from launch.job import Job
 from launch.plan import absolute, check_unchanged, located, run_overrides
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import scheduler
 from train.cli import compose as cli
 from train.cli.command import DONE, REJECTED
@@ -100,40 +99,31 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm, ec2"),
         (["nods=2"], OF_RUN, "nods is not a setting; did you mean nodes?"),
         (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
-        (["--submit"], OF_RUN, "--submit is not a flag; settings have no dashes"),
-        ([], [*OF_RUN, "max_step=3"], "max_step is not a setting; did you mean max_steps?"),
         ([], [*OF_RUN, "--"], "-- is not key=value"),
         ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "settings are not looked up"),
-        ([], [*OF_RUN, "run_dir=runs/\\${seed}"], "settings are not looked up"),
         ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
         (["nodes=2"], OF_RUN, "cluster=local has one machine, this one, not 2; choose cluster=slurm"),
-        (["nodes=0"], OF_RUN, "nodes=0 must be 1 or more"),
         (["cluster=slurm", "detach=true"], OF_RUN, "detach is for cluster=local"),
         ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),
-        ([*SLURM, "mfu=30"], OF_RUN, "mfu=30.0 must be below 1"),
         ([*SLURM, "mfu=0.3", "calibrate=runs/a"], OF_RUN, "give mfu or calibrate, not both"),
         ([*SLURM, "parts=2"], OF_RUN, "parts and parts_at_once are for prepare=true"),
         (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is no run folder"),
         (["instance=trn1.32xlarge", "processes_per_node=16"], OF_RUN, "trn1.32xlarge runs 1 or 2 or 8 or 32"),
         ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each of several trn1.32xlarge runs 32"),
         ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
-        (["processes_per_node=999999"], OF_RUN, "processes_per_node=999999 must be at most 1,024"),
         (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "8 ranks are the most on p5.48xlarge, one a device"),
         ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "8 ranks are the most on local, 4 a CPU"),
         (["zzz"], OF_RUN, "no subcommand zzz; there are: list, status"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
-        (["instance=trn1.2xlarge"], [*OF_RUN, "backend=ddp"], "backend=ddp does not run on trn1.2xlarge"),
         ([*SLURM, "cluster.container=--writable"], OF_RUN, "cluster.container='--writable' is no image"),
         ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': folders have whole paths"),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 are for training: a preparation has parts=2, a machine each"),
         # ParallelCluster and SkyPilot
-        (["cluster=skypilot"], IN_S3, "cluster=skypilot needs the type of its machines: instance=trn1.32xlarge, not"),
         ([*TASK, 'instance.name="p5.48xlarge\\"; x"'], IN_S3, "cluster=skypilot needs the type of its machines"),
         ([*TASK[:1], TASK[2]], IN_S3, "give cluster.image, or the command that installs it as cluster.setup"),
         ([*TASK, "cluster.gate=true"], IN_S3, "cluster.gate is for baretrain's own schedulers; leave it out"),
         ([*TASK, "cluster.name=a--b"], IN_S3, "cluster.name='a--b' is not letters, digits and single hyphens"),
-        ([*TASK, "cluster.region=here"], IN_S3, "cluster.region='here' is not a region"),
         ([*TASK, "cluster.region=cn-north-1"], IN_S3, "is not a region of the partition aws"),
         ([*TASK, "cluster.folder=s3://bucket/x"], IN_S3, "cluster.folder=s3://bucket/x must be a folder of this mach"),
         (TASK, [*IN_S3, "run_dir=runs/mine"], "is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"),
@@ -143,7 +133,6 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         ([FLEET[0], FLEET[2]], IN_S3, "cluster.subnet is missing: the id of a private subnet"),
         (FLEET, IN_S3, "ParallelCluster's own image has no Neuron driver: give cluster.image"),
         ([*TRN1, "cluster.os=alinux2023"], IN_S3, "cluster.os=alinux2023 is too old for torch-neuronx; choose ubuntu"),
-        ([*TRN1, "cluster.market=free"], IN_S3, "cluster.market=free is not known; choose one of: on-demand, spot"),
         ([*TRN1, "cluster.market=capacity-block"], IN_S3, "cluster.market=capacity-block needs the block's id"),
         ([*TRN1, "cluster.market=spot", "cluster.capacity_reservation=cr-0"], IN_S3, "cluster.market=spot has no res"),
         # EC2

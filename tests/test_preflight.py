@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from planning import node, plan
 
-from launch.job import Job
 from launch.node import PREFLIGHT, rendezvous
 from launch.preflight import is_certain, run_preflight
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import S3Config
 from train.storage.folders import canonical_json

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from planning import plan, script, two_nodes
 
-from launch.history import read_history
 from launch.preflight import run_preflight
-from launch.record import Record
+from launch.record import Record, read_history
 from launch.slurm import batch as module
 from launch.slurm.batch import Batch
 from launch.supervise import Decision

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.config import LocalConfig
-from launch.history import History, read_history
-from launch.record import Event, Record
+from launch.record import Event, History, Record, read_history
 from launch.slurm.config import SlurmConfig
 from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
@@ -174,11 +173,6 @@ def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(run):
     run.end("done", 3, 0)
     decision = run.supervise(None, None)
     assert decision.outcome == "failed" and "left no outcome" in decision.reason
-
-
-def test_attempts_without_a_new_checkpoint_end_the_job(run):
-    decision = run.supervise(*[("failed", 3)] * 3)
-    assert decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
 
 
 def test_machines_that_are_lost_again_and_again_end_the_job(run):

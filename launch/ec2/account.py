@@ -5,21 +5,21 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import botocore
 
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
+from launch.values import table
 from train.config import check
 from train.config.backend import CUDA, NEURON
+from train.host.machine import is_native
 from train.host.versions import read_versions
-from train.storage.folders import canonical_json
+from train.storage.schema import record
 
-RESOLVED = "ec2/resolved.json"
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # of images: neuron or cuda; see ami/images.py
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
@@ -28,8 +28,6 @@ AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of a machine."""
-
     card: int
     device: int  # its index on the card
     type: str  # interface | efa | efa-only
@@ -49,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the settings of a job come to, kept in the record."""
+    """What the settings of a job come to, kept in the event of its submission."""
 
     id: str  # of this submission: no two of them have a client token in common
     job_id: str
@@ -61,13 +59,11 @@ class Resolved:
     def regions(self) -> list[str]:
         return list(dict.fromkeys(site.region for site in self.sites))
 
-    def write(self, run: Record) -> None:
-        run.folder.write(RESOLVED, canonical_json(asdict(self)))
 
-
-def read_resolved(run: Record) -> Resolved | None:
-    """What the last submission came to; None if there was none. InputError for a file that is damaged."""
-    return run.read(Resolved, RESOLVED) if run.folder.size(RESOLVED) is not None else None
+def last_resolved(run: Record) -> Resolved | None:
+    """What the last submission came to; None if there was none. InputError if its event is damaged."""
+    handles = [table(each.details, "handle") for each in run.events() if each.kind == "submitted"]
+    return record(Resolved, handles[-1]["resolved"]) if handles and "resolved" in handles[-1] else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
@@ -75,7 +71,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
 
     What RunInstances rejects in clear words is not examined here.
     """
-    before, setting = read_resolved(run), cluster.image or ""
+    before, setting = last_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a job that was started before keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
         pinned = {site.region: site.image for site in before.sites}
@@ -84,7 +80,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
         accelerators = NEURON if "NeuronInfo" in info else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
-        root_device = check_image(api, region, image, accelerators)
+        root_device = check_image(api, region, image, accelerators, job.instance)
         interfaces = layout(info, cluster, job.nodes)
         for each in subnets(api, region, cluster, job.instance, cards=len(interfaces)):
             subnet, zone, vpc = (str(each[key]) for key in ("SubnetId", "AvailabilityZone", "VpcId"))
@@ -200,7 +196,6 @@ def check_rules(seen: Mapping[str, Any]) -> None:
 
 
 def image_id(api: Api, region: str, given: str) -> str:
-    """The id of an image, given or out of an SSM parameter."""
     if AMI.fullmatch(given):
         return given
     value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])
@@ -208,16 +203,17 @@ def image_id(api: Api, region: str, given: str) -> str:
     return value
 
 
-def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
+def check_image(api: Api, region: str, image: str, accelerators: str, instance: str) -> str:
     """The root device of an image. InputError for one that python -m ami built for other machines or another SDK."""
-    described = api.image(region, image)
+    described, versions = api.image(region, image), read_versions()
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
-    wanted = read_versions()["neuron-sdk"]
+    wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds such an image"
+    if is_native(instance):
+        wanted, cure = versions.native.name, "give one with native PyTorch (cluster.image, docs/trainium.md)"
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
     check(kind == accelerators, f"image {image} was built for {kind}, the machines are {accelerators}")
     check(
         accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted}: python -m ami neuron "
-        "builds such an image",
+        f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted} on {instance}: {cure}",
     )
     return str(described.get("RootDeviceName", ""))

@@ -21,7 +21,7 @@ from launch.ec2.api import Api
 from launch.ec2.request import RUN_TAG, run_id
 from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Resource, delete, find, sweep
 from launch.record import Event, Record
-from launch.values import count, table
+from launch.values import table
 from train.config import Failure
 from train.host.processes import is_gone, owner_name
 from train.storage.folders import canonical_json
@@ -31,7 +31,7 @@ CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
 KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "security-group", "placement-group")
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
-STOPS = ("ended", "cancelling", "cancelled", "cleaning")  # events after which nothing is made
+STOPS = ("ended", "cancelled")  # events after which nothing is made
 SIGNED_S = 900.0  # that EC2 accepts a signed request for (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # after which EC2 lists what it has made (EC2 API reference, "Eventual consistency")
 
@@ -89,7 +89,6 @@ def read_calls(run: Record) -> list[Call]:
 
 
 def call_regions(run: Record) -> list[str]:
-    """Where the run may have something."""
     return list(dict.fromkeys(call.region for call in read_calls(run)))
 
 
@@ -129,12 +128,11 @@ def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] |
 
 
 def unlisted(record: Record, seen: set[str]) -> list[Resource]:
-    """What was asked of EC2 since the last proof that nothing was left, as long as it may come to be listed."""
+    """What was asked of EC2, as long as it may come to be listed."""
     events, left = record.events(), list[Resource]()
-    proven = max((count(each.details, "calls") or 0 for each in events if each.kind == "cleaned"), default=0)
     for call in read_calls(record):
         until_s, kind = call.listed_unix_s(events), MADE[call.operation]
-        if call.number <= proven or time.time() >= until_s:
+        if time.time() >= until_s:
             continue
         if call.answered_unix_s is None:
             left.append(Resource(call.region, kind, f"of call {call.number}", UNANSWERED, until_s))
@@ -147,10 +145,7 @@ def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[s
     Returns what is left. Nothing more must be made meanwhile.
     """
     seen = set[str]()
-    left = sweep(
+    return sweep(
         lambda: [each for each in left_over(api, record, regions, seen) if each.kind in only],
         lambda found: delete(api, found),
     )
-    if not left and only == KINDS and record.event_names():
-        record.append_event("cleaned", regions=[*regions], calls=len(read_calls(record)))
-    return left

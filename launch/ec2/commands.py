@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from launch.ec2.config import MARKETS
-from launch.history import read_history
 from launch.record import Record
 from train.cli.command import DONE, FAILED, Parser, printable
 from train.config import InputError, S3Config, check
@@ -59,12 +58,10 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
         lines = [printable(f"there is: {each}") for each in left] or [f"{where} lists nothing of {record.run_dir}"]
         print(*lines, "nothing was removed; --yes does it" if left else "--yes proves it", sep="\n")
         return FAILED if left else DONE
-    is_known, has_ended = bool(record.event_names()), read_history(record.events()).has_end
-    if is_known:
-        record.append_event("cleaning")  # first: a launch that still runs makes nothing from here on
+    is_known = bool(record.event_names())
+    if is_known and not record.history().has_end:
+        record.append_event("cancelled", reason="launch clean")  # first: a launch that still runs makes nothing then
     left = calls.remove(api, record, regions)
-    if is_known and not has_ended:
-        record.append_event("cancelled", reason="launch clean")
     if left:
         print(*(printable(f"still there: {each}") for each in left), sep="\n")
         return FAILED

@@ -24,11 +24,9 @@ from pathlib import Path
 import launch
 from launch import code
 from launch.ec2.config import Ec2Config
-from launch.history import attempt_name
-from launch.job import Job
-from launch.node import DOCTOR_S, PREFLIGHT
+from launch.node import LIMITS_S, PREFLIGHT, join_flags
 from launch.preflight import is_shared, run_preflight, too_few
-from launch.record import Record
+from launch.record import Job, Record, attempt_name
 from launch.schedulers import cluster_of
 from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
@@ -40,9 +38,6 @@ from train.storage.schema import BadContent, FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
-# Limits of steps, by the command of launch.node
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0, "train": math.inf}
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands out to clients
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
 END_S = 60.0  # for what is to end: the trainer may be saving
 ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed
@@ -63,7 +58,7 @@ class Step:
     group: int = 0  # machines that are joined, by their order; 0: all
 
     def __post_init__(self) -> None:
-        if self.command not in (*LIMITS_S, END):
+        if self.command not in (*LIMITS_S, "train", END):
             raise BadContent(f"{self.command!r} is no step of a run")
 
 
@@ -215,11 +210,10 @@ class Machine:
 
     def do(self, step: Step) -> int:
         """Run a command of launch.node. It is ended after its time, or when the first machine takes the next step."""
-        port = FIRST_PORT + (self.request * 101 + self.number) % PORTS  # late packets of another attempt reach nobody
-        joined = [f"--hosts={','.join(each.host for each in self.all)}", f"--port={port}", f"--group={step.group}"]
-        joined += [f"--addresses={','.join(each.address for each in self.all)}", f"--attempt={step.name}"]
+        hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
         start = str(Path(launch.__file__).parents[1] / code.START)  # of the code that runs now
-        command = [self.job.python, start, "launch.node", step.command, self.record.run_dir, *joined]
+        command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
+        command += join_flags(hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group)
         processes.adopt_orphans()
         process, ends_s = processes.start([*command, *self.record.s3.flags()], env=os.environ), math.inf
 
@@ -231,7 +225,7 @@ class Machine:
                 process.terminate()
                 ends_s = time.monotonic() + END_S
 
-        result = processes.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S[step.command])
+        result = processes.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S.get(step.command, math.inf))
         processes.end_orphans(END_S)  # ranks of a torchrun that was killed
         return result
 

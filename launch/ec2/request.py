@@ -12,8 +12,7 @@ from typing import Any
 
 from launch.ec2.account import Resolved, Site
 from launch.ec2.config import Ec2Config
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from train.config import check
 from train.storage.folders import sha256_bytes, sha256_json
 
@@ -90,7 +89,6 @@ def run_instances(
 
 
 def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | None) -> list[Mapping[str, Any]]:
-    """The network interfaces of a machine."""
     common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
     if group is not None:
         common["Groups"] = [group]
@@ -103,7 +101,6 @@ def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | 
 
 
 def market(cluster: Ec2Config) -> dict[str, Any]:
-    """How the machines are paid for."""
     made: dict[str, Any] = {}
     if cluster.market == "spot":  # no MaxPrice: a low one only brings more interruptions
         spot = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}

@@ -10,27 +10,28 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from launch import spec
 from launch.config import LaunchConfig
 from launch.ec2 import calls, sweep
-from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, read_resolved, resolve
+from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, resolve
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
 from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
 from launch.engines import INSTANCE
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
 from train.cli.command import INTERRUPTED, printable
-from train.config import InputError, check
+from train.config import check
 from train.config.backend import CUDA
 from train.host.processes import is_gone, owner_name
+from train.storage import schema
 from train.storage.aws_errors import Rejected
 from train.storage.folders import sha256_bytes
 
@@ -59,14 +60,12 @@ class Scheduler(spec.Scheduler):
             f"EC2 has machines of this run already, or may have: {', '.join(there)}; python -m launch clean "
             f"{record.run_dir} --yes",
         )
-        resolved.write(record)
-        return {"regions": resolved.regions, "submission": resolved.id, "process": owner_name(os.getpid())}
+        found = {"regions": resolved.regions, "submission": resolved.id, "resolved": asdict(resolved)}
+        return {**found, "process": owner_name(os.getpid())}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Have the machines made, and wait for the end of the run; its exit code."""
-        resolved = read_resolved(record)
-        if resolved is None or resolved.id != handle.get("submission"):
-            raise InputError(f"another launch of {record.run_dir} has begun; this one ends")
+        resolved = schema.record(Resolved, handle["resolved"])
         try:
             return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
         except KeyboardInterrupt:
@@ -86,9 +85,8 @@ class Scheduler(spec.Scheduler):
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the machines now. The record says so first, so that the launch makes nothing more."""
+        """End the machines now. The record says so already, so the launch makes nothing more."""
         api = open_api(record)
-        record.append_event("cancelling")
         sweep.delete(api, calls.left_over(api, record, texts(handle, "regions")))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
@@ -170,7 +168,6 @@ def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
 
 
 def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Iterator[str]:
-    """The lines of the plan."""
     resolved, request = planned(job, cluster, record, cfg)
     data = request["UserData"].encode()
     request["UserData"] = f"{len(data):,} bytes of {MOST_BYTES:,}, sha256 {sha256_bytes(data)}"

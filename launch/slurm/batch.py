@@ -16,35 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
-
-from launch.history import History, attempt_name, read_history
-from launch.job import Job
-from launch.node import DOCTOR_S
+from launch.node import LIMITS_S, join_flags
 from launch.preflight import is_certain, is_shared, run_preflight, too_few
-from launch.record import Record
+from launch.record import Job, Record, attempt_name
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.slurm.config import SlurmConfig
-from launch.supervise import (
-    CODES,
-    Decision,
-    StopFile,
-    prepared,
-    recording_failure,
-    retry,
-    settled,
-    supervise,
-)
+from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, retrying, settled, supervise
 from train.cli.command import STOPPED, add_s3_flags, command_parser, run_flags
 from train.config import Failure, S3Config, check
 from train.host import processes
 
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands out to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2
-# Limits of the parts of the preflight: one node must not hold all others.
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 
@@ -91,16 +75,11 @@ class Batch:
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
-        else:
-            retry(self.record.append_event, "interrupted", reason=decision.reason)
         self.upload()
         return CODES[decision.outcome] if is_end else STOPPED
 
     def end(self, decision: Decision) -> None:
         retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
-
-    def history(self) -> History:
-        return read_history(retry(self.record.events))
 
     def ask(self, number: int, _frame: FrameType | None) -> None:
         """Have the run stop with a checkpoint. Slurm sends USR1 before the time limit, after which the job is requeued;
@@ -118,7 +97,7 @@ class Batch:
 
     def meanwhile(self) -> None:
         """What is done again and again while srun runs."""
-        if self.is_overdue and not self.history().is_stop_asked:
+        if self.is_overdue and not retry(self.record.history).is_stop_asked:
             reason = f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
             self.end(self.requeue(Decision("requeue", "failed", reason)))
             self.is_overdue = False
@@ -131,9 +110,8 @@ class Batch:
         """Run a command of launch.node on nodes, at the same time; srun's exit code."""
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
         self.steps += 1
-        port = FIRST_PORT + (self.job_id * 101 + self.steps) % PORTS  # two jobs may share a node
-        node = [self.job.python, "-m", "launch.node", command, self.record.run_dir, f"--hosts={','.join(nodes)}"]
-        node += [f"--addresses={','.join(addresses)}", f"--port={port}", f"--attempt={name}", f"--group={group}"]
+        node = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
+        node += join_flags(nodes, addresses, job=self.job_id, step=self.steps, name=name, group=group)
         ends_together = command != "preflight" and not group
         srun = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
         srun += [f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
@@ -165,7 +143,7 @@ class Batch:
         if len(chosen) == self.job.nodes:
             self.nodes = chosen
             return None
-        seen, reason = set(self.history().excluded), too_few(self.all_nodes, failed, self.job)
+        seen, reason = set(retry(self.record.history).excluded), too_few(self.all_nodes, failed, self.job)
         if set(failed) <= seen or is_shared(failed, self.all_nodes):
             return Decision("end", "failed", reason)
         users = retry(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
@@ -198,13 +176,7 @@ class Batch:
         retry(self.record.append_event, "requeued", reason=decision.reason, excluded=self.excluded)
         retry(self.slurm.requeue, self.job_id)
         if self.excluded:
-            pending = Retrying(
-                retry=retry_if_exception_type(Failure),
-                stop=stop_after_delay(REQUEUED_S),
-                wait=wait_fixed(PAUSE_S),
-                reraise=True,
-            )
-            pending(self.slurm.exclude, self.job_id, self.excluded)
+            retrying(Failure, REQUEUED_S, PAUSE_S)(self.slurm.exclude, self.job_id, self.excluded)
         self.upload()
         time.sleep(REQUEUED_S)
         return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")

@@ -50,7 +50,6 @@ OVER: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAI
 OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
 SQUEUE = "%A|%i|%T|%r|%N"  # of squeue --format
-SACCT = "JobIDRaw,JobID,State,Reason,NodeList"  # of sacct --format: the same columns
 JOB_LINE = re.compile(
     r"(?P<job_id>\d{1,10})\|(?P<array_id>\d{1,10})(?:_\[?(?P<task>[\d,:%.-]+)\]?)?\|(?P<state>[A-Z_]+)[^|]*\|"
     r"(?P<reason>[^|]*)\|(?P<nodes>[^|]*)",
@@ -79,10 +78,10 @@ class SlurmJob:
 
 
 def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
-    """Return the job, or all tasks of the job array, from lines in these columns. sacct has a line for each time that a
-    job was started: the last counts. `expand` returns the names in a list of hosts. BadContent for anything else.
+    """Return the job, or all tasks of the job array, from lines in these columns. `expand` returns the names in a list
+    of hosts. BadContent for anything else.
     """
-    jobs: dict[int, SlurmJob] = {}
+    jobs = []
     for line in text.splitlines():
         match = JOB_LINE.fullmatch(line)
         if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
@@ -90,8 +89,8 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
         reason = "" if match["reason"] in UNKNOWN else match["reason"]
         nodes = () if match["nodes"] in UNKNOWN else expand(match["nodes"])
         task = (match["task"] or "").partition("%")[0] or None
-        jobs[int(match["job_id"])] = SlurmJob(int(match["job_id"]), match["state"], reason, nodes, task)
-    return list(jobs.values())
+        jobs.append(SlurmJob(int(match["job_id"]), match["state"], reason, nodes, task))
+    return jobs
 
 
 @dataclass(frozen=True)
@@ -131,20 +130,14 @@ class Slurm:
 
     def tasks(self, job_id: int) -> list[SlurmJob]:
         """Return the tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it, as
-        some minutes after its end (MinJobAge) without accounting.
+        some minutes after its end (MinJobAge).
         """
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
         code, out, said = self.run("squeue", *queued)
-        if code == 0 and out.strip():
-            return read_jobs(out, job_id, self.hostnames)
-        if code and "Invalid job id specified" not in said + out:
-            raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
-        ended = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={SACCT}")
-        code, out, said = self.run("sacct", f"--jobs={job_id}", *ended)
-        if "accounting storage is disabled" in said:
+        if "Invalid job id specified" in said + out:
             return []
         if code:
-            raise Unreachable(f"Slurm has no job {job_id} now, and its accounting does not answer: {one_line(said)}")
+            raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
         return read_jobs(out, job_id, self.hostnames)
 
     def job_ids(self, name: str) -> list[int]:

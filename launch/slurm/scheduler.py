@@ -7,8 +7,7 @@ from pathlib import Path
 
 from launch import spec
 from launch.config import LaunchConfig
-from launch.job import Job
-from launch.record import Record
+from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from launch.slurm.client import NoSlurm, Slurm, SlurmJob, job_name
 from launch.slurm.config import SlurmConfig

@@ -128,7 +128,6 @@ class InstanceConfig(Section, prefix="instance."):
     device_tflops_bf16: float | None = setting(None, above=0)  # dense peak of one rank's device; of fp16 as well
     device_tflops_fp32: float | None = setting(None, above=0)
     vcpus: int | None = setting(None, above=0)  # of one machine; on x86 a vCPU is a thread, two of which share a core
-    memory_gib: float | None = setting(None, above=0)  # of one machine's host
     network_cards: int | None = setting(None, above=0)  # of one machine
     efa_interfaces: int | None = setting(None, least=0)  # the most that one machine can have; 0: it has no EFA
     network_gbit_per_s: float | None = setting(None, above=0)  # of one machine, all cards together, in each direction
