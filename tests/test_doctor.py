@@ -561,6 +561,8 @@ def test_a_hostile_log_is_read_in_bounded_time_and_memory(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", Log())
     assert command.main(["explain", "-"]) == 0
     assert set(sizes) == {MAX_CHARS} and "the disk is full" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nErrno 28"), encoding="utf-8"))
+    assert command.main(["explain", "-"]) == 0
 
 
 def test_the_page_of_causes_is_made_of_the_table(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import deque
 from collections.abc import Iterable
@@ -39,6 +40,8 @@ def explain(lines: Iterable[str]) -> list[dict[str, str]]:
 
 def read_log(stream: TextIO) -> Iterable[str]:
     """The last lines of a log. A longer line than MAX_CHARS is cut into several, so that any file fits in memory."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")  # of other encodings
     return deque(iter(lambda: stream.readline(MAX_CHARS), ""), maxlen=MAX_LINES)
 
 
