@@ -16,7 +16,7 @@ MAX_DEPRECATION_DAYS = 730  # EC2's limit for images
 class AmiConfig(Section):
     """One build: `python -m ami neuron --cfg job` prints it."""
 
-    image: str = setting("neuron", among=tuple(IMAGES))
+    image: str = setting("neuron", among=tuple(IMAGES))  # which is built: for Trainium, or for GPUs
     base: str = "dlami"  # what it is built from: dlami (Neuron's or the GPU Deep Learning AMI) | ubuntu | ami-...
     build: bool = False  # do it; without this the plan is shown and nothing starts
     regions: list[str] = field(default_factory=list)  # the first one builds, the others get copies; []: the profile's

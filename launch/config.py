@@ -20,7 +20,7 @@ class ClusterConfig(Section, prefix="cluster."):
     finds_types: ClassVar[bool] = False  # machines may be of types that conf/instance does not have
     has_check: ClassVar[bool] = False  # check=true asks it more
 
-    kind: str = "local"  # a name of the tables in launch/schedulers.py
+    kind: str = "local"  # name of the scheduler in launch/schedulers.py; cluster=... sets it
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
     attempts: int = setting(20, above=0)  # starts of the trainer that failed before the job gives up
     idle_attempts: int = setting(2, above=0)  # starts in a row without a new checkpoint before the job gives up

@@ -36,7 +36,7 @@ class EngineConfig(ClusterConfig):
 
     name: str | None = None  # of the cluster, and of the file; None: after the run folder
     folder: str = "."  # local folder in which the file is written
-    region: str = "us-east-1"
+    region: str = "us-east-1"  # of AWS, in which the machines are
     image: str | None = None  # ami-...; None: the engine's own
     disk_gib: int = setting(200, above=0)  # root volume of a machine
 

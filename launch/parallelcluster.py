@@ -28,11 +28,11 @@ class ParallelClusterConfig(EngineConfig):
     subnet: str | None = None  # id of a private subnet with a NAT gateway, in the zone of the machines; needed
     head_subnet: str | None = None  # None: the same
     head_instance: str = "c6i.xlarge"  # it runs all the time
-    os: str = setting("ubuntu2204", among=("ubuntu2204", "ubuntu2404", "alinux2023"))
+    os: str = setting("ubuntu2204", among=("ubuntu2204", "ubuntu2404", "alinux2023"))  # alinux2023: not for Trainium
     key: str | None = None  # name of an EC2 key pair; None: no SSH, sessions by Systems Manager only
     setup_script: str | None = None  # s3://... (of one of the buckets) or https://..., run as root on every machine
     buckets: list[str] = field(default_factory=list)  # that jobs may read and write, besides the run folder's
-    market: str = setting("on-demand", among=tuple(MARKETS))
+    market: str = setting("on-demand", among=tuple(MARKETS))  # how the machines are bought
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
     idle_minutes: int = setting(10, above=0)  # after which a machine without a job ends
 

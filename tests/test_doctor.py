@@ -16,9 +16,9 @@ from running import ROOT
 
 from train.doctor import __main__ as command
 from train.doctor import checks, checks_s3
-from train.doctor.__main__ import CAUSES, explain
 from train.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
 from train.doctor.checks_versions import SYSTEM_PACKAGES
+from train.doctor.explain import CAUSES, MAX_CHARS, MAX_LINES, explain, page
 from train.doctor.probe import (
     TEXT_COLUMN,
     Finding,
@@ -503,18 +503,73 @@ def test_a_bucket_is_asked_where_boto3_would(bucket, monkeypatch):
 TEXTS = json.loads(recorded("error_texts.json"))
 
 
-def test_a_text_is_explained_by_its_row_and_a_log_by_all_the_most_specific_first():
-    assert list(TEXTS) == [cause["name"] for cause in CAUSES]
-    assert all(cause["cause"] and cause["cure"] for cause in CAUSES)
+def names_of(text):
+    return [cause["name"] for cause in explain(text.splitlines())]
+
+
+def test_a_line_is_explained_by_its_row_alone_and_a_log_by_all_of_its_lines():
+    assert list(TEXTS) == [cause["name"] for cause in CAUSES] and len(CAUSES) > 40
+    for cause in CAUSES:
+        assert names_of(cause["message"]) == [cause["name"]]
     for name, texts in TEXTS.items():
         for text in texts:
-            assert explain(text)[0]["name"] == name
-            assert explain(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n")[0]["name"] == name
+            assert names_of(text) == [name], text
+            assert names_of(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n") == [name]
     log = "\n".join(texts[0] for texts in reversed(TEXTS.values()))
-    assert [cause["name"] for cause in explain(log)] == list(TEXTS)
-    wrapped = "subprocess.CalledProcessError: neuronx-cc ... died with SIGKILL"
-    assert [cause["name"] for cause in explain(wrapped)] == ["the compiler was killed", "the system killed a rank"]
-    assert not explain("step 10: loss 5.42, 16 ranks, world_size=16, learning rate 0.001, no information")
+    assert names_of(log) == list(TEXTS)
+
+
+def test_every_row_has_its_source_and_one_or_two_sentences():
+    for cause in CAUSES:
+        assert set(cause) == {"name", "about", "message", "source", "pattern", "cause", "cure"}
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+(#\d+| \S+\.rst)|baretrain itself|no public report", cause["source"]), (
+            cause["name"]
+        )
+        assert 10 < len(cause["cause"]) < 260 and 10 < len(cause["cure"]) < 260
+
+
+def test_ordinary_lines_of_a_log_are_explained_by_nothing():
+    ordinary = """step 10: loss 5.42, 16 ranks, world_size=16, learning rate 0.001, no information
+    I1206 18:44:12 rank 3: 1,234 tokens/s, 9 of 12 GiB, signal of life, checkpoint 28 saved to s3://bucket/run
+    NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+    NCCL INFO Bootstrap : Using eth0:10.0.0.4<0>
+    INFO ||NEURON_CACHE||: Compile cache path: /var/tmp/neuron-compile-cache
+    Submitted batch job 229282
+    download: s3://bucket/a to ./a, 404 files, 403 of them new
+    Epoch 0: 24%|## | 99/404 [00:24<01:15, loss=0.98, memory 28.1 GB]"""
+    assert names_of(ordinary) == []
+    assert names_of("\n".join(read_lines("monitor/trn1.jsonl"))) == []
+
+
+def read_lines(name):
+    return (ROOT / "tests" / "recorded" / name).read_text().splitlines()
+
+
+def test_a_hostile_log_is_read_in_bounded_time_and_memory(monkeypatch, capsys):
+    """Repetitions in patterns have an upper bound, so that a line takes time in proportion to its length."""
+    for cause in CAUSES:
+        bare = re.sub(r"\\.|\[[^]]*\]", "x", cause["pattern"])
+        assert not re.search(r"[*+]|\{\d+,\}", bare), cause["name"]
+    lines = iter([*["neuronx-cc world_size " * 10**5] * 3, *["x\n"] * (MAX_LINES + 9), "Errno 28"])
+    sizes = []
+
+    class Log:
+        def readline(self, size):
+            sizes.append(size)
+            return next(lines, "")[:size]
+
+    monkeypatch.setattr(sys, "stdin", Log())
+    assert command.main(["explain", "-"]) == 0
+    assert set(sizes) == {MAX_CHARS} and "the disk is full" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nErrno 28"), encoding="utf-8"))
+    assert command.main(["explain", "-"]) == 0
+
+
+def test_the_page_of_causes_is_made_of_the_table(capsys):
+    assert command.main(["causes"]) == 0
+    run = "run: python -m train.doctor causes > docs/troubleshooting.md"
+    assert capsys.readouterr().out == page() == (ROOT / "docs" / "troubleshooting.md").read_text(), run
+    assert all(cause["message"] in page() and cause["cure"] in page() for cause in CAUSES)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

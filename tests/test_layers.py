@@ -42,12 +42,13 @@ PACKAGES = """
     publish compare
     doctor precompile prepare convert shards records predict hub
     bench
+    settings
     entry
     __main__
     baretrain
 """.strip().splitlines()
 PACKAGES = [[f"train.{package}" for package in line.split()] for line in PACKAGES]
-TOOLS = "bench report publish compare doctor precompile prepare convert shards records predict hub"
+TOOLS = "settings bench report publish compare doctor precompile prepare convert shards records predict hub"
 TOOLS = {f"train.{package}" for package in TOOLS.split()}
 # Of train, without torch.
 FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.memory_estimate models.model_sizes "

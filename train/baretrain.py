@@ -26,6 +26,7 @@ COMMANDS = {
     "hub": "push a run to the Hugging Face hub",
     "launch": "plan and start runs on Slurm, EC2 or this machine",
     "ami": "build machine images",
+    "settings": "every setting of every command, with its default and meaning",
 }
 PACKAGES = ("train", "launch", "ami")
 

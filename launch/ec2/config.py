@@ -26,7 +26,7 @@ class Ec2Config(ClusterConfig):
     instance_profile: str | None = None  # name of the machines' role; `python -m launch iam` prints what it needs
     image: str | None = None  # ami-..., or the name of an SSM parameter that holds one; None: baretrain's own image
     python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the image, with baretrain's packages
-    market: str = setting("on-demand", among=MARKETS)
+    market: str = setting("on-demand", among=MARKETS)  # how the machines are bought
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
     secondary_interfaces: str = setting("efa-only", among=("efa-only", "efa"))  # EFA of several cards; efa-only: one
     # address a machine, efa: one a card

@@ -23,10 +23,10 @@ class SlurmConfig(ClusterConfig):
     gate: bool = True
     drain: bool = False  # drain nodes that fail the preflight (needs Slurm's operator rights)
     partition: str | None = None  # None: the site's default
-    account: str | None = None
-    qos: str | None = None
+    account: str | None = None  # that is charged; None: the user's default
+    qos: str | None = None  # quality of service; None: the site's default
     constraint: str | None = None  # features of nodes, in sbatch's notation
-    reservation: str | None = None
+    reservation: str | None = None  # name of one of the site's
     gres: str | None = None  # generic resources of a node, as gpu:8; Trainium needs none
     exclude: str | None = None  # nodes to leave out, as n[3-5]
     exclusive: bool = True  # whole nodes

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import textwrap
+import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from importlib import resources
+from typing import Any
 
 import yaml
 from omegaconf import MISSING
 
+from train.config.checks import LIMITS
+
 WIDTH = 110  # columns
+TYPES: dict[object, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     """The most used settings of a schema with their defaults and meaning, and the groups of conf/`name`.yaml."""
-    lines = ["most used settings (key=value; --cfg job prints all, train/config explains all):"]
+    lines = ["most used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]
     for key in keys:
-        item, comment = explained_field(schema, key)
-        lines += hanging(f"{key}={shown_default(item)}", comment, indent=34)
+        item, meaning = explained_field(schema, key)
+        lines += hanging(f"{key}={shown_default(item)}", meaning, indent=34)
     lines += ["", "groups, each with the option taken by default and all options (group=option; see conf/):"]
     for group, (default, options) in groups(name).items():
         lines += hanging(f"{group}={default or 'null'}", " | ".join(options), indent=34)
@@ -47,8 +53,13 @@ def explained_field(schema: type, key: str) -> tuple[Field, str]:
         schema = typing.get_type_hints(schema)[part]
     kinds = [schema, *schema.__subclasses__()]
     item, kind = next((item, kind) for kind in kinds for item in fields(kind) if item.name == name)
-    texts = (" | ".join(item.metadata.get("among", ())), comments(kind).get(name, "").replace("None", "null"))
+    texts = (" | ".join(item.metadata.get("among", ())), comment(kind, name))
     return item, "; ".join(text for text in texts if text)
+
+
+def comment(kind: type, name: str) -> str:
+    """The comment of a field in the words of the command line, where None is null."""
+    return comments(kind).get(name, "").replace("None", "null")
 
 
 def shown_default(item: Field) -> str:
@@ -60,19 +71,39 @@ def shown_default(item: Field) -> str:
         return "..."
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def type_name(hint: Any) -> str:
+    """A type in the words of error messages: "whole number or null"."""
+    inner = [each for each in typing.get_args(hint) if each is not types.NoneType]
+    if types.NoneType in typing.get_args(hint):
+        return f"{type_name(inner[0])} or null"
+    if not inner:
+        return TYPES.get(hint, "table")
+    held = type_name(inner[-1]).removesuffix(" or null")
+    return f"{'table' if typing.get_origin(hint) is dict else 'list'} of {held}s"
+
+
+def allowed(item: Field) -> str:
+    """The choices or the limits of a field; empty if it has none."""
+    limits = [LIMITS[name][1].format(limit) for name, limit in item.metadata.items() if name in LIMITS]
+    return " | ".join(map(str, item.metadata.get("among", ()))) or ", ".join(limits)
 
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Comments of the fields of a dataclass, inherited ones too. One stands beside its field and continues below."""
+    """Comments of the fields of a dataclass, inherited ones too. One stands beside its field and continues below.
+
+    A field that is defined again without a comment keeps that of the base class.
+    """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         name = ""
         for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
             if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                name = match[1]
-                texts[name] = match[2] or ""
+                name = match[1] if match[2] else ""  # what follows continues no inherited comment
+                texts[match[1]] = match[2] or texts.get(match[1], "")
             elif line.startswith("    # ") and texts.get(name):
                 texts[name] += line.removeprefix("    #")
             else:
@@ -97,3 +128,14 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
                 options = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
                 options_of[group] = (default, options)
     return options_of
+
+
+def option_help(group: str, option: str) -> str:
+    """The first sentence of an option's file; of a machine type without a comment, its devices."""
+    text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
+    words = " ".join(line.removeprefix("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+    if not words and group == "instance":
+        values = yaml.safe_load(text)
+        return f"{values['accelerator']}, {values['devices']} x {values['device_memory_gib']:g} GiB"
+    return re.split(r"\. (?=[A-Z])|\.$", words, maxsplit=1)[0]

@@ -41,7 +41,7 @@ class PreemptConfig(Section, prefix="preempt."):
 class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer of each rank that end it when it makes no progress, so that torchrun can start it again."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: stuck ranks are not ended, as under a debugger
     step_s: float = setting(480.0, above=0)  # a rank without a heartbeat (micro batch, batch of an evaluation) for
     # this long is stuck
     start_s: float = setting(7200.0, above=0)  # the same until the first step is done: joining, loading and compiling

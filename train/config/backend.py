@@ -14,8 +14,8 @@ NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for eac
 
 @dataclass(kw_only=True)
 class BackendConfig(Section, prefix="backend."):
-    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))
-    device: str = setting("auto", among=("auto", "cpu", *DEVICES))
+    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # auto: xla on Trainium 1, else ddp
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # auto: the best one of this machine
     precision: str = "auto"  # fp32 | tf32 | bf16 | fp16 | auto: bf16 if the hardware multiplies it natively, or fp16
     # on GPUs that have only that, or fp32. bf16 and fp16 are autocast, fp16 with a scaled loss; tf32 is fp32 of which
     # CUDA rounds the factors of products to 10 bits
@@ -118,7 +118,7 @@ def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
 class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; what needs them (MFU, cost) is left out, never guessed."""
 
-    name: str = "local"
+    name: str = "local"  # of the machine type, as EC2 names it; local: this machine
     device: str | None = setting(None, among=DEVICES)  # which a run that names this instance needs; None: any
     accelerator: str | None = None  # name of the chip, as A100
     devices: int | None = setting(None, above=0)  # number of ranks that fill one machine
@@ -126,7 +126,7 @@ class InstanceConfig(Section, prefix="instance."):
     micro_batch_tokens: int | None = setting(None, above=0)  # the most that a rank computes at once; more are split
     device_memory_gib: float | None = setting(None, above=0)  # of one rank's device
     device_tflops_bf16: float | None = setting(None, above=0)  # dense peak of one rank's device; of fp16 as well
-    device_tflops_fp32: float | None = setting(None, above=0)
+    device_tflops_fp32: float | None = setting(None, above=0)  # the same in fp32
     vcpus: int | None = setting(None, above=0)  # of one machine; on x86 a vCPU is a thread, two of which share a core
     network_cards: int | None = setting(None, above=0)  # of one machine
     efa_interfaces: int | None = setting(None, least=0)  # the most that one machine can have; 0: it has no EFA

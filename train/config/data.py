@@ -29,7 +29,7 @@ class DataConfig(Section, prefix="data."):
 
 @dataclass(kw_only=True)
 class ShardsConfig(DataConfig):
-    """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare output=...` wrote."""
+    """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
     window_shards: int | None = setting(None, above=0)  # shards whose sequences are shuffled together; None: as many as
     # the cache holds, growing from 2 in the first epoch, so that training starts early; the number of shards or more:
@@ -54,21 +54,21 @@ class ColumnsConfig:
     """Names of the columns of the data. A dot leads into an object: answers.text."""
 
     id: str | None = None  # written to the predictions; None: the row's number
-    text: str = "text"
+    text: str = "text"  # the text to label, or the first of a pair
     text_pair: str | None = None  # the second text of a pair
-    label: str = "label"
+    label: str = "label"  # the label, for classification
     question: str = "question"  # this one and those below are for question answering
-    context: str = "context"
-    answers: str = "answers"
+    context: str = "context"  # the text in which the answer is
+    answers: str = "answers"  # answers with their texts and places, as SQuAD has them
     tokens: str = "tokens"  # this one and the next are for named entities: lists of words, and of their tags
-    tags: str = "tags"
+    tags: str = "tags"  # a tag for each word of `tokens`
 
 
 @dataclass(kw_only=True)
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting("auto", among=FORMATS)
+    format: str = setting("auto", among=FORMATS)  # auto: by the names of the files; saved: by datasets' save_to_disk
     name: str | None = None  # configuration of a Hub data set
     revision: str | None = None  # commit of a Hub data set, so that the data stays the same
     train: str | None = None  # file, glob below path, or split; None: path itself, or the split "train"
@@ -87,7 +87,7 @@ class RecordsConfig(DataConfig):
     quote: str | None = '"'  # None: quotation marks are text
     escape: str | None = None  # such as \\: the character after it is text; None: a doubled quote is a quote
     header: bool = True  # the first line names the columns; if there is none they are 0, 1, ...
-    encoding: str = "utf-8"
+    encoding: str = "utf-8"  # of the files, by its name in Python
     max_bad_rows: int = setting(0, least=0)  # rows that cannot be read or have a wrong label or answer: up to this
     # number they are left out, counted and named; with more the data is rejected
     save_to: str | None = None  # folder or s3://... that also keeps the prepared data, for data.path of other runs
@@ -113,7 +113,7 @@ class S3Config(Section, prefix="s3."):
     """How S3 is reached. None: as AWS's own tools find it (environment, ~/.aws, the instance's role)."""
 
     endpoint: str | None = None  # URL of an S3-compatible server
-    region: str | None = None
+    region: str | None = None  # of the bucket
     profile: str | None = None  # of ~/.aws: the credentials that are used
     path_style: bool = False  # the bucket is in the path, not in the host name; most S3-compatible servers need it
     timeout_s: float = setting(60.0, above=0)  # after which a request without an answer fails, all its retries included

@@ -24,10 +24,10 @@ class HeadSize:
 
 @dataclass(kw_only=True)
 class TaskConfig(Section, prefix="task."):
-    """What the settings of every task extend, which stand in its package, train/tasks/<kind>."""
+    """Settings that every task has; those of its own stand in its package, in train/tasks."""
 
     learns_from: ClassVar[type[DataConfig]] = RecordsConfig
-    kind: str = MISSING  # of the table train.tasks.TASKS
+    kind: str = MISSING  # name of the task in train.tasks.TASKS; task=... sets it
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         """The size of the head for sequences of `seq_len` tokens; `labels` is 0 before the data is read."""
@@ -49,14 +49,14 @@ class ModelConfig(Section, prefix="model."):
     max_positions: int | None = setting(None, above=0)  # longest sequence in tokens; None here and below: the
     # architecture's default
     embedding_size: int | None = setting(None, above=0)  # for architectures that factorise the embedding
-    hidden_size: int | None = setting(None, above=0)
-    intermediate_size: int | None = setting(None, above=0)
-    num_layers: int | None = setting(None, above=0)
-    num_heads: int | None = setting(None, above=0)
+    hidden_size: int | None = setting(None, above=0)  # width of the layers; a multiple of num_heads
+    intermediate_size: int | None = setting(None, above=0)  # width inside the feed-forward part of a layer
+    num_layers: int | None = setting(None, above=0)  # transformer layers
+    num_heads: int | None = setting(None, above=0)  # attention heads of a layer
     initializer_range: float | None = setting(None, above=0)  # standard deviation of random weights
     position_init: str | None = setting(None, among=("sinusoid",))  # how learnt position embeddings begin; None: random
-    hidden_dropout: float | None = setting(None, least=0, below=1)
-    attention_dropout: float | None = setting(None, least=0, below=1)
+    hidden_dropout: float | None = setting(None, least=0, below=1)  # share of hidden values that is dropped
+    attention_dropout: float | None = setting(None, least=0, below=1)  # share of attention weights that is dropped
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,10 +74,10 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: str = "adamw"  # key of train.optim.OPTIMIZERS
+    name: str = "adamw"  # name of the optimizer in train.optim.OPTIMIZERS; optim=... sets it
     lr: float = setting(1e-3, above=0)  # peak; with lr_scaling, at reference_batch_size
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = setting(1e-6, above=0)
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the running means of gradients and of their squares
+    eps: float = setting(1e-6, above=0)  # added to the root of the second moment, by which updates are divided
     head_lr: float | None = setting(None, above=0)  # peak of the task's head, whose weights begin random; None: lr
     weight_decay: float = setting(0.01, least=0)  # not applied to biases and normalisation weights
     max_grad_norm: float | None = setting(1.0, above=0)  # gradients are clipped to this global norm; None: no clipping
@@ -86,7 +86,7 @@ class OptimConfig(Section, prefix="optim."):
     power: float = setting(1.0, above=0)  # exponent of the polynomial decay
     final_lr_fraction: float = setting(0.0, least=0, most=1)  # share of lr that is left at the last step
     warmup_steps: int | None = setting(None, least=0)  # None: warmup_fraction of the run
-    warmup_fraction: float = setting(0.1, least=0, most=1)
+    warmup_fraction: float = setting(0.1, least=0, most=1)  # share of the run in which the rate rises
     lr_scaling: str = setting("none", among=("none", "linear", "sqrt"))  # by global batch / reference_batch_size
     reference_batch_size: int | None = setting(None, above=0)  # sequences; linear and sqrt need it
 

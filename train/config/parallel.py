@@ -30,7 +30,7 @@ class Held:
 class ParallelConfig(Section, prefix="parallel."):
     frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # memory of a rank
 
-    name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp, pipeline: see below
+    name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp | pipeline
 
     def __post_init__(self) -> None:
         super().__post_init__()

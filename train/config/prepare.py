@@ -16,7 +16,7 @@ MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have as many processo
 
 @dataclass(kw_only=True)
 class CorpusConfig(Section, prefix="corpus."):
-    kind: str = MISSING  # name of the source in train/data/text/corpus.py
+    kind: str = MISSING  # name of the source in train/data/text/corpus.py; corpus=... sets it
     name: str = MISSING  # written to the manifest
 
 
@@ -36,8 +36,8 @@ class FilesCorpusConfig(CorpusConfig):
 class HFDataset:
     path: str = MISSING  # Hub id, or a local folder or builder name
     name: str | None = None  # configuration of the data set
-    split: str = "train"
-    column: str = "text"
+    split: str = "train"  # of the data set
+    column: str = "text"  # with the text
     data_files: str | None = None  # for builders such as json, csv, parquet
     rows_per_document: int = 1  # consecutive rows joined into one document, if rows are sentences
 

@@ -46,7 +46,7 @@ class HubConfig:
     """Where a finished run is pushed on the Hugging Face Hub. The token is that of `hf auth login` or HF_TOKEN."""
 
     push_to: str | None = None  # user/name of the repository, for model, card and TensorBoard files; None: off
-    private: bool = True
+    private: bool = True  # a repository that is made for it is private
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class TrainConfig(Section):
     collect_graphs: bool = False  # for train.precompile: run each graph once, check no number, save nothing
     export: bool = True  # write run_dir/export for plain transformers at the end
     samples: int = setting(8, least=0, most=MAX_SAMPLES)  # validation examples that the export answers for the report
-    tensorboard: bool = True
+    tensorboard: bool = True  # also write TensorBoard files to run_dir/tensorboard
     profile: bool = False  # trace some steps of rank 0: run_dir/profile/summary.md says where their time went
     profile_after: int = setting(10, least=0)  # steps of the attempt before these: the first compile and fill caches
     profile_steps: int = setting(5, least=1)  # steps that are traced

@@ -10,20 +10,17 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import yaml
 
 from train.attempt.rejection import inform_others
 from train.cli.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
+from train.doctor.explain import explain, page, read_log
 from train.doctor.probe import Finding, instance_names, is_red, screen, wrap
 from train.host import rank_setup
 from train.host.launched import check_launch, launched
@@ -41,7 +38,10 @@ def examine(options: argparse.Namespace) -> int:
         return examine_collectives(options)
     check(options.mib is None, "--mib is for --collectives")
     if options.command == "explain":
-        return print_causes(sys.stdin.read() if options.text == "-" else options.text)
+        return print_causes(read_log(sys.stdin) if options.text == "-" else options.text.splitlines())
+    if options.command == "causes":
+        print(page(), end="")
+        return DONE
     probe = checks.here(
         instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines or 1
     )
@@ -114,6 +114,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         return parser.parse_intermixed_args(arguments)
     commands = parser.add_subparsers(dest="command")
     explaining = commands.add_parser("explain", help="what an error text means, and its cure")
+    commands.add_parser("causes", help="print all that explain knows, as docs/troubleshooting.md")
     explaining.add_argument("text", help='the text, or "-" to read it from standard input')
     return parser.parse_args(arguments)
 
@@ -137,16 +138,8 @@ def columns() -> int:
 # ---- explain -------------------------------------------------------------------------------------------------------
 
 
-CAUSES: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
-
-
-def explain(text: str) -> list[dict[str, str]]:
-    """Rows of causes.yaml whose pattern occurs in the text (a message or a whole log), in the order of the table."""
-    return [cause for cause in CAUSES if re.search(cause["pattern"], text, re.IGNORECASE | re.MULTILINE)]
-
-
-def print_causes(text: str) -> int:
-    causes = explain(text)
+def print_causes(lines: Iterable[str]) -> int:
+    causes = explain(lines)
     for cause in causes:
         print(cause["name"])
         for paragraph in (cause["cause"], f"-> {cause['cure']}"):

@@ -1,0 +1,110 @@
+"""docs/settings.md: it is what its command prints, and it has every key and option that Hydra composes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from running import ROOT
+
+from launch.schedulers import SETTINGS
+from train import settings
+from train.cli import compose
+from train.cli.help import groups
+from train.config import flatten
+
+PAGE = ROOT / "docs" / "settings.md"
+COMMAND = "python -m train.settings > docs/settings.md"
+KEY = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `(.*?)` \| (.*?) ?(?<!\\)\| (.*) \|$", re.MULTILINE)
+OPTION = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
+# Tables of the user's own names.
+OWN = ("compare.variants", "compare.largest_batch", "data.label_map", "data.more_validation")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas() -> None:
+    for name, schema in settings.commands().items():
+        if name not in ("train", "prepare"):
+            of_group = [("cluster", option, kind) for option, kind in SETTINGS.items()] if name == "launch" else []
+            compose.add_schema(schema, name, of_group)
+
+
+def sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """The title of each section, its text and the commands that it is for."""
+    for section in text.split("\n### ")[1:]:
+        title, _, rest = section.partition("\n")
+        used = re.search(r"Used by (.*)\.$", rest, re.MULTILINE)
+        assert used is not None, title
+        yield title, rest, re.findall(r"\w+", re.sub(r"\(default `[^`]*`\)", "", used[1]))
+
+
+def test_the_page_is_what_its_command_prints(tmp_path: Path) -> None:
+    """Made from the files of the repository alone: a checkout may have options of the user's own in conf/."""
+    tracked = subprocess.run(["git", "ls-files", "conf"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in tracked.stdout.splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for package in ("train", "launch", "ami"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    words = [sys.executable, "-m", "train.settings"]
+    printed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert printed == PAGE.read_text(), f"docs/settings.md is not up to date; run: {COMMAND}"
+
+
+def choices(command: str) -> list[list[str]]:
+    """Overrides that choose, over all lists, an option of each group with each schema that there is for it."""
+    of_group = []
+    for group, (_, options) in groups(command).items():
+        texts = {option: (ROOT / "conf" / group / f"{option}.yaml").read_text() for option in options}
+        schemas = {found[0]: option for option in options if (found := re.findall(r"\w+_schema\b", texts[option]))}
+        of_group.append([f"{group}={option}" for option in schemas.values()])
+    return [[], *([each for each in row if each] for row in itertools.zip_longest(*of_group))]
+
+
+@pytest.mark.parametrize("command", settings.commands())
+def test_every_key_that_a_command_composes_is_on_the_page(command: str) -> None:
+    composed: set[str] = set()
+    for overrides in choices(command):
+        plain = OmegaConf.to_container(compose.compose_config(settings.commands()[command], overrides))
+        assert isinstance(plain, dict)
+        composed |= {key for key, _ in flatten({str(key): value for key, value in plain.items()})}
+    listed = {row[0] for _, rest, users in sections(PAGE.read_text()) if command in users for row in KEY.findall(rest)}
+    own = {key for key in composed if key.startswith(tuple(f"{table}." for table in OWN))}
+    assert len(composed) > 15 and composed - own - listed == set()
+    assert {key for key in listed if "[]" not in key} - composed - {*OWN} == set()
+
+
+def test_a_row_says_what_the_schema_says() -> None:
+    rows = {row[0]: row[1:] for row in KEY.findall(PAGE.read_text())}
+    assert rows["optim.lr"][:3] == ("number", "0.001", "above 0")
+
+    assert rows["data.path"][1] == "..." and "s3://" in rows["data.path"][3]
+    assert rows["parallel.schedule"][2] == r"gpipe \| 1f1b \| interleaved"
+    assert rows["task.label_smoothing"][2] == "0 or more, below 1"
+    assert rows["optim.betas"][:2] == ("list of numbers", "[0.9, 0.999]")
+    assert rows["data.label_map"][0] == "table of texts" and rows["checkpoint.best"][0] == "true or false"
+    assert rows["corpus.datasets[].rows_per_document"][1] == "1"
+
+
+def test_every_key_and_option_has_its_sentence() -> None:
+    text = PAGE.read_text()
+    keys, options = text.split("\n## Groups\n")
+    assert [row[0] for row in KEY.findall(keys) if len(row[4]) < 4] == []
+    assert len(KEY.findall(keys)) == len(re.findall(r"^\| `", keys, re.MULTILINE)) > 250
+    assert [row[0] for row in OPTION.findall(options) if len(row[1]) < 8] == []
+    files = [path for path in (ROOT / "conf").glob("*/*.yaml") if f"| `{path.stem}` | " not in options]
+    tracked = subprocess.run(["git", "ls-files", "conf"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [path for path in files if str(path.relative_to(ROOT)) in tracked.split()] == []
+
+
+def test_the_command_of_the_page_is_one_of_baretrains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings.main([]) == 0
+    assert capsys.readouterr().out.startswith("# Settings\n")
+    assert settings.main(["all"]) == 2
