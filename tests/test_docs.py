@@ -54,6 +54,7 @@ ONLY_READ = {
 }
 # What stands for things of the reader's own, and what is made for it here.
 HERE = {"s3://bucket/": "bucket/", "/shared/": "shared/", "RUN": "runs/tweets", "FOLDER": "data/demo"}
+HERE |= {"s3://BUCKET/": "bucket/"}
 HERE |= {"=myaccount": "=ec2", "=mysite": "=slurm", "diff 1000 2000": "diff 2 4", "new.csv": "tests/data/tweets.csv"}
 # What makes a run short, by module. The demo's model learns in a second.
 SHORT = {
@@ -123,6 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     (folder / "texts").mkdir()
     (folder / "tests").symlink_to(ROOT / "tests")
+    (folder / "docs").symlink_to(ROOT / "docs")
     corpus = write_corpus(folder / "texts" / "a.txt")
     prepare.prepare(prepare_config(folder / "data" / "demo", corpus))
     reviews = [f"{word} {times} times,{stars}" for times in range(40) for word, stars in (("fine", 5), ("bad", 1))]
