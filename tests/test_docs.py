@@ -220,18 +220,29 @@ def test_the_blocks_of_a_page_run(folder: Path, page: str) -> None:
         if block.language == "python":
             ended = run_forked(["-c", block.text], ENVIRONMENT, folder)
             assert ended.returncode == 0, f"{block.text}\n{ended.stderr}"
-            continue
-        started = []
-        for command in lines(block):
-            if command.endswith(" &"):
-                started.append((command, start_forked(*forked(command), cwd=folder, err=folder / "err")))
-                continue
-            ended = run(folder, command)
-            finds_faults = "train.doctor" in command  # of this machine
-            assert ended.returncode in ((0, 1) if finds_faults else (0,)), f"{command}\n{ended.stdout}\n{ended.stderr}"
-        for command, process in started:
+        else:
+            run_lines(folder, lines(block))
+
+
+def run_lines(folder: Path, commands: list[str]) -> None:
+    """Run commands one after the other, beside those that `&` sends to the background."""
+    beside = {
+        command: start_forked(*forked(command), cwd=folder, err=folder / "err")
+        for command in commands
+        if command.endswith(" &")
+    }
+    try:
+        for command in commands:
+            if command not in beside:
+                ended = run(folder, command)
+                good = (0, 1) if "train.doctor" in command else (0,)  # it finds faults of this machine
+                assert ended.returncode in good, f"{command}\n{ended.stdout}\n{ended.stderr}"
+        for command, process in beside.items():
             process.join()
             assert process.exitcode == 0, f"{command}\n{(folder / 'err').read_text()}"
+    finally:
+        for process in beside.values():
+            process.terminate()  # one that waits for what failed
 
 
 @pytest.mark.parametrize("command", READ)
