@@ -151,4 +151,4 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'
 
 clean:
-	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build runs data/demo .mypy_cache .pytest_cache .ruff_cache
