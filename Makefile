@@ -6,6 +6,7 @@
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
 # make test    run the tests that need no service      make test-services    those with Slurm, S3, EC2, images, several machines
+# make docs    README and docs as a site with search, build/site/index.html
 # make lint    style and types        make bench    the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
@@ -32,7 +33,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm engines test test-services test-newest test-lowest lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm engines test test-services test-newest test-lowest docs lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -41,7 +42,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setup: making $(VENV) with $$($(PYTHON) --version) (downloads about 3 GB the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed 's/^\(torch==[0-9.]*\)$$/\1$(TORCH_BUILD)/' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,ner,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,ner,docs,dev]'
 	@touch $@
 	@echo "setup: done"
 
@@ -99,6 +100,14 @@ $(LOWEST)/.ready: $(VENV)/.ready
 test-lowest: $(LOWEST)/.ready
 	@$(LOWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(LOWEST_TESTS:%=tests/test_%.py)
 
+# The files in their places, so that links between them are the same as in the repository.
+docs: setup
+	@mkdir -p build/pages/benchmarks
+	@ln -sfn ../../docs ../../README.md ../../CHANGELOG.md ../../CONTRIBUTING.md build/pages
+	@ln -sfn ../../../benchmarks/README.md build/pages/benchmarks
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "docs: $(BIN)/python -m http.server --directory build/site    # search needs a server"
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -142,4 +151,4 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'
 
 clean:
-	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build runs data/demo .mypy_cache .pytest_cache .ruff_cache

@@ -1,15 +1,22 @@
-"""The report's pages in a real browser, headless Chromium: as wide as a desktop and as a telephone, light and dark."""
+"""The report's pages in a real browser, headless Chromium: as wide as a desktop and as a telephone, light and dark; and
+the site of README and docs.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import finished_run
 import pytest
 from reported_runs import fault_line, summary_line, train_line, whole_run, write_run
+from running import ROOT
 from services import browser
 
 from train.report import __main__ as report_command
@@ -37,6 +44,10 @@ for (const each of document.querySelectorAll("td, th, summary, .figure, .sample"
 return faults;
 """
 UNDRAWN = "return [...document.images].filter(each => !(each.complete && each.naturalWidth)).map(each => each.alt)"
+FROM_ELSEWHERE = """
+return performance.getEntriesByType("resource").map(each => each.name).filter(each => !each.startsWith(location.origin))
+"""
+FOUND = "return [...document.querySelectorAll('.md-search-result__item h1')].map(each => each.textContent)"
 # The contrast of each text with what lies behind it: WCAG 2.2, "relative luminance" and criterion 1.4.3.
 FAINT = """
 function rgb(color) { return color.match(/[\\d.]+/g).map(Number); }
@@ -101,6 +112,42 @@ def test_a_page_is_whole(chromium: Any, pages: dict[str, Path], name: str, width
     assert chromium.execute_script(FAINT) == []
     dark = chromium.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(13, 16, 20)"
     assert dark == (scheme == "dark")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """The address of what `make docs` builds, which fails for a link that leads nowhere."""
+    pytest.importorskip("mkdocs")
+    built = subprocess.run(["make", "--old-file=.venv/.ready", "docs"], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    folder = ROOT / "build" / "site"
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_site_of_the_pages(chromium: Any, site: str) -> None:
+    chromium.get_log("browser")
+    names = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert {page.stem for page in (ROOT / "build" / "site" / "docs").glob("*.html")} == names
+    for page in ("index", *(f"docs/{name}" for name in sorted(names))):
+        browser.show(chromium, f"{site}/{page}.html", width=1280)
+        assert chromium.get_log("browser") == [], page
+        assert chromium.execute_script(FROM_ELSEWHERE) == [], page
+        assert chromium.execute_script(UNDRAWN) == [], page
+
+
+def test_the_site_is_searched_and_turns_dark(chromium: Any, site: str) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    browser.show(chromium, f"{site}/index.html", width=1280)
+    scheme = "return document.body.getAttribute('data-md-color-scheme')"
+    assert chromium.execute_script(scheme) == "default"
+    chromium.find_element("css selector", "label[title='Dark mode']").click()
+    assert chromium.execute_script(scheme) == "slate"
+    chromium.find_element("css selector", "[data-md-component=search-query]").send_keys("node-rank")
+    assert "Several machines by hand" in WebDriverWait(chromium, 30).until(lambda page: page.execute_script(FOUND))
 
 
 def test_the_checks_see_a_page_that_is_broken(chromium: Any, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""The commands of README and docs, taken from their text: each is run once on small files, or at least read.
+"""The blocks of README and docs, taken from their text: each is run on small files, or says what it needs and is read.
 
-What is run is shortened by settings that are added to it, and `s3://bucket` is a folder of this machine.
+`bash` and `python` blocks are run, a page from top to bottom, in a folder that holds what `make demo` leaves. The line
+`<!-- needs: gpu -->` above a block (of `NEEDS`) says why it is not: then its settings are checked against the schemas
+and its flags against the help, as those of commands in sentences are. What is run is shortened by settings that are
+added to it, and `s3://BUCKET` is a folder.
 """
 
 from __future__ import annotations
@@ -8,17 +11,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from forks import free_port, run_forked, start_forked
 from forks import launch as torchrun
-from forks import run_forked
 from running import ROOT, prepare_config, write_corpus
 
 from ami.config import AmiConfig
@@ -30,8 +33,26 @@ from train.cli import compose
 from train.compare.__main__ import CompareConfig
 from train.config import PrepareConfig, TrainConfig
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"(?:\.venv/bin/)?python -m (?:train|launch|ami)[.\w]* \S|torchrun \S.* -m train[.\w]* \S")
+PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+# Pages whose blocks do not say yet what they are: read only.
+NOT_YET = {"trainium"}
+NEEDS = {
+    "gpu": "NVIDIA's",
+    "trainium": "trn1, trn2 or trn3",
+    "aws": "an account",
+    "cluster": "Slurm, ParallelCluster or SkyPilot",
+    "machines": "several, started by hand",
+    "hub": "models or data of the Hugging Face Hub",
+    "internet": "packages, a clone",
+    "root": "an administrator",
+    "job": "a run that was launched, or is in progress",
+    "minutes": ".ci/run or another test runs it",
+}
+LANGUAGES = {"bash", "python", "text", "yaml", "json", "csv"}
+PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
+FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
+PYTHON = r"(?:[A-Z_]+=\S* )*(?:\.venv/bin/)?python -m (?:train|launch|ami)[.\w]* \S"
+COMMAND = re.compile(rf"{PYTHON}|(?:[A-Z_]+=\S* )*torchrun \S.* -m train[.\w]* \S")
 SCHEMAS = {
     "train": TrainConfig,
     "train.prepare": PrepareConfig,
@@ -43,19 +64,9 @@ SCHEMAS = {
     "launch": LaunchConfig,
     "ami": AmiConfig,
 }
-# Commands that are only read here, their settings checked against the schemas and their flags against the help.
-ONLY_READ = {
-    r"trn1|p5\.|backend=xla": "devices that are not here",
-    r"tweets_trainium|albert_pretrain|squad|mnli|wiki_books|train\.hub": "data or models of the Hugging Face hub",
-    r"launch (list|status|logs|stop|resume|cancel|clean|quota|iam)\b": "a run that was launched, or AWS",
-    r"-m ami": "AWS",
-    r"corpus=pydocs|train\.compare": "half a minute: .ci/run and tests/test_compare.py run them",
-    r" \.\.\.": "settings of the reader's own",
-}
-# What stands for things of the reader's own, and what is made for it here.
-HERE = {"s3://bucket/": "bucket/", "/shared/": "shared/", "RUN": "runs/tweets", "FOLDER": "data/demo"}
-HERE |= {"s3://BUCKET/": "bucket/"}
-HERE |= {"=myaccount": "=ec2", "=mysite": "=slurm", "diff 1000 2000": "diff 2 4", "new.csv": "tests/data/tweets.csv"}
+# What stands for things of the reader's own.
+HERE = {"s3://BUCKET/": "bucket/", "=myaccount": "=ec2", "=mysite": "=slurm", "29500": str(free_port())}
+BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
 # What makes a run short, by module. The demo's model learns in a second.
 SHORT = {
     "train": "max_steps=4 max_epochs=null eval_every=2 checkpoint.every=2 log_every=2 data.num_workers=0".split(),
@@ -69,37 +80,68 @@ REQUIRED |= dict.fromkeys(("train.precompile", "train.bench", "train.compare", "
 REQUIRED["train.prepare"] = []
 
 
-def commands(page: Path) -> Iterator[str]:
-    """The commands of a page, in code blocks and in sentences."""
-    text = page.read_text()
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.S | re.M)
-    sentences = re.split(r"^ *```\w*$", text, flags=re.M)[::2]
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    inline = [" ".join(each.split()) for part in sentences for each in re.findall(r"`([^`]+)`", part)]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+class Block(NamedTuple):
+    needs: list[str]
+    language: str
+    text: str
+
+
+class Program(NamedTuple):
+    """What a command starts: `torchrun` holds its options, or is None."""
+
+    env: dict[str, str]
+    torchrun: list[str] | None
+    module: str
+    arguments: list[str]
+
+
+BLOCKS = {
+    page: [Block(re.findall(r"\w+", needs), language, block) for needs, language, block in FENCE.findall(text)]
+    for page, text in PAGES.items()
+}
+
+
+def lines(block: Block) -> list[str]:
+    """The commands of a bash block, each in one line."""
+    stripped = [line.strip() for line in block.text.replace("\\\n", " ").splitlines()]
+    return [line for line in stripped if line and not line.startswith("#")]
+
+
+def only_read(page: str) -> Iterator[str]:
+    """The commands of a page that are not run: of blocks that need something, and in sentences."""
+    text = PAGES[page]
     values = dict(re.findall(r'\b([A-Z])="([^"]+)"', text))
-    for line in [*lines, *inline]:
-        line = re.sub(r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line).strip()
+    marked = [each for each in BLOCKS[page] if each.language in ("bash", "") and (each.needs or page in NOT_YET)]
+    inline = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+    for line in [*(line for block in marked for line in lines(block)), *inline]:
+        line = re.sub(r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line)
         if COMMAND.match(line) and "<" not in line and "|" not in line.partition("#")[0]:
-            yield re.sub(r"^\.venv/bin/", "", line)
+            yield line
 
 
-def words(command: str) -> tuple[str, list[str], int]:
-    """A command's module, its arguments and its number of ranks; an ellipsis is left out, and what is optional."""
+def parse(command: str) -> Program:
+    """An ellipsis is left out, and what is optional."""
     for theirs, ours in HERE.items():
         command = command.replace(theirs, ours)
     command = re.sub(r" \[[^=]*\]", "", command).replace("-...", "-0123456789abcdef0")
-    given = [each for each in shlex.split(command, comments=True) if each != "..."]
+    given = [each for each in shlex.split(command, comments=True) if each not in ("...", "&")]
     at = given.index("-m")
-    ranks = [int(each.partition("=")[2]) for each in given[:at] if each.startswith("--nproc-per-node=")]
-    return given[at + 1], given[at + 2 :], ranks[0] if ranks else 1
+    program = next(i for i, each in enumerate(given) if "=" not in each)
+    env = dict(each.split("=", 1) for each in given[:program])
+    options = given[program + 1 : at] if given[program] == "torchrun" else None
+    return Program(env, options, given[at + 1], given[at + 2 :])
 
 
-FOUND = {command: page.stem for page in PAGES for command in commands(page)}
-READ = [command for command in FOUND if any(re.search(each, command) for each in ONLY_READ)]
-RUN: dict[str, list[str]] = {}
-for command, page in FOUND.items():
-    if command not in READ:
-        RUN.setdefault(page, []).append(command)
+def unquoted(command: str) -> str:
+    return re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", command)
+
+
+READ = sorted({command for page in PAGES for command in only_read(page)})
+RUN = [page for page, blocks in BLOCKS.items() if page not in NOT_YET and any(not each.needs for each in blocks)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,52 +152,104 @@ def schemas() -> None:
     compose.add_schema(AmiConfig, "ami", [])
 
 
+def forked(command: str) -> tuple[list[str], dict[str, str]]:
+    """The words of a command that is made short, for a fork, and its environment."""
+    given = parse(command)
+    is_run = given.module == "launch" and "--" in given.arguments and "prepare=true" not in given.arguments
+    short = SHORT["train"] if is_run else SHORT.get(given.module, [])
+    words = [given.module, *given.arguments, *short]
+    if given.torchrun is not None:
+        words = torchrun(given.module, words[1:], ranks=1)
+        words[4:4] = given.torchrun  # of two values the last counts
+    return words, ENVIRONMENT | given.env
+
+
 def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, made short."""
-    module, arguments, ranks = words(command)
-    arguments = [*arguments, *SHORT.get(module, [])] if "launch" not in module else arguments
-    given = [module, *arguments] if ranks == 1 else torchrun(module, arguments, ranks=ranks)
-    return run_forked(given, {**os.environ, "PYTHONPATH": str(ROOT)}, folder)
+    """Run a command in a folder, made short if it is of this project and alone; a shell runs others."""
+    if COMMAND.match(command) and not re.search(r"[|>]", unquoted(command)):
+        return run_forked(*forked(command), folder)
+    if command.startswith("baretrain "):  # not every environment has the script
+        return run_forked(["-c", BARETRAIN, *shlex.split(command, comments=True)[1:]], ENVIRONMENT, folder)
+    for theirs, ours in HERE.items():
+        command = command.replace(theirs, ours)
+    shell = ["bash", "-o", "pipefail", "-c", command]
+    return subprocess.run(shell, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages speak of: texts, tables, the demo's data and run, and runs that others made."""
+    """What a clone holds and `make demo` leaves there."""
     folder = tmp_path_factory.mktemp("reader")
-    (folder / "texts").mkdir()
-    (folder / "tests").symlink_to(ROOT / "tests")
-    (folder / "docs").symlink_to(ROOT / "docs")
-    corpus = write_corpus(folder / "texts" / "a.txt")
-    prepare.prepare(prepare_config(folder / "data" / "demo", corpus))
-    reviews = [f"{word} {times} times,{stars}" for times in range(40) for word, stars in (("fine", 5), ("bad", 1))]
-    (folder / "reviews.csv").write_text("\n".join(["body,stars", *reviews]))
-    tweets = "experiment=demo_tweets data.path=tests/data/tweets.csv model.init_from=runs/demo run_dir=runs/tweets"
-    for made in ("experiment=demo run_dir=runs/demo", tweets):
-        ended = run(folder, f"python -m train {made}")
-        assert ended.returncode == 0, ended.stderr
-    for copied in ("runs/native", "runs/compiled", "bucket/runs/one"):
-        shutil.copytree(folder / "runs" / "demo", folder / copied)
+    for name in ("docs", "tests", "conf"):
+        (folder / name).symlink_to(ROOT / name)
+    prepare.prepare(prepare_config(folder / "data" / "demo", write_corpus(folder / "corpus.txt")))
+    ended = run(folder, "python -m train experiment=demo run_dir=runs/demo")
+    assert ended.returncode == 0, ended.stderr
     return folder
 
 
-def test_what_is_said_to_be_only_read_is_there() -> None:
-    assert [each for each in ONLY_READ if not any(re.search(each, command) for command in READ)] == []
-    assert sum(map(len, RUN.values())) > 20
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - NOT_YET))
+def test_blocks_say_what_they_are(page: str) -> None:
+    assert PAGES[page].count("```") == 2 * len(BLOCKS[page])
+    assert {each.language for each in BLOCKS[page]} <= LANGUAGES
+    assert {need for each in BLOCKS[page] for need in each.needs} <= NEEDS.keys()
+    code = [each for each in BLOCKS[page] if each.language in ("bash", "python")]
+    assert code[0].needs in ([], ["minutes"]), "the first block does not run on this machine"
+    for block in code:
+        if not block.needs:
+            assert PLACEHOLDERS.findall(block.text) == []
+        if block.language == "bash":
+            assert [line for line in lines(block) if re.search(r"[\[\]{}*?]", unquoted(line))] == [], "to be quoted"
+        else:
+            compile(block.text, page, "exec")
+
+
+def test_what_takes_minutes_is_run_elsewhere() -> None:
+    elsewhere = (ROOT / ".ci" / "run").read_text() + (ROOT / "Makefile").read_text()
+    marked = [line for blocks in BLOCKS.values() for each in blocks if "minutes" in each.needs for line in lines(each)]
+    made = {line.partition(" #")[0].strip() for line in marked if line.startswith("make ")}
+    assert {"make demo", "make setup"} <= made
+    assert [each for each in made if each not in elsewhere] == []
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_the_commands_of_a_page_run(folder: Path, page: str) -> None:
-    for command in RUN[page]:
-        ended = run(folder, command)
-        finds_faults = "train.doctor" in command  # of this machine
-        assert ended.returncode in ((0, 1) if finds_faults else (0,)), f"{command}\n{ended.stdout}\n{ended.stderr}"
+def test_the_blocks_of_a_page_run(folder: Path, page: str) -> None:
+    for block in BLOCKS[page]:
+        if block.needs or block.language not in ("bash", "python"):
+            continue
+        if block.language == "python":
+            ended = run_forked(["-c", block.text], ENVIRONMENT, folder)
+            assert ended.returncode == 0, f"{block.text}\n{ended.stderr}"
+        else:
+            run_lines(folder, lines(block))
+
+
+def run_lines(folder: Path, commands: list[str]) -> None:
+    """Run commands one after the other, beside those that `&` sends to the background."""
+    beside = {
+        command: start_forked(*forked(command), cwd=folder, err=folder / "err")
+        for command in commands
+        if command.endswith(" &")
+    }
+    try:
+        for command in commands:
+            if command not in beside:
+                ended = run(folder, command)
+                good = (0, 1) if "train.doctor" in command else (0,)  # it finds faults of this machine
+                assert ended.returncode in good, f"{command}\n{ended.stdout}\n{ended.stderr}"
+        for command, process in beside.items():
+            process.join()
+            assert process.exitcode == 0, f"{command}\n{(folder / 'err').read_text()}"
+    finally:
+        for process in beside.values():
+            process.terminate()  # one that waits for what failed
 
 
 @pytest.mark.parametrize("command", READ)
 def test_the_settings_and_flags_of_a_command_exist(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, arguments, _ = words(command)
+    _, _, module, arguments = parse(command)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = arguments[:at], arguments[at + 1 :]
     flags = [each for each in own if each.startswith("-")]
@@ -167,8 +261,9 @@ def test_the_settings_and_flags_of_a_command_exist(
         compose.load_config(SCHEMAS[schema], [*REQUIRED[schema], *of_run])
     if flags or not settings:
         package = find_spec(module).submodule_search_locations
-        subcommand = own[:1] if module in ("launch", "ami") and flags + own[1:] else []
-        monkeypatch.setattr(sys, "argv", [module, *subcommand, "--help"])
+        before = own[: own.index(flags[0])] if flags else own[:1]
+        positional = [each for each in before if "=" not in each]
+        monkeypatch.setattr(sys, "argv", [module, *positional, "--help"])
         with pytest.raises(SystemExit) as ended:
             import_module(f"{module}.__main__" if package else module).main()
         assert ended.value.code == 0

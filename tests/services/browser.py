@@ -37,13 +37,13 @@ def chromium() -> Iterator[Chrome]:
         window.quit()
 
 
-def show(browser: Chrome, page: Path, *, width: int, scheme: str = "light") -> None:
-    """Open a page as a screen of `width` pixels shows it, `scheme` being light or dark, everything unfolded."""
+def show(browser: Chrome, page: Path | str, *, width: int, scheme: str = "light") -> None:
+    """Open a file or an address as a screen of `width` pixels shows it, `scheme` light or dark, everything unfolded."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    browser.get(page.resolve().as_uri())
+    browser.get(page if isinstance(page, str) else page.resolve().as_uri())
     browser.execute_script("document.querySelectorAll('details').forEach(each => { each.open = true })")
 
 
