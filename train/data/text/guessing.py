@@ -1,4 +1,4 @@
-"""What a table of counts knows of a corpus: the figures that a language model has to beat."""
+"""What a table of counts knows of a corpus: figures to compare a language model with."""
 
 from __future__ import annotations
 
