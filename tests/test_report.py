@@ -226,6 +226,15 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
     assert ["Final training loss", "unknown"] in report.table([diverged])
 
 
+def test_what_a_table_of_neighbours_knows_is_drawn_beside_the_accuracy(tmp_path):
+    drawn = {}
+    for name, counted in (("known", {"neighbour_accuracy": 0.26}), ("unknown", {})):
+        run = report_run.read_run(write_run(tmp_path / name, [*whole_run()[:-1], summary_line(40, 40, **counted)]))
+        drawn[name] = {name: png for name, _, png in report_figures.curves([run])}
+    differ = {name for name, png in drawn["known"].items() if png != drawn["unknown"][name]}
+    assert differ == {"validation_masked_accuracy"}
+
+
 def test_what_faults_and_saves_cost_is_in_the_table_and_what_a_killed_attempt_leaves_out_is_unknown(tmp_path):
     known = {"wall_s": 7200.0, "mttf_s": 3600.0, "suggested_interval_s": 42.4, "suggested_every": 85}
     lines = [train_line(10), save_line(10), train_line(20)]
