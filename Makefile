@@ -54,7 +54,7 @@ demo: setup
 demo-tweets: setup
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model.init_from=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
-	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model=albert_tiny model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
+	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model=albert_demo model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
 	@$(BIN)/python -m train.report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
 
 demo-slurm: setup

@@ -31,7 +31,7 @@ def ours(data: Path, scratch: Path) -> list[str]:
     """The command of the demo that writes its first step's line; it is killed then."""
     run_dir = tempfile.mkdtemp(dir=scratch)
     settings = [f"data.path={data}", f"run_dir={run_dir}/run", "log_every=1", "backend=ddp", "backend.device=cpu"]
-    return ["train", "experiment=demo", *settings]
+    return ["train", "experiment=demo", "model=albert_tiny", *settings]
 
 
 def trainer(data: Path, scratch: Path) -> list[str]:

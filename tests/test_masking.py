@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
+from running import SEQ_LEN, train_config
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
+from train.tasks import build_task
 
 V, S, B = 2000, 64, 500
 WORD_START = np.random.default_rng(3).random(V) < 0.6
@@ -123,3 +125,13 @@ def test_hashed_numbers_are_uniform_and_keyed_by_every_coordinate():
     assert len(np.unique(numbers)) == numbers.size
     assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.01
     assert (hash_uniform(1, 2) != hash_uniform(2, 1)).all()
+
+
+def test_an_evaluation_hides_as_much_as_asked_whatever_training_hides(prepared, tmp_path):
+    rates = {"task.mask_rate=0.15": (0.15, 0.15), "task.eval_mask_rate=0.3": (0.15, 0.3)}
+    for setting, (trained, evaluated) in rates.items():
+        task = build_task(train_config(tmp_path / "run", prepared, setting))
+        for data, rate in ((task.train_data(), trained), (task.eval_data(), evaluated)):
+            labels = data.draw(np.arange(4)[None])["inputs"]["labels"]
+            assert labels.shape == (1, 4, round(SEQ_LEN * rate)) and (labels != IGNORE_INDEX).float().mean() > 0.7
+        assert task.predictions == round(SEQ_LEN * trained)
