@@ -31,7 +31,7 @@ SIZES = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
 logger = logging.getLogger("train")
-POSITION_BASE, POSITION_SIZE = 1000.0, 2.0
+POSITION_BASE, POSITION_SIZE = 100.0, 2.0
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # these count positions from pad_token_id + 1
 ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
 
@@ -144,7 +144,8 @@ def init_positions(network: PreTrainedModel) -> None:
     """Begin the learnt position embeddings [S, E] as sinusoids, twice the size of the word embeddings: attention then
     finds neighbours within hundreds of steps instead of thousands. InputError if the model has none.
 
-    Of https://arxiv.org/abs/1706.03762, section 3.5, with a base of 1,000 instead of 10,000. Base and size: by trial.
+    Of https://arxiv.org/abs/1706.03762, section 3.5, with a base of 100 instead of 10,000. Base and size: by trial
+    (benchmarks/README.md).
     """
     embeddings = getattr(network.base_model, "embeddings", None)
     positions = getattr(embeddings, "position_embeddings", None)
