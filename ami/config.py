@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 
 from train.config import InstanceConfig, Section, check, setting
+from train.host.machine import is_native
+from train.host.versions import read_versions
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
@@ -44,6 +46,12 @@ class AmiConfig(Section):
             f"compile_cache={self.compile_cache} must be s3://bucket/prefix, of letters, digits and ._-/",
         )
         name = self.instance.name
+        check(
+            self.image != "neuron" or not is_native(name),
+            f"the image neuron holds PyTorch/XLA for trn1, and {name} needs native PyTorch: start it from Neuron's "
+            f"DLAMI for torch-neuronx, or from Ubuntu {read_versions().native.ubuntu} with "
+            f"{read_versions().native.install}",
+        )
         has_device = name.startswith("trn1") if self.image == "neuron" else self.instance.device == "cuda"
         check(
             has_device,

@@ -87,6 +87,8 @@ class Backend(Protocol):
     precision: str  # what was chosen: fp32, bf16, ...
     adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
     monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
+    continues_dropout: bool = True  # whether random numbers that are put back were seen to continue on the device
+    lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
     may_compile: bool = False  # whether backend.compile is an option here that the run does not use
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     world: World  # the ranks, over the hosts
@@ -150,6 +152,16 @@ class Backend(Protocol):
 
     def graphs(self) -> Graphs:
         """What was compiled and executed; zeros where nothing is."""
+
+    def notices(self) -> list[str]:
+        """What the device did since the last call that the run folder should tell; asked for after each step and each
+        evaluation. RuntimeError for what the settings forbid.
+        """
+        return []
+
+    def tracer(self, folder: Path) -> torch.profiler.profile:
+        """What traces steps. Files that the device's tools write beside the trace go to `folder`."""
+        return torch.profiler.profile()
 
     def profile_text(self) -> str:
         """What the device says of the steps so far, in Markdown; nothing where PyTorch's profiler sees it all."""

@@ -69,6 +69,12 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
         )
 
 
+def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None:
+    """Raise RuntimeError unless a collective of the device has the result that it should on this rank."""
+    if (seen := result.cpu().tolist()) != list(wanted):
+        raise RuntimeError(f"the device's {name} has the result {seen[:8]} in place of {list(wanted)[:8]}")
+
+
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
     """Raise RuntimeError if ranks draw the same dropout: an XLA device starts from one constant in every process,
     https://github.com/pytorch/xla/issues/2092.

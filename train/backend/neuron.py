@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
-import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from train.backend import guards
 from train.backend.ddp import DDP
@@ -32,7 +32,6 @@ from train.host.versions import read_versions
 if TYPE_CHECKING:
     from train.backend.compiled import TorchCompiler
 
-logger = logging.getLogger("train")
 DEVICE = "neuron"  # without a number: a process sees its own core only
 COLLECTIVES = "cpu:gloo,neuron:neuron"
 
@@ -50,12 +49,13 @@ class Neuron(DDP):
     device_name = "NeuronCore"
     monitor_kind = "neuron"
     compresses = False
+    continues_dropout = False
 
     def __init__(self, cfg: BackendConfig) -> None:
         self.begin()  # work is timed on the host
         check_machine(cfg)
         settings = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
-        self.allow_fallback, self.fallen_back = settings.allow_fallback, set[str]()
+        self.allow_fallback = settings.allow_fallback
         if settings.fused_optimizer:
             self.adamw = {"fused": True}
         launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
@@ -98,7 +98,6 @@ class Neuron(DDP):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
         torch.get_device_module(self.device).synchronize()  # updates of many weights failed in asynchronous launches
-        self.check_fallback()  # of this step, and of the evaluation before it
 
     def fallback_ops(self) -> set[str]:
         """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
@@ -107,21 +106,48 @@ class Neuron(DDP):
             raise InputError("this torch_neuronx does not tell what runs on the CPU: leave out backend.allow_fallback")
         return set() if listed is None else {str(each) for each in listed()}
 
-    def close(self) -> None:
-        if sys.exc_info()[0] is None:
-            self.check_fallback()  # of the last evaluation
-        super().close()
-
-    def check_fallback(self) -> None:
-        """Warn once of each operator that a step or evaluation ran on the CPU; RuntimeError if that is not allowed."""
-        new = sorted(self.fallback_ops() - self.fallen_back)
-        if not new:
-            return
-        self.fallen_back.update(new)
+    def notices(self) -> list[str]:
+        """Each operator that ran on the CPU, once; RuntimeError if that is not allowed."""
+        new = sorted(self.fallback_ops() - self.lacking)
+        self.lacking = self.lacking.union(new)
         message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
-        if not self.allow_fallback:
+        if new and not self.allow_fallback:
             raise RuntimeError(f"{message} (backend.allow_fallback=false)")
-        logger.warning("%s; every step copies their tensors to the host and back", message)
+        costs = "their tensors are copied to the host and back; profile=true measures their share of a step"
+        return [f"{message}; {costs}"] if new else []
+
+    def mesh(self) -> DeviceMesh:
+        """See `Backend`. The collectives of FSDP are tried first."""
+        rank, size = self.world.rank, self.world.size
+        ranks, whole = torch.arange(float(size)).to(self.device), torch.zeros(size).to(self.device)
+        own, part = torch.tensor([float(rank)]).to(self.device), torch.zeros(1).to(self.device)
+        dist.all_gather_into_tensor(whole, own)
+        guards.check_collective("all-gather", whole, range(size))
+        dist.reduce_scatter_tensor(part, ranks)
+        guards.check_collective("reduce-scatter", part, [rank * size])
+        return super().mesh()
+
+    def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        """See `Backend`. What a pipeline does with the group is tried first, by its members."""
+        group = super().subgroup(ranks)
+        if self.world.rank in ranks and len(ranks) > 1:
+            place = ranks.index(self.world.rank)
+            own, taken = torch.tensor([float(place)]).to(self.device), torch.zeros(1).to(self.device)
+            sends = dist.P2POp(dist.isend, own, ranks[(place + 1) % len(ranks)], group)
+            takes = dist.P2POp(dist.irecv, taken, ranks[place - 1], group)
+            for work in dist.batch_isend_irecv([sends, takes]):
+                work.wait()
+            guards.check_collective("send and receive", taken, [range(len(ranks))[place - 1]])
+            dist.all_reduce(own, group=group)
+            guards.check_collective("all-reduce of some ranks", own, [sum(range(len(ranks)))])
+        return group
+
+    def tracer(self, folder: Path) -> torch.profiler.profile:
+        """The runtime's own trace goes to `folder`; that of single instructions takes some 5 GB of the device."""
+        profiling = importlib.import_module("torch_neuronx.profiling")
+        config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
+        return torch.profiler.profile(activities=activities, experimental_config=config)
 
 
 def check_machine(cfg: BackendConfig) -> None:

@@ -72,6 +72,8 @@ class XLA(Backend):
         self.device = torch_xla.device()
         self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
         self.monitor_kind = "neuron" if self.is_neuron else "cpu"
+        # The compiler ignores seeds by its list of operators, and by its release notes has honoured them since 2.9.
+        self.continues_dropout = not self.is_neuron
         self.check_world()
         self.model: Any = None
         self.tied: guards.Tied = []

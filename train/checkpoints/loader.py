@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from train.backend.base import load as load_file
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, Untrusted
@@ -100,7 +101,17 @@ def load(
     if world.local_rank == 0:
         store.release(path)
     logger.info("resuming from the checkpoint of step %d", manifest.step)
+    if not backend.continues_dropout and has_dropout(engine.model):
+        logger.warning(
+            "dropout on a %s was never seen to continue where a checkpoint left it: losses may differ from those of a "
+            "run that did not stop, as between two seeds; without dropout a resume is exact",
+            backend.device_name,
+        )
     return Loaded(Progress(**manifest.progress), faults, plain)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
 
 
 def bring(store: Store, step: int, world: World) -> None:

@@ -235,7 +235,11 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         if name in names:
             group = full_key.rpartition(".")[0]
             where = f"of the {group} chosen here" if group else "by itself but one of a group"
-            return f"{full_key} is not a setting {where}; --cfg job lists all"
+            options = ((f"{kind}={option}", fields(node)) for kind, option, node in SCHEMAS if kind == group)
+            others = " or ".join(option for option, settings in options if name in {each.name for each in settings})
+            return (
+                f"{full_key} is not a setting {where}; {f'it is one of {others}' if others else '--cfg job lists all'}"
+            )
         return f"{full_key} is not a setting; {close_to(name, names)}"
     seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
     if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):

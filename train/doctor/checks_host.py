@@ -85,14 +85,12 @@ def cache(probe: Probe) -> Finding:
     """Check that the compile cache is on a local disk or in S3, writable, and without locks left by dead processes."""
     if not probe.is_trainium:
         return skip("no Trainium")
-    name, default = "NEURON_COMPILE_CACHE_URL", machine.DEFAULT_CACHE
+    name, default, location = cache_of(probe)
     if probe.is_native:  # whose writes are atomic, on NFS too
-        name, default = machine.NATIVE_CACHE
-        location = probe.environ.get(name) or default
         if "://" in location:
             return bad(f"{location} is no folder", cure=f"export {name}={default}")
     else:
-        location, fault = machine.cache_location(probe.environ), machine.cache_fault(probe.environ)
+        fault = machine.cache_fault(probe.environ)
         if fault:
             what, _, cure = fault.partition("; ")
             return bad(what, cure=cure or f"export {name}={default}")
@@ -109,6 +107,14 @@ def cache(probe: Probe) -> Finding:
     return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
 
 
+def cache_of(probe: Probe) -> tuple[str, str, str]:
+    """The variable that names the compile cache, the default, and where it is."""
+    if probe.is_native:
+        name, default = machine.NATIVE_CACHE
+        return name, default, probe.environ.get(name) or default
+    return "NEURON_COMPILE_CACHE_URL", machine.DEFAULT_CACHE, machine.cache_location(probe.environ)
+
+
 def is_old(file: Path, now_s: float) -> bool:
     try:
         return now_s - file.stat().st_mtime > OLD_LOCK_S
@@ -117,13 +123,13 @@ def is_old(file: Path, now_s: float) -> bool:
 
 
 def disk(probe: Probe) -> Finding:
-    location = machine.cache_location(probe.environ)
+    variable, _, location = cache_of(probe)
     places = {
         "this folder": (probe.cwd, "run_dir="),
         "/tmp": (Path(probe.environ.get("TMPDIR", "/tmp")), "export TMPDIR="),
     }
     if probe.is_trainium and "://" not in location:
-        places["the compile cache"] = (Path(location).expanduser(), "export NEURON_COMPILE_CACHE_URL=")
+        places["the compile cache"] = (Path(location).expanduser(), f"export {variable}=")
     free = {name: probe.free_bytes(nearest(path)) for name, (path, _) in places.items()}
     known = {name: value for name, value in free.items() if value is not None}
     if not known:

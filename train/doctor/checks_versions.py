@@ -28,7 +28,18 @@ def python(probe: Probe) -> Finding:
     if not probe.is_native and probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
         return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
+    wanted, here = f"Ubuntu {read_versions().native.ubuntu}", os_name(probe)
+    if probe.is_native and "torch-neuronx" not in probe.versions and here not in ("", wanted):
+        text = f"{text}, {here}: wheels of native PyTorch are for {wanted} alone"
+        return warn(text, cure=f"take an image of {wanted}, or Neuron's DLAMI for torch-neuronx; or build from source")
     return ok(text)
+
+
+def os_name(probe: Probe) -> str:
+    """Name and version of the distribution, by os-release(5), as "Ubuntu 26.04"; "" if unknown."""
+    lines = (line.partition("=") for line in (probe.text("/etc/os-release") or "").splitlines())
+    values = {key: value.strip("'\"") for key, _, value in lines}
+    return f"{values.get('NAME', '')} {values.get('VERSION_ID', '')}".strip()
 
 
 def packages(probe: Probe) -> Finding:

@@ -38,6 +38,7 @@ class Native:
     """What native PyTorch of trn2 and trn3 needs, by one release of the Neuron SDK."""
 
     name: str
+    ubuntu: str  # that its wheels are for
     torch_neuronx: list[str]  # releases, each for the release of torch of the same number; oldest first
     neuronx_cc: str
     runtime: str

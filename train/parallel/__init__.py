@@ -23,6 +23,8 @@ Statistics = LossFunction
 class Checkpointed(Protocol):
     """What checkpoints see of an engine. All ranks call each method, in the same order."""
 
+    model: nn.Module  # as the task has built it: its head, its sizes
+
     def check_replicas(self) -> None:
         """Raise RuntimeError if ranks that should hold the same weights do not."""
 
@@ -41,7 +43,6 @@ class Checkpointed(Protocol):
 class Engine(Checkpointed, Protocol):
     """The owner of model, optimizer, a step and a checkpoint's state. All ranks call each method, in one order."""
 
-    model: nn.Module  # as the task has built it: its head, its sizes
     parameters: list[nn.Parameter]  # that this rank trains
     optimizer: torch.optim.Optimizer
     data_rank: int  # ranks with the same data_rank see the same rows

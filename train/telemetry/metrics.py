@@ -156,6 +156,8 @@ class Recorder:
         self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
         if self.profiler is not None:
             self.profiler.end_step(self.step_wait_s)
+        for text in self.backend.notices():
+            self.alarm(text)
         if is_due:
             stragglers = self.stragglers.see(works_s)
             self._write_train({**fields, "lr": lr, "grad_norm": norm}, num_alarms)
@@ -246,6 +248,8 @@ class Recorder:
         self.is_first_evaluation = False
         self.write("eval", {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s})
         self.console.evaluation(step, metrics, eval_s)
+        for text in self.backend.notices():
+            self.alarm(text)
 
     def saved(self, saved: Saved) -> None:
         if saved.failure is not None:

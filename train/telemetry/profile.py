@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from train.config import TrainConfig
 from train.run_folder.folder import RunFolder
 
@@ -38,7 +36,8 @@ class Profiler:
         """Call it before a step's batches are drawn."""
         if self.steps == self.cfg.profile_after:
             self.backend.copy_to_host([], [])  # waits for the device
-            self.tracing = torch.profiler.profile()
+            self.scratch = tempfile.TemporaryDirectory()
+            self.tracing = self.backend.tracer(Path(self.scratch.name) / "device")
             self.tracing.start()
             self.began_s, self.wait_s = time.perf_counter(), 0.0
 
@@ -50,32 +49,50 @@ class Profiler:
             self.backend.copy_to_host([], [])
             window_s = time.perf_counter() - self.began_s
             self.tracing.stop()
-            self.write(window_s)
+            with self.scratch as scratch:
+                self.write(window_s, Path(scratch))
             self.tracing = None
 
     def close(self) -> None:
         if self.tracing is not None:
             self.tracing.stop()
+            self.scratch.cleanup()
             logger.warning("profile=true: the attempt ended before %d steps were traced", self.cfg.profile_steps)
 
-    def write(self, window_s: float) -> None:
-        """Write trace and page into the run folder."""
-        backend = self.backend
+    def write(self, window_s: float, scratch: Path) -> None:
+        """Write page, trace and what the device's tools left in `scratch` into the run folder."""
+        backend, folder = self.backend, self.folder.folder
         title = f"{backend.name} on {backend.device_name}, {backend.precision}: {self.cfg.profile_steps} steps"
         title += f" in {window_s:.3f} s, traced"
-        may_compile = backend.may_compile
-        text = page(self.tracing, title=title, window_s=window_s, wait_s=self.wait_s, may_compile=may_compile)
-        with tempfile.TemporaryDirectory() as scratch:
-            raw = Path(scratch) / "trace.json"
-            self.tracing.export_chrome_trace(str(raw))
-            self.folder.folder.write("profile/trace.json.gz", gzip.compress(raw.read_bytes()))
-        self.folder.folder.write("profile/summary.md", (text + backend.profile_text()).encode())
+        text = page(
+            self.tracing,
+            title=title,
+            window_s=window_s,
+            wait_s=self.wait_s,
+            may_compile=backend.may_compile,
+            lacking=backend.lacking,
+        )
+        for file in (scratch / "device").rglob("*"):
+            if file.is_file():
+                folder.write(f"profile/{file.relative_to(scratch)}", file.read_bytes())
+        self.tracing.export_chrome_trace(str(scratch / "trace.json"))
+        folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
+        folder.write("profile/summary.md", (text + backend.profile_text()).encode())
         logger.info("profile: %s/profile/summary.md; the trace beside it opens in ui.perfetto.dev", self.cfg.run_dir)
 
 
-def page(tracing: Any, *, title: str, window_s: float, wait_s: float, may_compile: bool) -> str:
+def page(
+    tracing: Any,
+    *,
+    title: str,
+    window_s: float,
+    wait_s: float,
+    may_compile: bool,
+    lacking: Iterable[str] = (),
+) -> str:
     """The page, in Markdown, on what a torch.profiler.profile that has stopped saw: of a device of its own if there is
     one, else of the training's thread. `may_compile`: backend.compile is an option, and not used.
+    `lacking`: operators that run on the host instead, as aten::sort.
     """
     events = tracing.events()
     kernels = [each for each in events if each.device_type.name != "CPU" and not each.is_user_annotation]
@@ -87,6 +104,8 @@ def page(tracing: Any, *, title: str, window_s: float, wait_s: float, may_compil
     idle, wait, exchange = max(0.0, 1 - busy_s / window_s), wait_s / window_s, (all_s - computing_s) / window_s
     sort_by = "self_device_time_total" if has_device else "self_cpu_time_total"
     where = "the device" if has_device else "the training's thread"
+    names = {name.partition(".")[0] for name in lacking}  # without the overload, as the trace has them
+    on_host_s = covered_s(each for each in events if each.key in names)
     lines = [
         f"# Profile: {title}",
         "",
@@ -95,6 +114,7 @@ def page(tracing: Any, *, title: str, window_s: float, wait_s: float, may_compil
         f"| {where} idle | {idle:.1%} |",
         f"| waiting for data | {wait:.1%} |",
         f"| exchange between ranks, or waiting for one, with nothing beside it | {exchange:.1%} |",
+        *([f"| operators that the device lacks, on the host | {on_host_s / window_s:.1%} |"] if names else []),
         "",
         "```",
         tracing.key_averages().table(sort_by=sort_by, row_limit=MOST_ROWS, max_name_column_width=60).strip(),
