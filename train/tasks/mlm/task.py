@@ -89,6 +89,10 @@ class MaskedLMTask(Task):
         self.eval_masker = self.masker
         if (rate := cfg.task.eval_mask_rate) is not None:
             slots = replace(cfg.task, mask_rate=rate, max_predictions=None).head_size(self.seq_len).predictions
+            check(
+                slots <= self.seq_len - 3,
+                f"task.eval_mask_rate={rate} leaves nothing of a sequence of {self.seq_len} tokens to read",
+            )
             self.eval_masker = replace(self.masker, mask_rate=rate, max_predictions=slots)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         check(
