@@ -63,7 +63,7 @@ def test_a_rate_that_leaves_nothing_to_read_is_rejected(prepared, tmp_path):
 @pytest.mark.parametrize("weights", ["init_from", "pretrained"])
 def test_how_weights_begin_is_not_said_of_those_that_are_read(prepared, tmp_path, weights, key, value):
     given = [f"model.{weights}={tmp_path}", f"model.{key}={value}"]
-    with pytest.raises(InputError, match=f"model.{key}={value} is for a new model.*leave it out"):
+    with pytest.raises(InputError, match=f"model.{key}={value} is for a new model.*set it to null"):
         build_task(train_config(tmp_path / "run", prepared, *given))
 
 

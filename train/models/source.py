@@ -46,7 +46,7 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
         value = getattr(cfg, key)
         check(
             given is None or value is None,
-            f"model.{key}={value} is for a new model, and the weights are those of {given}; leave it out",
+            f"model.{key}={value} is for a new model, and the weights are those of {given}; set it to null",
         )
     weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
     if cfg.init_from is not None:
