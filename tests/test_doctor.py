@@ -565,6 +565,12 @@ def test_a_hostile_log_is_read_in_bounded_time_and_memory(monkeypatch, capsys):
     assert command.main(["explain", "-"]) == 0
 
 
+def test_of_a_long_message_all_is_read(capsys):
+    """One argument of several thousand characters, as a traceback in JSON."""
+    assert command.main(["explain", f"{'x ' * 2 * MAX_CHARS}Errno 28"]) == 0
+    assert "the disk is full" in capsys.readouterr().out
+
+
 def test_the_page_of_causes_is_made_of_the_table(capsys):
     assert command.main(["causes"]) == 0
     run = "run: python -m train.doctor causes > docs/troubleshooting.md"

@@ -268,6 +268,18 @@ def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli)
     assert len(set(asked)) == len(asked) > 1 and ec2.anything() == []  # nothing more after the first round
 
 
+def test_clean_during_a_submission_keeps_the_launch_from_making_anything(ec2, cli, monkeypatch):
+    def meanwhile(*given):
+        assert cli.do("clean", "--yes") == 0
+        return resolve(*given)
+
+    monkeypatch.setattr("launch.ec2.scheduler.resolve", meanwhile)
+    cli.acts.append(cli.end)
+    assert cli.launch("submit=true") == 1
+    assert ec2.requests == [] and ec2.anything() == [] and cli.status()["state"] == "cancelled"
+    assert cli.do("clean", "--yes") == 0
+
+
 def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
     cli.acts.append(cli.kill)
     assert cli.launch("submit=true") == 130

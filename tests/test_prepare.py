@@ -1,5 +1,6 @@
 """Preparation: what it writes, that it is the same every time, that it goes on, and what it rejects."""
 
+import dataclasses
 import errno
 import os
 import re
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from train import prepare
 from train.config import InputError
 from train.data.random_bits import text_uniform
-from train.data.shards.format import ShardSet, check_files, read_manifest
+from train.data.shards.format import ShardSet, check_files, read_manifest, write_manifest
 from train.data.text import encoding, preparation, tokenizer
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import WHOLE
@@ -189,6 +190,16 @@ def test_few_validation_sequences_are_warned_of(settings, is_few, corpus, prepar
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     assert prepare.run(prepare_config(tmp_path / "out", corpus, ready, *settings)) == 0
     assert ("raise validation_fraction" in capsys.readouterr().err) == is_few
+
+
+def test_data_that_an_earlier_version_has_prepared_is_kept(corpus, prepared, tmp_path, capsys):
+    cfg = prepare_config(tmp_path / "out", corpus, f"tokenizer.pretrained={prepared / 'tokenizer'}")
+    fields = dataclasses.asdict(prepare.prepare(cfg))
+    del fields["id"], fields["counts"]["neighbour_accuracy"]
+    older = write_manifest(LocalFolder(tmp_path / "out"), **fields)
+    assert prepare.run(cfg) == 0 and read_manifest(tmp_path / "out") == older
+    said = capsys.readouterr().out
+    assert f" nats, id {older.id[:12]}" in said and "neighbours" not in said
 
 
 def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from finetuning import FP32, asking, tuned
 from rejections import rejects
-from running import train_config
+from running import SEQ_LEN, train_config
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from train import loop, predict
 from train.attempt.preempt import StopRequest
-from train.config import TrainConfig
+from train.config import InputError, TrainConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.publish.push import gathered
 from train.run_folder import samples
@@ -39,6 +39,32 @@ def trained(cfg: TrainConfig) -> Path:
 
 
 # ---- of each task --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.05])
+def test_validation_sequences_are_masked_at_a_rate_of_their_own(prepared, tmp_path, rate):
+    cfg = train_config(tmp_path / "run", prepared, f"task.eval_mask_rate={rate}", "task.sop=true", "max_steps=2")
+    task = build_task(cfg)
+    slots = {True: round(SEQ_LEN * cfg.task.mask_rate), False: round(SEQ_LEN * rate)}
+    for is_training, data in ((True, task.train_data()), (False, task.eval_data())):
+        labels = data.draw(np.arange(8)[None])["inputs"]["labels"]
+        assert labels.shape == (1, 8, slots[is_training]) and (labels != IGNORE_INDEX).any(2).all()
+    assert of(trained(cfg)).samples[0].answers
+    evaluated = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("masked_accuracy" in line for line in evaluated)
+
+
+def test_a_rate_that_leaves_nothing_to_read_is_rejected(prepared, tmp_path):
+    with pytest.raises(InputError, match=f"task.eval_mask_rate=0.99 leaves nothing of a sequence of {SEQ_LEN} tokens"):
+        build_task(train_config(tmp_path / "run", prepared, "task.eval_mask_rate=0.99"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("position_init", "sinusoid"), ("initializer_range", 0.1)])
+@pytest.mark.parametrize("weights", ["init_from", "pretrained"])
+def test_how_weights_begin_is_not_said_of_those_that_are_read(prepared, tmp_path, weights, key, value):
+    given = [f"model.{weights}={tmp_path}", f"model.{key}={value}"]
+    with pytest.raises(InputError, match=f"model.{key}={value} is for a new model.*set it to null"):
+        build_task(train_config(tmp_path / "run", prepared, *given))
 
 
 def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_path):

@@ -77,11 +77,12 @@ def run(cfg: PrepareConfig) -> int:
         print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
         return cli.DONE
     held_out = manifest.rows("validation")
+    known = manifest.counts.get("neighbour_accuracy")  # older data has no such count
     print(
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
-        f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, a table of neighbours is right in "
-        f"{manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
+        f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
+        f"{'' if known is None else f'a table of neighbours is right in {known:.1%}, '}id {manifest.id[:12]}"
     )
     if held_out < FEW_SEQUENCES:
         few = f"{held_out} validation sequences are few, their loss is a matter of chance"

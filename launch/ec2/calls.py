@@ -71,12 +71,14 @@ class Call:
         """When EC2 lists whatever the call has made; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
-        stopped_unix_s = None  # since its launch began
+        stopped_unix_s, is_submitted = None, False  # since its launch began
         for event in events:
-            if event.kind == "submitted" and table(event.details, "handle").get("submission") == self.submission:
+            if event.kind == "submitting" and not is_submitted:  # its own, or one before
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
+            handle = table(event.details, "handle") if event.kind == "submitted" else {}
+            is_submitted |= handle.get("submission") == self.submission
         if stopped_unix_s is None:
             return float("inf")
         signed_s = 0.0 if is_gone(str(self.process)) else SIGNED_S
@@ -102,11 +104,19 @@ def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
 
 
 def check(run: Record, submission: str) -> None:
-    """Superseded unless the last submission is this one, Cancelled if something has stopped it."""
-    last = next((each for each in reversed(run.events()) if each.kind in ("submitting", "submitted", *STOPS)), None)
-    if last is not None and last.kind in STOPS:
-        raise Cancelled(f"{run.run_dir}: nothing more is made, since the record says {last.kind}")
-    handle = {} if last is None else table(last.details, "handle")
+    """Superseded unless the last submission is this one, Cancelled if something has stopped it, while it was submitted
+    too.
+    """
+    stop, handle = "", dict[str, Any]()
+    for event in run.events():
+        if event.kind == "submitting":
+            stop, handle = "", {}
+        elif event.kind == "submitted":
+            handle = table(event.details, "handle")
+        elif event.kind in STOPS:
+            stop = event.kind
+    if stop:
+        raise Cancelled(f"{run.run_dir}: nothing more is made, since the record says {stop}")
     if handle.get("submission") != submission:
         raise Superseded(f"another launch of {run.run_dir} has begun, or its record is gone; this one ends")
 

@@ -23,7 +23,7 @@ from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
 from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
 from launch.engines import INSTANCE
-from launch.record import Job, Record
+from launch.record import Job, Record, read_history
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
@@ -114,9 +114,9 @@ def open_api(record: Record) -> Api:
 
 def asks_text(record: Record, handle: Handle) -> str:
     """What the launch does while it has no machines: empty if it has ended, as far as the record shows."""
-    kinds = ("submitted", "requeued", "machines", *calls.STOPS)
-    last = next((each for each in reversed(record.events()) if each.kind in kinds), None)
-    if last is None or last.kind not in ("submitted", "requeued") or is_gone(text(handle, "process")):
+    events, kinds = record.events(), ("submitted", "requeued", "machines")
+    last = next((each for each in reversed(events) if each.kind in kinds), None)
+    if last is None or last.kind == "machines" or read_history(events).has_end or is_gone(text(handle, "process")):
         return ""
     asked = [call for call in calls.read_calls(record) if call.submission == handle.get("submission")]
     age_s = time.time() - max([last.time_unix_s, *(call.sent_unix_s for call in asked)])

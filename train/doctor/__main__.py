@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -38,7 +39,7 @@ def examine(options: argparse.Namespace) -> int:
         return examine_collectives(options)
     check(options.mib is None, "--mib is for --collectives")
     if options.command == "explain":
-        return print_causes(read_log(sys.stdin) if options.text == "-" else options.text.splitlines())
+        return print_causes(read_log(sys.stdin if options.text == "-" else io.StringIO(options.text, newline=None)))
     if options.command == "causes":
         print(page(), end="")
         return DONE
