@@ -13,7 +13,7 @@ import yaml
 
 CAUSES: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
 PATTERNS = [re.compile(cause["pattern"], re.IGNORECASE) for cause in CAUSES]
-MAX_LINES, MAX_CHARS = 10_000, 1_000  # of a log that are read: its last lines, and as much of each
+MAX_LINES, MAX_CHARS = 2_000, 1_000  # of a log that are read: its last lines, and as much of each
 ISSUE = r"[\w.-]+/[\w.-]+#\d+"
 INTRODUCTION = """# Troubleshooting
 
