@@ -2,7 +2,7 @@
 # make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
-# make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them
+# make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them, and MLflow's server
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
 # make test    run the tests that need no service      make test-services    those with Slurm, S3, EC2, images, several machines
@@ -42,7 +42,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setup: making $(VENV) with $$($(PYTHON) --version) (downloads about 3 GB the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed 's/^\(torch==[0-9.]*\)$$/\1$(TORCH_BUILD)/' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,ner,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,ner,mlflow,wandb,docs,dev]'
 	@touch $@
 	@echo "setup: done"
 
@@ -62,13 +62,18 @@ demo-slurm: setup
 	@PYTHONPATH=.:tests $(BIN)/python -m services.demo_slurm $(SLURM_DIR) experiment=demo $(SLURM_ARGS)
 
 # Each in an environment of its own: their dependencies are not ours. pcluster imports pkg_resources.
-engines: $(ENGINES)/.ready
+engines: $(ENGINES)/.ready $(ENGINES)/mlflow/.ready
 
 $(ENGINES)/.ready: $(VENV)/.ready
 	@$(PYTHON) -m venv $(ENGINES)/parallelcluster
 	@$(ENGINES)/parallelcluster/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) aws-parallelcluster==3.16.1 'setuptools<81'
 	@$(PYTHON) -m venv $(ENGINES)/skypilot
 	@$(ENGINES)/skypilot/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) skypilot==0.14.1
+	@touch $@
+
+$(ENGINES)/mlflow/.ready: $(VENV)/.ready
+	@$(PYTHON) -m venv $(ENGINES)/mlflow
+	@$(ENGINES)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mlflow==3.17.2
 	@touch $@
 
 PYTEST = $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4

@@ -32,7 +32,7 @@ if importlib.util.find_spec("torch_xla") is not None:
     torch_xla.device()
 
 # Tests that use one of these fixtures need a service, as all tests of the modules do whose names begin so.
-SERVICE_FIXTURES = {"s3_server", "shared_slurm", "machines"}
+SERVICE_FIXTURES = {"s3_server", "shared_slurm", "machines", "mlflow_server"}
 SERVICE_MODULES = ("test_ec2_", "test_ami", "test_launch_engines", "test_browser")
 SLOWEST = "test_xla test_compiled test_fsdp test_launch_slurm test_ami_provision test_ec2_machines".split()
 

@@ -65,6 +65,8 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "sklearn": {"train/tasks/classify/task.py"},
     "seqeval": {"train/tasks/ner/task.py"},
     "hydra": {"train/cli/compose.py"},
+    "mlflow": {"train/telemetry/trackers.py"},
+    "wandb": {"train/telemetry/trackers.py"},
     "transformers": {
         "train/data/text/tokenizer.py",
         "train/models/encoder.py",

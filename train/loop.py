@@ -34,6 +34,7 @@ from train.run_folder.folder import RunFolder, identity_of
 from train.tasks import build_task
 from train.telemetry.metrics import Recorder
 from train.telemetry.monitor import open_monitor
+from train.telemetry.trackers import check_trackers
 from train.votes import Votes
 
 logger = logging.getLogger("train")
@@ -54,12 +55,14 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
             from train.publish.push import check_push  # tools are not for every run
 
             check_push(cfg)
+        saves = on_line is None and not cfg.collect_graphs
+        if saves and launched().rank == 0:
+            check_trackers(cfg.telemetry)
         task = build_task(cfg)
         check_layers(cfg)
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id)
     search_as_usual()  # all is imported
-    saves = on_line is None and not cfg.collect_graphs
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():

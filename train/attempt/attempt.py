@@ -26,13 +26,12 @@ from train.models.memory_estimate import advice
 from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
-from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
+from train.run_folder.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
 from train.run_folder.ownership import LeaseLost, check_owner
 from train.storage.folders import make_folder
 from train.tasks import Task
 
 logger = logging.getLogger("train")
-ENDS = ("done", "early_stop")
 KILLED_LOADER = "killed by signal: Killed"
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)

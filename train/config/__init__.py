@@ -41,4 +41,5 @@ from train.config.prepare import (
     HFDataset,
     PrepareConfig,
 )
+from train.config.telemetry import TelemetryConfig
 from train.config.train import HubConfig, StragglerConfig, TrainConfig, flat, flatten, to_dict

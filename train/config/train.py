@@ -22,6 +22,7 @@ from train.config.checks import Section, Unset, check, setting
 from train.config.data import DataConfig, RecordsConfig, S3Config, ShardsConfig
 from train.config.learning import ModelConfig, OptimConfig, TaskConfig
 from train.config.parallel import ParallelConfig
+from train.config.telemetry import TelemetryConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
@@ -95,6 +96,7 @@ class TrainConfig(Section):
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,11 @@
 """The run folder: the only thing a run writes to and the only thing a report reads.
 
     config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
-    model/  tensorboard/  log/  export/  report/
+    model/  tensorboard/  wandb/  log/  export/  report/
 
 A folder belongs to one run, whose identity (what is learnt, from which data, in which batches) may not change. For a
 folder in S3 each machine writes to a copy under `machine.cache_root()/runs`. Rank 0's is uploaded at every checkpoint
-and at the end, of the others only the exit records. TensorBoard's files and stacks stay on their machine.
+and at the end, of the others only the exit records. Files of TensorBoard and wandb, and stacks, stay on their machine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -152,6 +154,7 @@ class RunFolder:
         description = {
             "identity": identity,
             "first_started_unix_s": self.first_started_unix_s,
+            "run_id": self.run_id,
             **environment(),
             **facts,
         }
@@ -162,10 +165,20 @@ class RunFolder:
         self.mirror()
 
     @cached_property
+    def described(self) -> dict[str, Any]:
+        """What environment.json said before this attempt; empty if this is the first."""
+        return json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
+
+    @cached_property
+    def run_id(self) -> str:
+        """32 hexadecimal digits, the same in all attempts, by which trackers know the run."""
+        known = self.described.get("run_id")
+        return known if isinstance(known, str) and re.fullmatch("[0-9a-f]{32}", known) else uuid.uuid4().hex
+
+    @cached_property
     def first_started_unix_s(self) -> float:
         """When the first attempt began, by its machine's clock."""
-        before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
-        first = before.get("first_started_unix_s")
+        first = self.described.get("first_started_unix_s")
         return float(first) if isinstance(first, int | float) else time.time() - machine.age_s(os.getpid())
 
     def attempt_s(self) -> float:

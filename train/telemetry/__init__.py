@@ -1,1 +1,1 @@
-"""Measurements of a run: metrics, console, TensorBoard, stragglers, device monitors."""
+"""Measurements of a run: metrics, console, TensorBoard, trackers, stragglers, device monitors."""

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +14,25 @@ from tqdm import tqdm
 
 from train.config import Failure
 from train.run_folder.folder import RunFolder
+from train.run_folder.outcome import ENDS
+from train.telemetry import trackers
 from train.telemetry.lines import read_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from train.telemetry.trackers import Tracker
+
 logger = logging.getLogger("train")
-NO_CURVES = ("step", "steps", "examples", "epoch", "train_s", "tokens")
 
 
 class Journal:
     """Rank 0 opens it. Nothing is written once another job owns the run folder."""
 
-    def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()) -> None:
         folder.cut_half_written_line()
         self.folder, self.first_step, self.tensorboard = folder, first_step, tensorboard
+        self.trackers, self.reason = to, ""
         before = list(read_lines(folder.metrics))
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
         costs = (line.get("cost_usd") for line in reversed(before))
@@ -52,6 +57,10 @@ class Journal:
             raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
         if self.tensorboard and kind in ("train", "eval"):
             self.add_curves(kind, values)
+        if kind in ("train", "eval"):
+            trackers.track(self.trackers, line)
+        elif kind == "summary":
+            self.reason = values["reason"]
 
     def add_curves(self, kind: str, values: dict[str, Any]) -> None:
         try:
@@ -60,16 +69,23 @@ class Journal:
 
                 self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
             for name, value in values.items():
-                if name not in NO_CURVES:
+                if name not in trackers.NO_CURVES:
                     self.writer.add_scalar(f"{kind}/{name}", value, values["step"])
         except OSError as error:
             logger.warning("TensorBoard's files cannot be written (%s): no more of them", error.strerror)
             self.tensorboard = False
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the files, and tell the trackers how the attempt ended unless another job goes on with the run."""
         self.file.close()
         if self.writer is not None and self.tensorboard:
             self.writer.close()
+        status = "FINISHED" if error is None and self.reason in ENDS else "KILLED"
+        if isinstance(error, Exception):
+            status = "FAILED"
+        if self.folder.may_append() and not self.folder.is_lost:
+            waits = error is None or isinstance(error, Exception)  # else a second signal came: it leaves at once
+            trackers.end(self.trackers, status, waits=waits)
 
 
 class RunConsole:

@@ -23,6 +23,7 @@ from train.telemetry.journal import Journal, RunConsole
 from train.telemetry.monitor import HardwareSample, Monitor
 from train.telemetry.profile import Profiler
 from train.telemetry.stragglers import Stragglers
+from train.telemetry.trackers import open_trackers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,8 +97,11 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
-        journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard) if is_first_rank else None
-        self.journal: Journal | None = journal
+        self.journal: Journal | None = None
+        if is_first_rank:
+            is_measurement = self.on_line is not None or cfg.collect_graphs
+            to = [] if is_measurement else open_trackers(cfg, self.folder)
+            self.journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to)
         self.profiler = Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
         self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
         if self.on_line is not None:
@@ -113,7 +117,7 @@ class Recorder:
         if self.profiler is not None:
             self.profiler.close()
         if self.journal is not None:
-            self.journal.close()
+            self.journal.close(error)
 
     def begin_step(self) -> None:
         if self.profiler is not None:

@@ -1,0 +1,320 @@
+"""MLflow and Weights & Biases: whatever they do, training is the same; a run that resumes is one run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import ROOT, eventually, run, train_overrides
+from services.process import Process, free_port
+from toy import Toy
+
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.cli.command import DONE, REJECTED
+from train.config import InputError, TelemetryConfig
+from train.run_folder.folder import RunFolder
+from train.telemetry import trackers
+
+
+@pytest.fixture(autouse=True)
+def of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs set variables for the libraries; none of the user's are read."""
+    for name in (*trackers.ENVIRONMENT, "MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+# ---- any tracker ---------------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A tracker that keeps what it is sent, after `before` has had its way with each call."""
+
+    def __init__(self) -> None:
+        self.runs: list[trackers.Run] = []
+        self.lines: list[tuple[str, int]] = []
+        self.statuses: list[str] = []
+        self.before: Callable[[str, int], None] = lambda call, number: None
+        self.calls: dict[str, int] = {}
+
+    def called(self, call: str) -> None:
+        self.calls[call] = self.calls.get(call, 0) + 1
+        self.before(call, self.calls[call])
+
+    def __call__(self, run: trackers.Run) -> Fake:
+        self.called("connect")
+        self.runs.append(run)
+        return self
+
+    def send(self, line: trackers.Line) -> None:
+        self.called("send")
+        assert line.figures[f"{line.kind}/loss"] > 0 and not {"train/step", "train/attempt"} & line.figures.keys()
+        self.lines.append((line.kind, line.step))
+
+    def end(self, status: str) -> None:
+        self.called("end")
+        self.statuses.append(status)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake()
+    monkeypatch.setitem(trackers.CLIENTS, "wandb", fake)
+    return fake
+
+
+WANDB = TelemetryConfig(trackers=["wandb"], wandb_mode="offline")
+ALL = [("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("train", 4), ("train", 5), ("train", 6), ("eval", 6)]
+
+
+def warnings(toy: Toy) -> list[str]:
+    """Those of a run's log that are of trackers."""
+    log = (toy.folder / "run/log/rank_0000.txt").read_text()
+    return [line.partition(" WARNING ")[2] for line in log.splitlines() if " WARNING tracker " in line]
+
+
+def raises(at: str, calls: int) -> Callable[[str, int], None]:
+    def before(call: str, number: int) -> None:
+        if call == at and number <= calls:
+            raise ConnectionError("no route\nto http://me:secret@server")
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("before", "arrives", "warns"),
+    [
+        (lambda call, number: time.sleep(0.02), True, False),
+        (raises("connect", 1), True, True),
+        (raises("send", 1), True, True),
+        (raises("end", 1), True, True),
+        (raises("connect", 10**6), False, True),
+    ],
+    ids=["slow", "connects later", "sends later", "ends later", "never connects"],
+)
+def test_training_is_the_same_whatever_a_tracker_does(before, arrives, warns, toy, fake):
+    assert toy.train("without") == ("done", 6)
+    fake.before = before
+    assert toy.train(telemetry=WANDB) == ("done", 6)
+    assert toy.values("train", "loss") == toy.values("train", "loss", "without")
+    assert (fake.lines, fake.statuses) == ((ALL, ["FINISHED"]) if arrives else ([], []))
+    said = "tracker wandb: ConnectionError: no route to http://server; the run goes on"
+    assert warnings(toy) == ([said] if warns else [])
+    assert all(os.environ[name] == value for name, value in trackers.ENVIRONMENT.items())
+
+
+def test_a_tracker_that_hangs_holds_nothing_but_its_own_thread(toy, fake, monkeypatch):
+    monkeypatch.setattr(trackers, "END_WAIT_S", 0.05)
+    goes_on = threading.Event()
+    fake.before = lambda call, number: goes_on.wait() and None
+    try:
+        assert toy.train(telemetry=WANDB) == ("done", 6)
+        assert toy.outcome()["outcome"] == "done" and fake.lines == []
+        (said,) = warnings(toy)
+        assert "does not answer" in said
+    finally:
+        goes_on.set()
+    assert eventually(lambda: fake.statuses) == ["FINISHED"] and fake.lines == ALL
+
+
+def test_lines_that_find_no_room_are_dropped_with_one_warning(toy, fake, monkeypatch):
+    monkeypatch.setattr(trackers, "END_WAIT_S", 0.05)
+    monkeypatch.setattr(trackers, "MOST_LINES", 2)
+    goes_on = threading.Event()
+    fake.before = lambda call, number: goes_on.wait() and None
+    try:
+        assert toy.train(telemetry=WANDB) == ("done", 6)
+        assert warnings(toy) == ["tracker wandb: 2 lines wait to be sent; more are dropped; the run goes on"]
+    finally:
+        goes_on.set()
+    assert eventually(lambda: fake.statuses) == ["FINISHED"]
+    assert 2 <= len(fake.lines) <= 4 and fake.lines[0] in ALL[:2]
+
+
+def test_every_attempt_of_a_run_has_its_id_and_says_how_it_ended(toy, fake):
+    toy.scale = lambda call: 1 / 0 if call == 2 else 1.0
+    with pytest.raises(ZeroDivisionError):
+        toy.train(telemetry=WANDB, checkpoint={"every": 1})
+    toy.scale = lambda call: 1.0
+    assert toy.stopped_at_once(telemetry=WANDB)[0] == "SIGTERM"
+    assert toy.train(telemetry=WANDB) == ("done", 6)
+    assert toy.train(telemetry=WANDB) == ("done", 6)  # of which there is nothing to send
+    assert fake.statuses == ["FAILED", "KILLED", "FINISHED"]
+    (run_id,) = {each.id for each in fake.runs}
+    assert json.loads((toy.folder / "run/environment.json").read_text())["run_id"] == run_id
+    assert fake.runs[0].name == "run" and fake.runs[0].settings["optim.lr"] == 0.01
+
+
+@pytest.mark.parametrize("known", [None, 3, "", "../etc", "A" * 32, "a" * 33])
+def test_an_id_that_no_run_has_is_replaced(known, tmp_path):
+    (tmp_path / "environment.json").write_text(json.dumps({"run_id": known}))
+    first, second = (RunFolder(str(tmp_path)).run_id for _ in range(2))
+    assert first != second and {len(first), len(second)} == {32}
+    (tmp_path / "environment.json").write_text(json.dumps({"run_id": first}))
+    assert RunFolder(str(tmp_path)).run_id == first
+
+
+@pytest.mark.parametrize("kind", ["bench", "precompile"])
+def test_a_measurement_has_no_tracker(kind, toy, fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    cfg = toy.config(telemetry=WANDB, collect_graphs=kind == "precompile")
+    on_line = (lambda *_: None) if kind == "bench" else None
+    assert loop.run(cfg, StopRequest(), on_line=on_line) == ("done", 6)
+    assert fake.calls == {}
+
+
+# ---- rejections ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("telemetry.trackers=[neptune]", "telemetry.trackers=neptune is not known; choose one of: mlflow, wandb"),
+        ("telemetry.trackers=[wandb,wandb]", "names a tracker twice"),
+        ("telemetry.trackers=[mlflow]", "set telemetry.mlflow_uri or MLFLOW_TRACKING_URI"),
+        ("telemetry.mlflow_uri='http://me:secret@server'", "telemetry.mlflow_uri holds user:password@"),
+        ("telemetry.wandb_mode=shared", "choose one of: online, offline"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_rejected_in_one_line(setting, said, tmp_path, prepared):
+    done = run(train_overrides(tmp_path / "run", prepared, setting))
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == REJECTED and said in line and "secret" not in done.stderr
+
+
+def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_written(toy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"^telemetry.trackers names wandb, .* pip install wandb$"):
+        toy.train(telemetry=WANDB)
+    assert not (toy.folder / "run").exists()
+
+
+# ---- Weights & Biases ----------------------------------------------------------------------------------------------
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a file of Weights & Biases: LevelDB's log, seven bytes of header first, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := 2**15 - at % 2**15) < 7:
+            at += left
+            continue
+        length, part = struct.unpack_from("<HB", content, at + 4)  # after the checksum
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part in (1, 4):  # all of a record, or its last part
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def test_two_ranks_are_one_run_of_wandb(tmp_path, prepared):
+    pytest.importorskip("wandb")
+    more = ["max_steps=4", "eval_every=4", "telemetry.trackers=[wandb]", "telemetry.wandb_mode=offline"]
+    done = run(train_overrides(tmp_path / "run", prepared, *more), ranks=2)
+    assert done.returncode == DONE and "tracker" not in done.stderr and "wandb" not in done.stderr + done.stdout
+    run_id = json.loads((tmp_path / "run/environment.json").read_text())["run_id"]
+    (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
+    assert file.name == f"run-{run_id}.wandb"
+    records = list(wandb_records(file))
+    rows = [{(each.nested_key or [each.key])[0]: each.value_json for each in record.history.item} for record in records]
+    steps = [int(row["_step"]) for row in rows if "train/loss" in row]
+    assert steps == [1, 2, 3, 4] and [int(row["_step"]) for row in rows if "eval/loss" in row] == [4]
+    settings = {each.key: each.value_json for record in records for each in record.run.config.update}
+    assert settings["max_steps"] == "4"
+
+
+# ---- a server of MLflow --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    uri: str
+    process: Process
+
+    def run(self) -> Any:
+        from mlflow import MlflowClient
+
+        (only,) = MlflowClient(self.uri).search_runs(["0"]) or [None]
+        return only
+
+    def steps(self, kind: str = "train") -> list[int]:
+        from mlflow import MlflowClient
+
+        run = self.run()
+        history = MlflowClient(self.uri).get_metric_history(run.info.run_id, f"{kind}/loss") if run else []
+        return [each.step for each in history]
+
+    def settings(self) -> TelemetryConfig:
+        return TelemetryConfig(trackers=["mlflow"], mlflow_uri=self.uri)
+
+    def kill(self) -> None:
+        """With the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.shell.pid, signal.SIGKILL)
+        self.process.shell.wait()
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    pytest.importorskip("mlflow")
+    python = ROOT / ".venv/engines/mlflow/bin/python"
+    if not python.exists():
+        pytest.skip("no server of MLflow to test with: make engines")
+    monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
+    port, store = free_port(), f"sqlite:///{tmp_path}/mlflow.db"
+    words = [str(python), "-m", "mlflow", "server", f"--port={port}", "--workers=1", f"--backend-store-uri={store}"]
+    server = Server(f"http://127.0.0.1:{port}", Process(words, log=tmp_path / "server.log", cwd=tmp_path))
+    try:
+        server.process.wait_for_port(port)
+        yield server
+    finally:
+        server.kill()
+
+
+def test_a_run_that_fails_and_resumes_is_one_run_of_mlflow(toy, mlflow_server):
+    """It fails in its fourth step and goes on from its second: the third step is sent once."""
+    toy.scale = lambda call: 1 / 0 if call == 4 else 1.0
+    settings: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "telemetry": mlflow_server.settings()}
+    with pytest.raises(ZeroDivisionError):
+        toy.train(checkpoint={"every": 2}, **settings)
+    assert mlflow_server.run().info.status == "FAILED" and mlflow_server.steps() == [1, 2, 3]
+    toy.scale = lambda call: 1.0
+    assert toy.train(checkpoint={"every": 4}, **settings) == ("done", 4)
+    assert [line["step"] for line in toy.lines("train")] == [1, 2, 3, 3, 4]
+    assert mlflow_server.steps() == [1, 2, 3, 4] and mlflow_server.steps("eval") == [2, 4]
+    run = mlflow_server.run()
+    assert run.info.status == "FINISHED" and run.info.run_name == "run" and warnings(toy) == []
+    assert run.data.params["max_steps"] == "4" and run.data.params["checkpoint.every"] == "2"
+    assert run.data.metrics["train/loss"] == pytest.approx(toy.values("train", "loss")[-1])
+
+
+def test_a_server_of_mlflow_that_dies_costs_one_warning(toy, mlflow_server):
+    toy.train("without")
+
+    def scale(call: int) -> float:
+        if call == 3:
+            eventually(lambda: mlflow_server.steps() == [1, 2])
+            mlflow_server.kill()
+        return 1.0
+
+    toy.losses, toy.scale = 0, scale
+    assert toy.train(telemetry=mlflow_server.settings()) == ("done", 6)
+    assert toy.values("train", "loss") == toy.values("train", "loss", "without")
+    (said,) = warnings(toy)
+    assert said.startswith("tracker mlflow: ")

@@ -1,0 +1,33 @@
+"""Settings of the trackers of experiments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from train.config.checks import Section, check, check_choice, setting
+
+TRACKERS = ("mlflow", "wandb")
+
+
+@dataclass(kw_only=True)
+class TelemetryConfig(Section, prefix="telemetry."):
+    """Trackers that get the lines of a run beside TensorBoard. Keys and passwords are those of the environment."""
+
+    trackers: list[str] = field(default_factory=list)  # mlflow, wandb or both; empty: none
+    mlflow_uri: str | None = None  # of MLflow's server, http://host:5000; null: MLFLOW_TRACKING_URI
+    mlflow_experiment: str | None = None  # null: MLFLOW_EXPERIMENT_NAME, or else Default
+    wandb_project: str | None = None  # null: WANDB_PROJECT
+    wandb_mode: str | None = setting(None, among=("online", "offline"))  # null: WANDB_MODE, or else online
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.trackers:
+            check_choice("telemetry.trackers", name, TRACKERS)
+        names = ",".join(self.trackers)
+        check(len(set(self.trackers)) == len(self.trackers), f"telemetry.trackers=[{names}] names a tracker twice")
+        check(
+            self.mlflow_uri is None or "@" not in urlsplit(self.mlflow_uri).netloc,
+            "telemetry.mlflow_uri holds user:password@, and run folders would keep it; set MLFLOW_TRACKING_USERNAME "
+            "and MLFLOW_TRACKING_PASSWORD",
+        )
