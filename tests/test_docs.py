@@ -34,8 +34,6 @@ from train.compare.__main__ import CompareConfig
 from train.config import PrepareConfig, TrainConfig
 
 PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-# Pages whose blocks do not say yet what they are: read only.
-NOT_YET = {"trainium"}
 NEEDS = {
     "gpu": "NVIDIA's",
     "trainium": "trn1, trn2 or trn3",
@@ -115,7 +113,7 @@ def only_read(page: str) -> Iterator[str]:
     """The commands of a page that are not run: of blocks that need something, and in sentences."""
     text = PAGES[page]
     values = dict(re.findall(r'\b([A-Z])="([^"]+)"', text))
-    marked = [each for each in BLOCKS[page] if each.language in ("bash", "") and (each.needs or page in NOT_YET)]
+    marked = [each for each in BLOCKS[page] if each.language == "bash" and each.needs]
     inline = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
     for line in [*(line for block in marked for line in lines(block)), *inline]:
         line = re.sub(r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line)
@@ -141,7 +139,7 @@ def unquoted(command: str) -> str:
 
 
 READ = sorted({command for page in PAGES for command in only_read(page)})
-RUN = [page for page, blocks in BLOCKS.items() if page not in NOT_YET and any(not each.needs for each in blocks)]
+RUN = [page for page, blocks in BLOCKS.items() if any(not each.needs for each in blocks)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,7 +186,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - NOT_YET))
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_blocks_say_what_they_are(page: str) -> None:
     assert PAGES[page].count("```") == 2 * len(BLOCKS[page])
     assert {each.language for each in BLOCKS[page]} <= LANGUAGES

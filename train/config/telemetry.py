@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from train.config.checks import Section, check, check_choice, setting
 
@@ -27,7 +27,7 @@ class TelemetryConfig(Section, prefix="telemetry."):
         names = ",".join(self.trackers)
         check(len(set(self.trackers)) == len(self.trackers), f"telemetry.trackers=[{names}] names a tracker twice")
         check(
-            self.mlflow_uri is None or "@" not in urlsplit(self.mlflow_uri).netloc,
+            self.mlflow_uri is None or not re.search("//[^/]*@", self.mlflow_uri),
             "telemetry.mlflow_uri holds user:password@, and run folders would keep it; set MLFLOW_TRACKING_USERNAME "
             "and MLFLOW_TRACKING_PASSWORD",
         )

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -203,7 +204,7 @@ class Tracker:
             if is_over and self.status is not None:
                 self.client.end(self.status)
         except Exception as error:  # of any kind: it is the library's, and training goes on
-            self._warn(f"{type(error).__name__}: {error}"[:500])
+            self._warn(f"{type(error).__name__}: {error}"[:300])
             return False
         return True
 
@@ -240,7 +241,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
         os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     name = folder.location.rstrip("/").rpartition("/")[2]
     run = Run(cfg.telemetry, folder.run_id, name, folder.path, flat(cfg))
-    return [Tracker(each, lambda make=CLIENTS[each]: make(run)) for each in cfg.telemetry.trackers]  # type: ignore[misc]
+    return [Tracker(each, partial(CLIENTS[each], run)) for each in cfg.telemetry.trackers]
 
 
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
