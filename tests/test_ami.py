@@ -166,6 +166,7 @@ SETTINGS = {  # words of the error, and settings
     "base=debian must be dlami, ubuntu or the id of an image": {"base": "debian"},
     "names one twice": {"regions": [REGION, REGION]},
     "instance=g5.xlarge has no device of the image neuron": {"instance": InstanceConfig(name="g5.xlarge")},
+    "needs native PyTorch: start it from Neuron's DLAMI": {"instance": InstanceConfig(name="trn2.48xlarge")},
     "compile_cache=/tmp/x must be s3://bucket/prefix": {"compile_cache": "/tmp/x"},
     "kms_key is a key of one region": {"regions": [REGION, OTHER], "kms_key": "alias/mine"},
 }

@@ -84,7 +84,8 @@ TYPED = [
     ("model/foo=bar", "model/foo is not a setting"),
     ("hydra/launcher=joblib", "hydra/launcher is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
-    ("backend.loader_prefetch=3", "backend.loader_prefetch is not a setting of the backend chosen here"),
+    ("backend.loader_prefetch=3", "backend.loader_prefetch is not a setting of the backend chosen here; it is one of"),
+    ("backend.allow_fallback=false", "not a setting of the backend chosen here; it is one of backend=neuron"),
     # ---- options of groups
     *(
         (f"model={value}", f"model={value}: there is no such model")

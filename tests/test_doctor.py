@@ -218,6 +218,10 @@ def dpkg(answer):
     return {"says": {DPKG: answer}}
 
 
+def ubuntu(version):
+    return {"/etc/os-release": f'NAME="Ubuntu"\nVERSION_ID="{version}"\n'}
+
+
 ONE_LESS = json.dumps(json.loads(recorded("neuron_ls_trn1_32xlarge.json"))[:-1])
 BROKEN = ("", "[", '{"a": 1}', '["chip"]', '[{"neuron_device": 0}]', '[{"nc_count": 2, "neuron_processes": [{}]}]')
 HANGS = ToolOutput("neuron-ls", waited_s=20.0)
@@ -310,6 +314,17 @@ CASES = {
         case(trn1, "bad", "3.11 to 3.13", "python3.13 -m venv", python=(3, 10, 4)),
         case(trn1, "bad", "3.12 to 3.14", "python3.14", instance=TRN2, python=(3, 11, 7)),
         case(laptop, "bad", "too old", "3.10 or newer", python=(3, 9, 1)),
+        case(trn1, "ok", instance=TRN2, files=ubuntu("26.04"), versions={"torch_neuronx": ""}),
+        case(trn1, "ok", instance=TRN2, files=ubuntu("24.04"), versions=NATIVE),  # installed all the same
+        case(
+            trn1,
+            "warn",
+            "Ubuntu 24.04: wheels of native PyTorch are for Ubuntu 26.04 alone",
+            "DLAMI",
+            instance=TRN2,
+            files=ubuntu("24.04"),
+            versions={"torch_neuronx": ""},
+        ),
     ],
     "packages": [
         case(trn1, "ok", "SDK 2.31.1"),
@@ -374,6 +389,16 @@ CASES = {
     ],
     "disk": [
         case(trn1, "warn", "10 GiB free in the compile cache", "CACHE_URL", free={"/cache": 10 * GIB}),
+        case(
+            trn1,
+            "warn",
+            "10 GiB free in the compile cache",
+            f"export {NATIVE_CACHE}=",
+            instance=TRN2,
+            files={"neffs/.keep": ""},
+            env={NATIVE_CACHE: "ROOT/neffs"},
+            free={"/neffs": 10 * GIB},
+        ),
         case(laptop, "bad", "export TMPDIR=", "/var/tmp", env={"TMPDIR": "/var/tmp"}, free={"/var/tmp": GIB}),
         case(laptop, "bad", "run_dir=", free={"": 3 * GIB}),
         case(laptop, "skip", free={"": None}),

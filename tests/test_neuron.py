@@ -24,6 +24,7 @@ from train.backend.ddp import DDP
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
 from train.host import machine, rank_setup
 from train.telemetry import monitor_neuron
+from train.telemetry.metrics import Recorder
 
 VERSION = "2.14.3.0.1"
 
@@ -158,6 +159,8 @@ def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, 
     monkeypatch.setattr(torch.nn.Embedding, "forward", fall_back)
     train(tmp_path / "run", prepared, *NEURON)
     assert (tmp_path / "run/log/rank_0000.txt").read_text().count("aten::sort") == 1
+    (fault,) = lines(tmp_path / "run", "fault")
+    assert "aten::sort; their tensors are copied" in fault["reason"] and fault["step"] == (1 if kind == "train" else 3)
     package.fallen_back.clear()
     update = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append("step"), update(*given))[1])
@@ -185,6 +188,41 @@ def test_a_fused_update_resumes_from_one_of_all_weights(versions, by_ddp, prepar
     assert losses(train(tmp_path / "run", prepared, *NEURON, "backend.fused_optimizer=true")) == pytest.approx(
         losses(by_ddp), rel=TOLERANCE
     )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_resume_with_dropout_warns_once(versions, prepared, tmp_path, dropout):
+    settings = [*NEURON, f"model.hidden_dropout={dropout}"]
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    assert loop.run(train_config(tmp_path / "run", prepared, *settings), asked) == ("SIGTERM", 1)
+    log = tmp_path / "run/log/rank_0000.txt"
+    said = "dropout on a NeuronCore was never seen to continue where a checkpoint left it"
+    assert said not in log.read_text()
+    train(tmp_path / "run", prepared, *settings)
+    assert log.read_text().count(said) == (1 if dropout else 0)
+
+
+def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, tmp_path, monkeypatch):
+    """The device computes whole numbers of 64 bits as 32."""
+    start, enter, to_device, extremes = 2**31 + 1, Recorder.__enter__, DDP.to_device, []
+
+    def enter_late(recorder):
+        recorder.own_tokens += start
+        return enter(recorder)
+
+    def recorded(backend, batches):
+        for batch in to_device(backend, batches):
+            whole = [each for each in batch["inputs"].values() if each.dtype == torch.int64]
+            extremes.extend(value for each in whole for value in (int(each.min()), int(each.max())))
+            yield batch
+
+    monkeypatch.setattr(Recorder, "__enter__", enter_late)
+    monkeypatch.setattr(DDP, "to_device", recorded)
+    result = train(tmp_path / "run", prepared, *NEURON)
+    wanted = [start + line["tokens"] for line in lines(by_ddp, "train")]
+    assert [line["tokens"] for line in lines(result, "train")] == wanted
+    assert extremes and min(extremes) >= -(2**31) and max(extremes) < 2**31
 
 
 def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):
@@ -250,6 +288,28 @@ def test_a_model_can_be_split(by_ddp, prepared, tmp_path, monkeypatch, split):
     done = run(arguments, ranks=2, module="test_neuron")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(by_ddp), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("split", "collective", "said"),
+    [
+        ("parallel=fsdp", "reduce_scatter_tensor", "the device's reduce-scatter has the result [0.0] in place of ["),
+        (
+            "parallel=pipeline parallel.stages=2 parallel.micro_batches=2",
+            "batch_isend_irecv",
+            "the device's send and receive has the result [0.0] in place of [",
+        ),
+    ],
+    ids=["fsdp", "pipeline"],
+)
+def test_a_model_is_not_split_by_collectives_that_do_not_work(prepared, tmp_path, monkeypatch, split, collective, said):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("DOES_NOTHING", collective)
+    arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=4", *split.split())
+    done = run(arguments, ranks=2, module="test_neuron")
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists() or not lines(tmp_path / "run", "train")
 
 
 # ---- random numbers of a device of its own -------------------------------------------------------------------------
@@ -364,4 +424,6 @@ def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, chan
 
 if __name__ == "__main__":
     sys.modules["torch_neuronx"] = pretend(setattr, {"torch": "2.14.0", "torch-neuronx": VERSION})
+    if name := os.environ.get("DOES_NOTHING"):  # a collective of the device, which leaves its results as they are
+        setattr(dist, name, lambda *_, **__: [])
     sys.exit(program.main())

@@ -117,29 +117,29 @@ class Neuron(DDP):
         return [f"{message}; {costs}"] if new else []
 
     def mesh(self) -> DeviceMesh:
-        """See `Backend`. The collectives of FSDP are tried first."""
-        rank, size = self.world.rank, self.world.size
-        ranks, whole = torch.arange(float(size)).to(self.device), torch.zeros(size).to(self.device)
-        own, part = torch.tensor([float(rank)]).to(self.device), torch.zeros(1).to(self.device)
+        """See `Backend`. The collectives of FSDP are tried first, with numbers from 1: what is not written is 0."""
+        number, size = self.world.rank + 1, self.world.size
+        numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
+        own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
         dist.all_gather_into_tensor(whole, own)
-        guards.check_collective("all-gather", whole, range(size))
-        dist.reduce_scatter_tensor(part, ranks)
-        guards.check_collective("reduce-scatter", part, [rank * size])
+        guards.check_collective("all-gather", whole, range(1, size + 1))
+        dist.reduce_scatter_tensor(part, numbers)
+        guards.check_collective("reduce-scatter", part, [number * size])
         return super().mesh()
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         """See `Backend`. What a pipeline does with the group is tried first, by its members."""
         group = super().subgroup(ranks)
         if self.world.rank in ranks and len(ranks) > 1:
-            place = ranks.index(self.world.rank)
-            own, taken = torch.tensor([float(place)]).to(self.device), torch.zeros(1).to(self.device)
+            place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
+            own, taken = torch.tensor([float(numbers[place])]).to(self.device), torch.zeros(1).to(self.device)
             sends = dist.P2POp(dist.isend, own, ranks[(place + 1) % len(ranks)], group)
             takes = dist.P2POp(dist.irecv, taken, ranks[place - 1], group)
             for work in dist.batch_isend_irecv([sends, takes]):
                 work.wait()
-            guards.check_collective("send and receive", taken, [range(len(ranks))[place - 1]])
+            guards.check_collective("send and receive", taken, [numbers[place - 1]])
             dist.all_reduce(own, group=group)
-            guards.check_collective("all-reduce of some ranks", own, [sum(range(len(ranks)))])
+            guards.check_collective("all-reduce of some ranks", own, [sum(numbers)])
         return group
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
