@@ -29,6 +29,7 @@ def hold():
 
     def held(step, **settings):
         while (file := Path(os.environ["HELD"], str(step))).exists():
+            file.with_suffix(".reached").touch()
             if asked:
                 file.unlink(missing_ok=True)  # all ranks go on, since they stop together
             time.sleep(0.02)
@@ -54,6 +55,10 @@ class Holds:
     def before(self, *steps: int) -> None:
         for step in steps:
             (self.folder / str(step)).touch()
+
+    def reached(self, step: int) -> bool:
+        """Whether a rank stands still there, or did."""
+        return (self.folder / f"{step}.reached").exists()
 
     def let_go(self, step: int) -> None:
         (self.folder / str(step)).unlink(missing_ok=True)

@@ -85,6 +85,9 @@ def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> I
         yield make
 
 
+HELD_BEFORE = (30, 50)  # steps, each of an attempt that is interrupted there
+
+
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +119,8 @@ class Cloud(Trial):
             elif number is not None and self.machines.shutdowns(number)[-1:] == ["-P now"]:
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
         began, saved = self.events_of("attempt_began"), newest_checkpoint(self.record.run) or 0
-        if self.interrupted < len(began) <= len(self.interruptions) and saved > began[-1]["checkpoint"]:
+        due = self.interrupted < len(began) <= len(self.interruptions)
+        if due and saved > began[-1]["checkpoint"] and self.hold.reached(HELD_BEFORE[self.interrupted]):
             self.interrupted = len(began)
             self.interrupt_one(self.interruptions[self.interrupted - 1])
 
@@ -158,7 +162,7 @@ def cloud(ec2, launched, hold, monkeypatch) -> Iterator[Any]:
 
 def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, hold, undisturbed_losses):
     """After a spot notice, and then after the loss of a machine."""
-    hold.before(30, 50)
+    hold.before(*HELD_BEFORE)
     run = cloud("cluster.gate=false", "cluster.again=true", interruptions=("spot", "lost"))
     assert run.launcher().run() == DONE, run.says()
     assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(undisturbed_losses, rel=1e-5)
