@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from running import ROOT
 
 from launch.schedulers import SETTINGS
-from train import settings
+from train import baretrain, settings
 from train.cli import compose
 from train.cli.help import groups
 from train.config import flatten
@@ -105,6 +105,7 @@ def test_every_key_and_option_has_its_sentence() -> None:
 
 
 def test_the_command_of_the_page_is_one_of_baretrains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "settings" in baretrain.COMMANDS
     assert settings.main([]) == 0
     assert capsys.readouterr().out.startswith("# Settings\n")
     assert settings.main(["all"]) == 2
