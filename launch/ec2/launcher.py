@@ -18,14 +18,14 @@ from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
 from launch.ec2.request import name_of, placement_name, run_instances, tags
 from launch.ec2.sweep import say
-from launch.record import Event, Job, Record
+from launch.record import CONFIG, Event, Job, Record
 from launch.run_progress import read_progress
 from launch.supervise import CODES, Decision
-from launch.values import shown_duration, shown_moment, text
+from launch.values import number, shown_duration, shown_moment, text
 from train.cli.command import FAILED
 from train.config import Failure, InputError, Unreachable
 from train.storage.aws_errors import BadCredentials, Rejected
-from train.storage.schema import read_object
+from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two calls that are not answered
@@ -45,7 +45,8 @@ class Launcher:
         api.before_create = lambda: calls.check(record, resolved.id)
         submitted = [each.time_unix_s for each in record.events() if each.kind == "submitting"]
         self.ends_unix_s = (submitted or [time.time()])[-1] + cluster.max_run_s
-        self.line = ""  # the last one that was said
+        self.usd_per_hour = price(record, cluster.market)
+        self.cost_usd, self.line, self.seen_s = 0.0, "", time.time()
         self.is_training = False  # machines have been made, and are not known to have ended
 
     def run(self) -> int:
@@ -73,7 +74,7 @@ class Launcher:
     def is_interrupted(self) -> bool:
         """Have machines made and wait for the end of the run. True if it was interrupted, and begins again at once."""
         call = self.acquire()
-        self.is_training = True
+        self.is_training, self.seen_s = True, time.time()
         while (reason := self.retried(lambda: self.look(call))) is None:
             time.sleep(POLL_S)
         if not reason:
@@ -217,6 +218,8 @@ class Launcher:
             machine = seen.get(ident)
             if not (machine.is_alive if machine else not is_listed):
                 return f"machine {ident} has ended: {self.reason_of(ident, machine.seen if machine else {})}"
+        self.cost_usd += len(call.made) * (self.usd_per_hour or 0.0) * (now_s - self.seen_s) / 3600
+        self.seen_s = now_s
         self.show(call)
         return None
 
@@ -239,12 +242,12 @@ class Launcher:
         parts = [f"{registered} of {self.job.nodes} machines have started"]
         parts += [f"step {progress.step:,} of {progress.total_steps or 0:,}"] if progress.step else []
         parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
-        parts += [f"about ${progress.cost_usd:,.2f} so far"] if progress.cost_usd is not None else []
         self.tell(", ".join(parts))
 
     def tell(self, line: str) -> None:
         if line != self.line:
-            say(f"{shown_moment(time.time())}  {line}")
+            cost = f"  about ${self.cost_usd:,.2f} so far" if self.cost_usd else ""
+            say(f"{shown_moment(time.time())}  {line}{cost}")
         self.line = line
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -274,3 +277,11 @@ def allow_itself(api: Api, region: str, group: str) -> None:
 
 def undo(record: Record) -> str:
     return f"python -m launch clean {record.run_dir} --yes removes everything"
+
+
+def price(record: Record, market: str) -> float | None:
+    """Dollars an hour of one machine, by the settings of the run; None: unknown."""
+    with suppress(FileNotFoundError):
+        settings = (read_yaml(record.folder.read(CONFIG)) or {}).get("instance") or {}
+        return number(settings, "usd_per_hour_spot" if market == "spot" else "usd_per_hour")
+    return None
