@@ -76,7 +76,8 @@ $(ENGINES)/mlflow/.ready: $(VENV)/.ready
 	@$(ENGINES)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mlflow==3.17.2
 	@touch $@
 
-PYTEST = $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4
+# Two for each core: half of the tests' time is waiting for processes that they start.
+PYTEST = $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(2 * os.cpu_count())") --maxprocesses=4
 
 test: setup
 	@$(PYTEST) -m "not services" $(TEST_ARGS)

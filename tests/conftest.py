@@ -34,7 +34,8 @@ if importlib.util.find_spec("torch_xla") is not None:
 # Tests that use one of these fixtures need a service, as all tests of the modules do whose names begin so.
 SERVICE_FIXTURES = {"s3_server", "shared_slurm", "machines", "mlflow_server"}
 SERVICE_MODULES = ("test_ec2_", "test_ami", "test_launch_engines", "test_browser")
-SLOWEST = "test_xla test_compiled test_fsdp test_launch_slurm test_ami_provision test_ec2_machines".split()
+SLOWEST = """test_launch_local test_xla test_compiled test_docs test_fsdp test_ec2_machines test_ami_provision
+    test_launch_slurm""".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & SERVICE_FIXTURES or item.path.stem.startswith(SERVICE_MODULES):
             item.add_marker("services")
-    items.sort(key=lambda item: item.path.stem not in SLOWEST)
+    places = {stem: place for place, stem in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

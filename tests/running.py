@@ -118,7 +118,7 @@ def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in result if line["kind"] == kind]
 
 
-def eventually(answer: Callable[[], Any], deadline_s: float = 500.0) -> Any:
+def eventually(answer: Callable[[], Any], deadline_s: float = 180.0) -> Any:
     """The first answer that is true, waited for. Asking takes half of the time at most: others need the cores."""
     until_s = time.monotonic() + deadline_s
     while True:

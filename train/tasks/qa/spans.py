@@ -37,7 +37,7 @@ def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
     mine, theirs = normalised(given).split(), normalised(wanted).split()
     if v2 and not (mine and theirs):
         return float(mine == theirs)
-    same = (Counter(mine) & Counter(theirs)).total() if mine and theirs else 0
+    same = (Counter(mine) & Counter(theirs)).total()
     if not same:
         return 0.0
     precision, recall = same / len(mine), same / len(theirs)
