@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.backend import guards
+from train.backend.base import Work
 from train.backend.ddp import DDP
 from train.backend.graphs import Compilers
 from train.backend.rendezvous import join
@@ -52,7 +55,7 @@ class Neuron(DDP):
     continues_dropout = False
 
     def __init__(self, cfg: BackendConfig) -> None:
-        self.begin()  # work is timed on the host
+        self.begin()
         check_machine(cfg)
         settings = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
         self.allow_fallback = settings.allow_fallback
@@ -76,6 +79,7 @@ class Neuron(DDP):
             if self.compiler is not None:
                 self.compilers = Compilers(self.compiler.is_busy, store)
         self.device = torch.device(DEVICE)
+        self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)
         if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)
             self.all_reduce([ones])
@@ -97,7 +101,7 @@ class Neuron(DDP):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
-        torch.get_device_module(self.device).synchronize()  # updates of many weights failed in asynchronous launches
+        wait_for(self.device)  # updates of many weights failed in asynchronous launches
 
     def fallback_ops(self) -> set[str]:
         """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
@@ -113,8 +117,7 @@ class Neuron(DDP):
         message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
         if new and not self.allow_fallback:
             raise RuntimeError(f"{message} (backend.allow_fallback=false)")
-        costs = "their tensors are copied to the host and back; profile=true measures their share of a step"
-        return [f"{message}; {costs}"] if new else []
+        return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:
         """See `Backend`. The collectives of FSDP are tried first, with numbers from 1: what is not written is 0."""
@@ -148,6 +151,27 @@ class Neuron(DDP):
         config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
         return torch.profiler.profile(activities=activities, experimental_config=config)
+
+
+class WaitedWork(Work):
+    """Seconds of this rank's own work until the device has done it: launches are asynchronous, and events of a beta
+    did not measure.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        wait_for(self.device)
+        with super().timed():
+            yield
+            wait_for(self.device)
+
+
+def wait_for(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize()
 
 
 def check_machine(cfg: BackendConfig) -> None:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 from train.config import InputError, check, check_printable
@@ -287,6 +287,12 @@ def is_ec2(kind: str) -> bool:
 def is_native(*types: str) -> bool:
     """Whether one of these instance types has native PyTorch, without XLA."""
     return any(each.startswith(NATIVE) for each in types)
+
+
+def instance_names() -> list[str]:
+    """Names of the known instance types: those of conf/instance/*.yaml."""
+    folder = resources.files("conf") / "instance"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
