@@ -337,11 +337,11 @@ CASES = {
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),
         case(trn1, "ok", "native PyTorch of SDK 2.33.0", instance=TRN2, versions=NATIVE),
         case(trn1, "warn", "ships neuronx-cc 2.28", instance=TRN2, versions={**NATIVE, "neuronx_cc": "2.26.6360.0"}),
-        case(trn1, "bad", "2.13 and 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
+        case(trn1, "bad", "2.13 or 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
         case(trn1, "bad", "same release", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch": "2.14.0"}),
-        case(trn1, "bad", "missing", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
+        case(trn1, "bad", "has none", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
         *(
-            case(laptop, "bad", "missing", "torch-neuronx==2.14.*", files=pci(30, "0x1d0f", chip, "0x088000"))
+            case(laptop, "bad", "has none", "torch-neuronx==2.14.*", files=pci(30, "0x1d0f", chip, "0x088000"))
             for chip in ("0x7364", "0x7564", "0x7565")  # trn2, trn3
         ),
         case(laptop, "bad", "torch is not installed", "pip install .", versions={"torch": ""}),

@@ -21,7 +21,7 @@ from running import ROOT, lines, run, train_config, train_overrides
 from train import __main__ as program
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.backend import base, neuron, open_backend, xla_environment
+from train.backend import base, ddp, neuron, open_backend, xla_environment
 from train.backend.base import load
 from train.backend.ddp import DDP
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
@@ -112,7 +112,7 @@ def as_rank(monkeypatch, rank, ranks, machines=1):
     numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
     for name, value in {**numbers, "MASTER_ADDR": "a", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(neuron, "join", lambda *_, **__: None)
+    monkeypatch.setattr(ddp, "join", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: ranks)
 
@@ -140,7 +140,7 @@ def test_the_runtime_opens_only_after_its_variables_package_and_group(versions, 
     monkeypatch.setattr(importlib, "import_module", import_module)
     monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
     monkeypatch.setattr(rank_setup, "pin", order.append)
-    monkeypatch.setattr(neuron, "join", lambda names, *_, **__: order.append(names))
+    monkeypatch.setattr(ddp, "join", lambda names, *_, **__: order.append(names))
     monkeypatch.setattr(torch, "ones", lambda *size, **given: (order.append("device"), ones(*size, **given))[1])
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
     neuron.Neuron(BackendConfig(device="neuron"))
@@ -480,12 +480,8 @@ def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
 
 def test_each_release_goes_with_its_torch(versions):
     versions["torch"] = "2.13.0"
-    with pytest.raises(InputError, match=r"torch-neuronx 2.14.3.0.1 goes with torch 2.14, and torch is 2.13.0"):
+    with pytest.raises(InputError, match=r"2.14.3.0.1 needs torch of the same release, and torch is 2.13.0; pip"):
         neuron.Neuron(BackendConfig())
-
-
-def without_package(put):
-    put.delitem(sys.modules, "torch_neuronx")
 
 
 def without_devices(put):
@@ -495,13 +491,12 @@ def without_devices(put):
 @pytest.mark.parametrize(
     ("settings", "change", "said"),
     [
-        ({}, without_package, "needs native PyTorch"),
         ({}, without_devices, "there is no /dev/neuron0"),
         ({"device": "cuda"}, None, "not backend.device=cuda"),
         ({"device": "cpu"}, None, "not backend.device=cpu"),
         ({"grad_compression": "bf16"}, None, "leave them out with backend=neuron"),
-        ({"precision": "fp16"}, None, "backend.precision=fp16 is for CUDA"),
-        ({"precision": "tf32"}, None, "backend.precision=tf32 is for CUDA"),
+        ({"precision": "fp16"}, None, "backend.precision=fp16 is not known; choose one of: auto, fp32, bf16"),
+        ({"precision": "tf32"}, None, "backend.precision=tf32 is not known"),
     ],
 )
 def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, change, said):

@@ -22,7 +22,7 @@ from pathlib import Path
 from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
 from train.host.processes import read_process
-from train.host.versions import read_versions
+from train.host.versions import read_versions, release
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
 NATIVE = ("trn2", "trn3")  # the beginnings of types with native PyTorch
@@ -229,12 +229,6 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     if compiler and compiler.split(".")[0] in ("0", "1"):
         faults.append(f"neuronx-cc {compiler} is the public index's empty stub; pip uninstall neuronx-cc && {install}")
     return faults
-
-
-def release(version: str) -> tuple[int, int]:
-    """Major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def neuron_devices() -> list[str]:
