@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from train.cli import compose as cli
 from train.cli.command import guarded
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
+from train.host.machine import instance_names
 from train.storage.folders import open_folder
 
 WIDTH = 110  # columns
@@ -74,9 +74,8 @@ def reject_subcommand(name: str) -> int:
 
 def with_unknown_type(own: list[str]) -> list[str]:
     """The arguments, in which a type that conf/instance does not have is one of EC2 of which nothing is known yet."""
-    known = {file.name.removesuffix(".yaml") for file in (resources.files("conf") / "instance").iterdir()}
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
-    if not names or names[-1] in known or re.fullmatch(INSTANCE, names[-1]) is None:
+    if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE, names[-1]) is None:
         return own
     others = [each for each in own if not each.startswith("instance=")]
     settings = [each for each in others if not each.startswith("-")]

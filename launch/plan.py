@@ -104,7 +104,6 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     FI_EFA_FORK_SAFE, which is for kernels before 5.15 only (train.doctor looks at it), and what PyTorch sets by default
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
-    is_neuron = instance.device == "neuron"
     variables = {}
     if nodes > 1:
         # torch.distributed.elastic.rendezvous.dynamic_rendezvous keeps the address of the first round. With c10d the
@@ -114,11 +113,7 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     if nodes > 1 and instance.efa_interfaces:
         # libfabric fails where EFA is missing, instead of taking TCP; machines without EFA: instance.efa_interfaces=0.
         variables["FI_PROVIDER"] = "efa"
-        if is_neuron:
-            # The Neuron SDK's guide asks for it on several machines. libfabric 1.18 and newer uses it by itself where
-            # the card has it, so NCCL needs no variable; older GPU machines (p3dn, g4dn) have cards without.
-            variables["FI_EFA_USE_DEVICE_RDMA"] = "1"
-    if is_neuron:
+    if instance.device == "neuron":
         # The memory of glibc's arenas grows with every thread, and 32 ranks share a host (optimum-neuron sets it too).
         variables["MALLOC_ARENA_MAX"] = "64"
     elif instance.device is not None:

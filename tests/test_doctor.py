@@ -268,6 +268,7 @@ CASES = {
         case(gpus, "bad", "2 GPU", "has 8", "memory unknown", "xid", says={GPU_QUERY: TWO_GPUS}),
         case(laptop, "bad", "has 8 devices, this machine shows none", "--instance", instance=P4D),
         case(laptop, "bad", "not loaded", "modprobe neuron", files=pci(30, "0x1d0f", "0x7164", "0x088000")),
+        case(laptop, "bad", "not loaded", files=pci(30, "0x1d0f", "0x7564", "0x088000")),  # trn3
         case(laptop, "ok", files=pci(30, "0x1d0f", "0xec20", "0x020000")),  # Amazon's network card
         case(laptop, "ok", "no accelerator", files=pci(30, "0x10de", "0x228b", "0x040300")),  # NVIDIA's chip for sound
     ],
@@ -336,9 +337,13 @@ CASES = {
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),
         case(trn1, "ok", "native PyTorch of SDK 2.33.0", instance=TRN2, versions=NATIVE),
         case(trn1, "warn", "ships neuronx-cc 2.28", instance=TRN2, versions={**NATIVE, "neuronx_cc": "2.26.6360.0"}),
-        case(trn1, "bad", "2.13 and 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
+        case(trn1, "bad", "2.13 or 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
         case(trn1, "bad", "same release", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch": "2.14.0"}),
-        case(trn1, "bad", "missing", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
+        case(trn1, "bad", "has none", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
+        *(
+            case(laptop, "bad", "has none", "torch-neuronx==2.14.*", files=pci(30, "0x1d0f", chip, "0x088000"))
+            for chip in ("0x7364", "0x7564", "0x7565")  # trn2, trn3
+        ),
         case(laptop, "bad", "torch is not installed", "pip install .", versions={"torch": ""}),
         case(gpus, "bad", "without CUDA", "--force-reinstall", versions={"torch": "2.9.1+cpu"}),
     ],

@@ -32,8 +32,7 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
             "trn1.32xlarge",
             16,
             32,
-            SHARED_STORE
-            | {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"},
+            SHARED_STORE | {"FI_PROVIDER": "efa", "MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"},
         ),
         ("p4d.24xlarge", 1, 8, ALLOCATOR | {"OMP_NUM_THREADS": "12"}),
         ("p4d.24xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),

@@ -73,6 +73,14 @@ def test_each_split_divides_its_own_states():
     assert of(precision="fp32").copies == 0 and of(precision="fp32").activations > 1.8 * data.activations
 
 
+def test_an_evaluation_that_predicts_more_than_training_counts():
+    high = "task.eval_mask_rate=0.9"
+    assert of(high).activations == of().activations  # it keeps no activations of layers
+    cfg, shape = load(*LARGE, high), replace(PUBLISHED["bert-large-uncased"], num_hidden_layers=1)
+    scores = 4 * round(0.9 * 128) * shape.vocab_size  # of 4 sequences
+    assert activation_bytes(cfg, shape, cfg.parallel.held(1), 4 * 128, 128, 2) == scores * (2 + 8)
+
+
 def test_the_fullest_stage_of_a_pipeline_is_the_one_that_counts():
     def stages(number: int, *overrides: str) -> Memory:
         return of("parallel=pipeline", f"parallel.stages={number}", "parallel.micro_batches=8", *overrides)

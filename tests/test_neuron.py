@@ -3,10 +3,13 @@
 Under torchrun this file is also the program of its own ranks: `python -m train` on such a machine.
 """
 
+import importlib
 import importlib.machinery
 import os
+import re
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,7 +21,7 @@ from running import ROOT, lines, run, train_config, train_overrides
 from train import __main__ as program
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.backend import neuron, open_backend, xla_environment
+from train.backend import base, ddp, neuron, open_backend, xla_environment
 from train.backend.base import load
 from train.backend.ddp import DDP
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
@@ -103,18 +106,45 @@ def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch):
         torch.testing.assert_close(weights(tmp_path / "run")[name], tensor, rtol=1e-3, atol=2e-5)
 
 
-def test_ranks_that_do_not_reach_each_other_are_rejected(versions, monkeypatch):
-    for word in "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1".split():
-        monkeypatch.setenv(*word.split("="))
-    opened = []
-    monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
-    monkeypatch.setattr(rank_setup, "pin", opened.append)
-    monkeypatch.setattr(neuron, "join", lambda names, *_, **__: opened.append(names))
+def as_rank(monkeypatch, rank, ranks, machines=1):
+    """Be a rank of this many, which never joins others."""
+    local = ranks // machines
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    for name, value in {**numbers, "MASTER_ADDR": "a", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ddp, "join", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: ranks)
+
+
+def test_ranks_that_do_not_reach_each_other_are_rejected(versions, monkeypatch):
+    as_rank(monkeypatch, 1, 2)
     with pytest.raises(RuntimeError, match="the process group 2, and ones summed over the ranks give 1"):
         neuron.Neuron(BackendConfig(device="neuron"))
-    assert opened == ["chip of core 1", "gloo"]
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_runtime_opens_only_after_its_variables_package_and_group(versions, monkeypatch, machines):
+    """TorchNeuron's process group asserts that nothing has opened the runtime; the runtime reads variables once."""
+    as_rank(monkeypatch, 1, 2, machines)
+    efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    for name in efa:
+        monkeypatch.delenv(name, raising=False)
+    order, real, ones = [], importlib.import_module, torch.ones
+
+    def import_module(name, *rest):
+        if name == "torch_neuronx":
+            order.append((name, {key: os.environ[key] for key in efa if key in os.environ}))
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
+    monkeypatch.setattr(rank_setup, "pin", order.append)
+    monkeypatch.setattr(ddp, "join", lambda names, *_, **__: order.append(names))
+    monkeypatch.setattr(torch, "ones", lambda *size, **given: (order.append("device"), ones(*size, **given))[1])
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    neuron.Neuron(BackendConfig(device="neuron"))
+    assert order == [("torch_neuronx", efa if machines == 2 else {}), f"chip of core {2 - machines}", "gloo", "device"]
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")])
@@ -140,7 +170,20 @@ def test_the_update_is_waited_for_and_of_all_weights_at_once(versions, prepared,
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: seen.append("wait"))
     monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
     train(tmp_path / "run", prepared, *NEURON)
-    assert seen == [True, "wait"] * 6
+    assert seen == ["wait", "wait", True, "wait"] * 6  # around both passes, and after the update
+
+
+def test_work_is_timed_until_the_device_has_done_it(versions, monkeypatch):
+    clock, waits = [0.0], [100.0, 3.0]  # of what was launched before, and of the work itself
+    monkeypatch.setattr(base.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: clock.append(clock.pop() + waits.pop(0)))
+    backend = neuron.Neuron(BackendConfig())
+    with backend.work.timed():
+        pass
+    waits += [100.0, 3.0]
+    with backend.span.timed():
+        pass
+    assert (backend.work.take_s(), backend.span.take_s()) == (3.0, 3.0)
 
 
 def test_the_fused_update_is_a_setting(versions):
@@ -148,23 +191,30 @@ def test_the_fused_update_is_a_setting(versions):
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, tmp_path, monkeypatch, kind):
+def test_operators_that_fell_back_to_the_cpu_are_named_once_with_what_a_step_loses_to_them(
+    versions, prepared, tmp_path, monkeypatch, kind
+):
     package, forward, steps = sys.modules["torch_neuronx"], torch.nn.Embedding.forward, []
 
     def fall_back(module, ids):
         if torch.is_grad_enabled() == (kind == "train"):
-            package.fallen_back[:] = ["aten::sort"]
+            torch.rand(10_000).sort()
+            package.fallen_back[:] = ["aten::sort.stable"]
         return forward(module, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", fall_back)
     train(tmp_path / "run", prepared, *NEURON)
-    assert (tmp_path / "run/log/rank_0000.txt").read_text().count("aten::sort") == 1
-    (fault,) = lines(tmp_path / "run", "fault")
-    assert "aten::sort; their tensors are copied" in fault["reason"] and fault["step"] == (1 if kind == "train" else 3)
+    named, cost = lines(tmp_path / "run", "fault")
+    assert "aten::sort.stable; their tensors are copied" in named["reason"]
+    assert named["step"] == (1 if kind == "train" else 3) == cost["step"] - 1
+    taken_s = float(re.fullmatch(r"in this step (\S+) s went into aten::sort.stable on the CPU.*", cost["reason"])[1])
+    assert 0 < taken_s < 60 if kind == "train" else taken_s == 0
+    log = (tmp_path / "run/log/rank_0000.txt").read_text()
+    assert log.count(named["reason"]) == log.count(cost["reason"]) == 1
     package.fallen_back.clear()
     update = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append("step"), update(*given))[1])
-    with pytest.raises(RuntimeError, match=r"aten::sort .backend.allow_fallback=false"):
+    with pytest.raises(RuntimeError, match=r"aten::sort.stable .backend.allow_fallback=false"):
         train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false", "log_every=100")
     assert len(steps) == (1 if kind == "train" else 3)  # the evaluation is after the third
 
@@ -203,6 +253,39 @@ def test_a_resume_with_dropout_warns_once(versions, prepared, tmp_path, dropout)
     assert log.read_text().count(said) == (1 if dropout else 0)
 
 
+def test_a_profile_has_the_traces_of_the_runtime_and_the_share_of_what_fell_back(
+    versions, prepared, tmp_path, monkeypatch
+):
+    profiling, asked, profile = types.ModuleType("torch_neuronx.profiling"), [], torch.profiler.profile
+
+    def configure(modes, profile_output_dir):
+        folder = Path(profile_output_dir) / "host"
+        folder.mkdir(parents=True)
+        (folder / "runtime.ntff").write_bytes(b"trace")
+        asked.append(modes)
+        return torch._C._profiler._ExperimentalConfig()
+
+    def recorded(**given):
+        asked.append(given["activities"])
+        return profile(activities=[torch.profiler.ProfilerActivity.CPU])  # this torch has no other device
+
+    profiling.ProfileMode, profiling.NeuronConfig = types.SimpleNamespace(RUNTIME="runtime", DEVICE="5 GB"), configure
+    monkeypatch.setitem(sys.modules, "torch_neuronx.profiling", profiling)
+    monkeypatch.setattr(torch.profiler, "profile", recorded)
+    monkeypatch.setattr(torch, "neuron", types.SimpleNamespace(max_memory_allocated=lambda: 5), raising=False)
+    monkeypatch.setattr(neuron.Neuron, "fallback_ops", lambda backend: {"aten::addmm.out"})
+    result = train(tmp_path / "run", prepared, *NEURON, "profile=true", "profile_after=2", "profile_steps=2")
+    assert asked == [["runtime"], [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]]
+    assert (result / "profile/device/host/runtime.ntff").read_bytes() == b"trace"
+    share = re.search(
+        r"operators that the device lacks, on the host \| ([\d.]+)%",
+        text := (result / "profile/summary.md").read_text(),
+    )
+    assert share and 0 < float(share[1]) < 100, text
+    assert lines(result, "summary")[0]["peak_device_bytes"] == 5
+    assert not any("in this step" in line["reason"] for line in lines(result, "fault"))  # one trace at a time
+
+
 def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, tmp_path, monkeypatch):
     """The device computes whole numbers of 64 bits as 32."""
     start, enter, to_device, extremes = 2**31 + 1, Recorder.__enter__, DDP.to_device, []
@@ -226,11 +309,7 @@ def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, t
 
 
 def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):
-    for word in "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1".split():
-        monkeypatch.setenv(*word.split("="))
-    monkeypatch.setattr(neuron, "join", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 1)
+    as_rank(monkeypatch, 0, 1)
     backend = neuron.Neuron(NeuronConfig(compile="layers"))
     assert not backend.compilers.are_busy()
     backend.compiler.begin()
@@ -264,12 +343,13 @@ def test_it_compiles_with_neurons_own_compiler(versions, by_ddp, prepared, tmp_p
     ("kind", "instance", "chosen"),
     [
         ("trn2.48xlarge", "local", "neuron"),
+        ("trn3.48xlarge", "local", "neuron"),  # as the driver knows it; EC2's API names no type of trn3 yet
         ("", "trn2.3xlarge", "neuron"),
         ("trn1.2xlarge", "local", "xla"),
         ("trn2.48xlarge with the package for XLA", "local", "xla"),
     ],
 )
-def test_auto_is_native_on_trn2_and_xla_on_trn1(versions, monkeypatch, kind, instance, chosen):
+def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(versions, monkeypatch, log, kind, instance, chosen):
     opened = []
     versions.update({"torch-neuronx": "2.9.0.2.15.32035"} if "for XLA" in kind else {})
     monkeypatch.setattr(machine, "instance_type", lambda: kind)
@@ -278,6 +358,8 @@ def test_auto_is_native_on_trn2_and_xla_on_trn1(versions, monkeypatch, kind, ins
     monkeypatch.setattr("train.backend.xla.XLA", lambda cfg, collects: None)
     open_backend(BackendConfig(), InstanceConfig(name=instance))
     assert opened == [chosen]
+    setting = f"set instance={kind} to" if kind in machine.instance_names() else f"set instance.name={kind} and its"
+    assert (setting in log.text) == (instance == "local")
 
 
 @pytest.mark.parametrize("split", ["parallel=fsdp", "parallel=pipeline parallel.stages=2 parallel.micro_batches=2"])
@@ -290,26 +372,33 @@ def test_a_model_can_be_split(by_ddp, prepared, tmp_path, monkeypatch, split):
     assert losses(tmp_path / "run") == pytest.approx(losses(by_ddp), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("split", "collective", "said"),
-    [
-        ("parallel=fsdp", "reduce_scatter_tensor", "the device's reduce-scatter has the result [0.0] in place of ["),
-        (
-            "parallel=pipeline parallel.stages=2 parallel.micro_batches=2",
-            "batch_isend_irecv",
-            "the device's send and receive has the result [0.0] in place of [",
-        ),
-    ],
-    ids=["fsdp", "pipeline"],
-)
-def test_a_model_is_not_split_by_collectives_that_do_not_work(prepared, tmp_path, monkeypatch, split, collective, said):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
-    monkeypatch.setenv("DOES_NOTHING", collective)
-    arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=4", *split.split())
-    done = run(arguments, ranks=2, module="test_neuron")
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert not (tmp_path / "run/metrics.jsonl").exists() or not lines(tmp_path / "run", "train")
+def fill(tensor, *values):
+    tensor.copy_(torch.tensor(values))
+
+
+COLLECTIVES = {  # what each leaves on rank 0 of 2, and what is said where it leaves nothing
+    "all_gather_into_tensor": (lambda whole, own: fill(whole, 1.0, 2.0), r"all-gather has the result [0.0, 0.0]"),
+    "reduce_scatter_tensor": (lambda part, numbers: fill(part, 2.0), "reduce-scatter has the result [0.0] in place"),
+    "batch_isend_irecv": (lambda both: fill(both[1], 2.0) or [], "send and receive has the result [0.0] in place"),
+    "all_reduce": (lambda own, group: fill(own, 3.0), "all-reduce of some ranks has the result [1.0] in place of [3]"),
+}
+
+
+@pytest.mark.parametrize("broken", [None, *COLLECTIVES])
+def test_a_model_is_not_split_by_collectives_that_do_not_work(versions, monkeypatch, broken):
+    backend = neuron.Neuron(BackendConfig())
+    backend.world = types.SimpleNamespace(rank=0, size=2)
+    monkeypatch.setattr(DDP, "mesh", lambda backend: "mesh")
+    monkeypatch.setattr(DDP, "subgroup", lambda backend, ranks: "group")
+    monkeypatch.setattr(dist, "P2POp", lambda does, tensor, peer, group: tensor)
+    for name, (does, _) in COLLECTIVES.items():
+        monkeypatch.setattr(dist, name, (lambda *_, **__: []) if name == broken else does)
+    if broken is None:
+        assert (backend.mesh(), backend.subgroup([0, 1]), backend.subgroup([0])) == ("mesh", "group", "group")
+        return
+    with pytest.raises(RuntimeError, match=re.escape(f"the device's {COLLECTIVES[broken][1]}")):
+        backend.mesh()
+        backend.subgroup([0, 1])
 
 
 # ---- random numbers of a device of its own -------------------------------------------------------------------------
@@ -391,12 +480,8 @@ def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
 
 def test_each_release_goes_with_its_torch(versions):
     versions["torch"] = "2.13.0"
-    with pytest.raises(InputError, match=r"torch-neuronx 2.14.3.0.1 goes with torch 2.14, and torch is 2.13.0"):
+    with pytest.raises(InputError, match=r"2.14.3.0.1 needs torch of the same release, and torch is 2.13.0; pip"):
         neuron.Neuron(BackendConfig())
-
-
-def without_package(put):
-    put.delitem(sys.modules, "torch_neuronx")
 
 
 def without_devices(put):
@@ -406,13 +491,12 @@ def without_devices(put):
 @pytest.mark.parametrize(
     ("settings", "change", "said"),
     [
-        ({}, without_package, "needs native PyTorch"),
         ({}, without_devices, "there is no /dev/neuron0"),
         ({"device": "cuda"}, None, "not backend.device=cuda"),
         ({"device": "cpu"}, None, "not backend.device=cpu"),
         ({"grad_compression": "bf16"}, None, "leave them out with backend=neuron"),
-        ({"precision": "fp16"}, None, "backend.precision=fp16 is for CUDA"),
-        ({"precision": "tf32"}, None, "backend.precision=tf32 is for CUDA"),
+        ({"precision": "fp16"}, None, "backend.precision=fp16 is not known; choose one of: auto, fp32, bf16"),
+        ({"precision": "tf32"}, None, "backend.precision=tf32 is not known"),
     ],
 )
 def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, change, said):
@@ -424,6 +508,4 @@ def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, chan
 
 if __name__ == "__main__":
     sys.modules["torch_neuronx"] = pretend(setattr, {"torch": "2.14.0", "torch-neuronx": VERSION})
-    if name := os.environ.get("DOES_NOTHING"):  # a collective of the device, which leaves its results as they are
-        setattr(dist, name, lambda *_, **__: [])
     sys.exit(program.main())

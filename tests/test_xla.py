@@ -6,6 +6,7 @@ Counts are taken in processes of their own: within one, a second run finds the g
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForMaskedLM
 
 from train import loop
 from train.attempt.preempt import StopRequest
+from train.config import XLAConfig
 
 pytest.importorskip("torch_xla")
 
@@ -298,6 +300,15 @@ def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path,
     once = ["model.num_layers=5", "max_steps=1", "optim.warmup_steps=1", "export=false"]
     train(tmp_path / "run", prepared, *once, *options)
     assert len(trained) == calls
+
+
+@pytest.mark.parametrize("layers", ["auto", "unrolled", "scan"])
+def test_on_trainium_layers_are_a_loop_only_if_asked_for_which_warns(log, layers):
+    from train.backend.xla import XLA as Backend
+
+    backend, made = SimpleNamespace(cfg=XLAConfig(layers=layers), is_neuron=True), []
+    Backend._arrange_layers(backend, SimpleNamespace(loop_layers=lambda make: made.append(make) or True))
+    assert bool(made) == ("while loop" in log.text) == (layers == "scan")
 
 
 def test_the_prefetch_sizes_reach_the_loader(prepared, tmp_path, monkeypatch):

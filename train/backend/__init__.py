@@ -40,7 +40,9 @@ def open_backend(
             "backend.device=cpu to train on the CPU",
         )
         if instance.name == "local":
-            logger.warning("this is a %s: set instance=%s to check the ranks and report MFU and cost", kind, kind)
+            is_known = kind in machine.instance_names()
+            setting = f"instance={kind}" if is_known else f"instance.name={kind} and its figures (docs/trainium.md)"
+            logger.warning("this is a %s: set %s to check the ranks and report MFU and cost", kind, setting)
     name = cfg.name
     if name == "auto":
         has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))

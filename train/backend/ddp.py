@@ -72,15 +72,18 @@ class DDP(Backend):
             rank_setup.pin(pci_address(self.device))
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
-            names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-            device = f"{self.name} on {self.device.type}, {self.precision}"
-            self.timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
-            store = join(names, device, timeout_s=self.timeout_s, join_timeout_s=cfg.join_timeout_s)
-            if self.compiler is not None:
-                self.compilers = Compilers(self.compiler.is_busy, store)
+            self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S, cfg)
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
+
+    def join_ranks(self, collectives: str, timeout_s: float, cfg: BackendConfig) -> None:
+        """Join the other ranks, with these collectives; the watchdog then knows of ranks that compile."""
+        device = f"{self.name} on {self.device.type}, {self.precision}"
+        self.timeout_s = timeout_s
+        store = join(collectives, device, timeout_s=timeout_s, join_timeout_s=cfg.join_timeout_s)
+        if self.compiler is not None:
+            self.compilers = Compilers(self.compiler.is_busy, store)
 
     def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
         from train.backend.compiled import KernelCache, TorchCompiler  # late: it imports Inductor

@@ -8,8 +8,9 @@ docs/trainium.md says what is known from where.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.backend import guards
+from train.backend.base import Work
 from train.backend.ddp import DDP
-from train.backend.graphs import Compilers
-from train.backend.rendezvous import join
 from train.config import BackendConfig, InputError, NeuronConfig, S3Config, check
-from train.config.backend import NEURON_TIMEOUT_S, check_reduces_plainly
+from train.config.backend import NEURON_TIMEOUT_S
 from train.host import machine, rank_setup
 from train.host.launched import launched
 from train.host.versions import read_versions
@@ -52,9 +52,9 @@ class Neuron(DDP):
     continues_dropout = False
 
     def __init__(self, cfg: BackendConfig) -> None:
-        self.begin()  # work is timed on the host
-        check_machine(cfg)
+        self.begin()
         settings = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
+        check_machine(cfg)
         self.allow_fallback = settings.allow_fallback
         if settings.fused_optimizer:
             self.adamw = {"fused": True}
@@ -66,17 +66,13 @@ class Neuron(DDP):
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
-        self.timeout_s = timeout_s
         self.may_compile = cfg.compile == "none"
         if cfg.compile != "none":
             self.compiler = self.open_compiler(cfg, S3Config(), must_keep=False)
-        if self.world.is_distributed:  # the ranks join before anything touches the device
-            device = f"{self.name} on {DEVICE}, {self.precision}"
-            store = join(COLLECTIVES, device, timeout_s=timeout_s, join_timeout_s=cfg.join_timeout_s)
-            if self.compiler is not None:
-                self.compilers = Compilers(self.compiler.is_busy, store)
         self.device = torch.device(DEVICE)
+        self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)
         if self.world.is_distributed:
+            self.join_ranks(COLLECTIVES, timeout_s, cfg)  # before anything touches the device
             ones = torch.ones(1, device=self.device)
             self.all_reduce([ones])
             guards.check_world(
@@ -97,7 +93,7 @@ class Neuron(DDP):
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
-        torch.get_device_module(self.device).synchronize()  # updates of many weights failed in asynchronous launches
+        wait_for(self.device)  # updates of many weights failed in asynchronous launches
 
     def fallback_ops(self) -> set[str]:
         """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
@@ -113,8 +109,7 @@ class Neuron(DDP):
         message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
         if new and not self.allow_fallback:
             raise RuntimeError(f"{message} (backend.allow_fallback=false)")
-        costs = "their tensors are copied to the host and back; profile=true measures their share of a step"
-        return [f"{message}; {costs}"] if new else []
+        return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:
         """See `Backend`. The collectives of FSDP are tried first, with numbers from 1: what is not written is 0."""
@@ -150,25 +145,30 @@ class Neuron(DDP):
         return torch.profiler.profile(activities=activities, experimental_config=config)
 
 
+class WaitedWork(Work):
+    """Seconds of this rank's own work until the device has done it: launches are asynchronous, and events of a beta
+    did not measure.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        wait_for(self.device)
+        with super().timed():
+            yield
+            wait_for(self.device)
+
+
+def wait_for(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize()
+
+
 def check_machine(cfg: BackendConfig) -> None:
     """Raise InputError if native PyTorch on Neuron cannot run here."""
-    versions = machine.installed_versions("torch", "torch-neuronx")
-    version, torch_version = versions.get("torch-neuronx", ""), versions.get("torch", "")
-    native = read_versions().native
-    check(
-        importlib.util.find_spec("torch_neuronx") is not None and version.startswith(tuple(native.torch_neuronx)),
-        "backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx "
-        f"{' or '.join(native.torch_neuronx)}, and this machine has {version or 'none'}; {native.install}; for "
-        "PyTorch/XLA (trn1) set backend=xla",
-    )
-    check(
-        machine.release(version) == machine.release(torch_version),
-        f"torch-neuronx {version} goes with torch {'.'.join(version.split('.')[:2])}, and torch is {torch_version}",
-    )
+    faults = read_versions().native.faults(machine.installed_versions("torch", "torch-neuronx"))
+    check(not faults, f"backend=neuron needs native PyTorch: {'; '.join(faults)}; for PyTorch/XLA set backend=xla")
     check(bool(machine.neuron_devices()), "no Trainium here: there is no /dev/neuron0; see python -m train.doctor")
     check(cfg.device in ("auto", "neuron"), f"backend=neuron runs on Neuron devices, not backend.device={cfg.device}")
-    check(
-        cfg.precision in ("auto", "fp32", "bf16"),
-        f"backend.precision={cfg.precision} is for CUDA; set bf16 or fp32 with backend=neuron",
-    )
-    check_reduces_plainly(cfg, Neuron.name)

@@ -168,6 +168,8 @@ class XLA(Backend):
     def _arrange_layers(self, model: Any) -> None:
         is_looped = False
         if self.cfg.layers == "scan" or (self.cfg.layers == "auto" and not self.is_neuron):
+            if self.is_neuron:
+                logger.warning("backend.layers=scan makes a while loop, which Neuron's compiler does not list")
 
             def make_loop(layer: nn.Module, depth: int) -> Any:
                 return scanned(layer, depth, _scan_impl_pytree, device_type="xla")

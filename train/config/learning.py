@@ -18,6 +18,7 @@ class HeadSize:
     """What a task's head computes for a sequence: all that its FLOPs, parameters and memory follow from."""
 
     predictions: int = 0  # positions at which every token of the vocabulary is scored
+    eval_predictions: int = 0  # the same in an evaluation
     labels: int = 0  # scores of the sequence, by a dense layer and a classifier on one token
     token_labels: int = 0  # scores of each token
 

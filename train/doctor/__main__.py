@@ -22,9 +22,10 @@ from train.cli.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
 from train.doctor.explain import explain, page, read_log
-from train.doctor.probe import Finding, instance_names, is_red, screen, wrap
+from train.doctor.probe import Finding, is_red, screen, wrap
 from train.host import rank_setup
 from train.host.launched import check_launch, launched
+from train.host.machine import instance_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

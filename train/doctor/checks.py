@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from train.doctor import checks_devices, checks_host, checks_versions
-from train.doctor.probe import Finding, Probe, ask_tool, instance_names, ok, read_instance, warn
-from train.host.machine import installed_versions, instance_type
+from train.doctor.probe import Finding, Probe, ask_tool, ok, read_instance, warn
+from train.host.machine import installed_versions, instance_names, instance_type
 
 PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"  # on EC2's Nitro machines: the instance type
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from train.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
-from train.host.machine import package_faults, release
+from train.host.machine import package_faults
 from train.host.versions import INDEX as NEURON_INDEX
-from train.host.versions import Native, Sdk, read_versions
+from train.host.versions import Native, Sdk, read_versions, release
 
 INDEX = f"--extra-index-url {NEURON_INDEX}"
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
@@ -43,26 +45,19 @@ def os_name(probe: Probe) -> str:
 
 
 def packages(probe: Probe) -> Finding:
-    versions = dict(probe.versions)
+    versions = probe.versions
     text = ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions)
     torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
     if not torch:
         return bad("torch is not installed", cure="pip install .")
     native = read_versions().native if probe.is_native and release(neuronx) != (2, 9) else None
-    if native:
-        versions.pop("torch-neuronx", None)  # the native build is right there
-    faults = [fault.partition("; ") for fault in package_faults(versions)]
+    found = native.faults(versions) if native else package_faults(versions)
+    faults = [fault.partition("; ") for fault in found]
     if faults:
         return bad("; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults))
     if probe.has_gpu and not probe.is_trainium and "+cpu" in torch:
         return bad(f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
     if native:
-        if not neuronx:
-            return bad(f"torch-neuronx is missing ({text})", cure=native.install)
-        if not neuronx.startswith(tuple(native.torch_neuronx)):
-            return bad(f"{text}: known are torch-neuronx {' and '.join(native.torch_neuronx)}", cure=native.install)
-        if release(neuronx) != release(torch):
-            return bad(f"{text}: both must be of the same release", cure=native.install)
         compiler = versions.get("neuronx-cc", "").partition("+")[0]
         if compiler != native.neuronx_cc:
             text += f": SDK {native.name} ships neuronx-cc {native.neuronx_cc}"
@@ -73,7 +68,7 @@ def packages(probe: Probe) -> Finding:
     return ok(text)
 
 
-def neuron_packages(text: str, versions: dict[str, str]) -> Finding:
+def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
     """Python packages of a trn1: all there, and shipped together by one SDK."""
     table = read_versions()
     install = table.sdk.install

@@ -157,12 +157,6 @@ class Probe:
         return self.is_trainium or self.has_gpu
 
 
-def instance_names() -> list[str]:
-    """Names of the known instance types: those of conf/instance/*.yaml."""
-    folder = resources.files("conf") / "instance"
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
-
-
 def read_instance(name: str) -> InstanceConfig:
     return InstanceConfig(**yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text()))
 

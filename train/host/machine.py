@@ -16,13 +16,13 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
 from train.host.processes import read_process
-from train.host.versions import read_versions
+from train.host.versions import read_versions, release
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
 NATIVE = ("trn2", "trn3")  # the beginnings of types with native PyTorch
@@ -231,12 +231,6 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     return faults
 
 
-def release(version: str) -> tuple[int, int]:
-    """Major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
 def neuron_devices() -> list[str]:
     """Device files of the Neuron driver, one for each chip."""
     return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
@@ -287,6 +281,12 @@ def is_ec2(kind: str) -> bool:
 def is_native(*types: str) -> bool:
     """Whether one of these instance types has native PyTorch, without XLA."""
     return any(each.startswith(NATIVE) for each in types)
+
+
+def instance_names() -> list[str]:
+    """Names of the known instance types: those of conf/instance/*.yaml."""
+    folder = resources.files("conf") / "instance"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
@@ -51,6 +53,22 @@ class Native:
         newest = self.torch_neuronx[-1]
         index = f"--extra-index-url {INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
         return f"pip install 'torch-neuronx=={newest}.*' neuronx-cc=={self.neuronx_cc} nki {index}"
+
+    def faults(self, versions: Mapping[str, str]) -> list[str]:
+        """Why native PyTorch cannot run with these installed packages, with the fix."""
+        torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
+        if release(neuronx) not in map(release, self.torch_neuronx):
+            wanted, here = " or ".join(self.torch_neuronx), neuronx or "none"
+            return [f"torch-neuronx {wanted} is that of trn2 and trn3, and this machine has {here}; {self.install}"]
+        if release(neuronx) != release(torch):
+            return [f"torch-neuronx {neuronx} needs torch of the same release, and torch is {torch}; {self.install}"]
+        return []
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,9 @@ def layers_of_rank(shape: Shape, held: Held) -> int:
 
 
 def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, value_bytes: int) -> float:
-    """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`."""
+    """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`; those
+    of an evaluation of as many tokens, if they are more.
+    """
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     # The first layers are those that are frozen, so that the fullest stage may have none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
@@ -103,9 +105,9 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     else:
         layers = num_layers * layer
     layers += held.buffers * tokens * hidden * STATE_BYTES
-    predictions = cfg.task.head_size(seq_len).predictions
-    logits = tokens / seq_len * predictions * shape.vocab_size * (value_bytes + LOGIT_BYTES)
-    return layers + logits * held.activations
+    head = cfg.task.head_size(seq_len)
+    logits = tokens / seq_len * shape.vocab_size * (value_bytes + LOGIT_BYTES) * held.activations  # of one prediction
+    return max(layers + logits * head.predictions, logits * head.eval_predictions)  # an evaluation keeps no layers
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:

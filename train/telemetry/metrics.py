@@ -21,7 +21,7 @@ from train.host.memory import own_peak_bytes
 from train.run_folder.folder import RunFolder
 from train.telemetry.journal import Journal, RunConsole
 from train.telemetry.monitor import HardwareSample, Monitor
-from train.telemetry.profile import Profiler
+from train.telemetry.profile import HostTimer, Profiler
 from train.telemetry.stragglers import Stragglers
 from train.telemetry.trackers import open_trackers
 
@@ -102,7 +102,9 @@ class Recorder:
             is_measurement = self.on_line is not None or cfg.collect_graphs
             to = [] if is_measurement else open_trackers(cfg, self.folder)
             self.journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to)
-        self.profiler = Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
+        self.profiler: Profiler | HostTimer | None = None
+        if is_first_rank:
+            self.profiler = Profiler(cfg, self.folder, self.backend) if cfg.profile else HostTimer(self.backend)
         self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
         if self.on_line is not None:
             self.on_line(self, "start", {})
@@ -158,8 +160,8 @@ class Recorder:
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
         self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
-        if self.profiler is not None:
-            self.profiler.end_step(self.step_wait_s)
+        if self.profiler is not None and (told := self.profiler.end_step(self.step_wait_s)):
+            self.alarm(told)
         for text in self.backend.notices():
             self.alarm(text)
         if is_due:

@@ -8,9 +8,11 @@ import gzip
 import logging
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from train.config import TrainConfig
 from train.run_folder.folder import RunFolder
@@ -41,8 +43,8 @@ class Profiler:
             self.tracing.start()
             self.began_s, self.wait_s = time.perf_counter(), 0.0
 
-    def end_step(self, wait_s: float) -> None:
-        """Call it after a step; `wait_s` is what it waited for data."""
+    def end_step(self, wait_s: float) -> str:
+        """Call it after a step; `wait_s` is what it waited for data. Returns what a fault line should tell: nothing."""
         self.steps += 1
         self.wait_s += wait_s
         if self.tracing is not None and self.steps == self.cfg.profile_after + self.cfg.profile_steps:
@@ -52,6 +54,7 @@ class Profiler:
             with self.scratch as scratch:
                 self.write(window_s, Path(scratch))
             self.tracing = None
+        return ""
 
     def close(self) -> None:
         if self.tracing is not None:
@@ -81,6 +84,36 @@ class Profiler:
         logger.info("profile: %s/profile/summary.md; the trace beside it opens in ui.perfetto.dev", self.cfg.run_dir)
 
 
+class HostTimer:
+    """Times the operators that the device lacks, in the first step after they were seen. Rank 0 of a run without
+    `profile=true` has one.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.timed = backend, backend.lacking
+        self.tracing: Any = None
+
+    def begin_step(self) -> None:
+        if self.backend.lacking != self.timed:
+            self.timed = self.backend.lacking
+            self.tracing = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.tracing.start()
+
+    def end_step(self, _wait_s: float) -> str:
+        """What they took, if the step was traced, in words for a fault line."""
+        if self.tracing is None:
+            return ""
+        self.close()
+        taken_s = on_host_s(self.tracing.events(), self.timed)
+        self.tracing = None
+        names = ", ".join(sorted(self.timed))
+        return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"
+
+    def close(self) -> None:
+        if self.tracing is not None:
+            self.tracing.stop()
+
+
 def page(
     tracing: Any,
     *,
@@ -88,7 +121,7 @@ def page(
     window_s: float,
     wait_s: float,
     may_compile: bool,
-    lacking: Iterable[str] = (),
+    lacking: Collection[str] = (),
 ) -> str:
     """The page, in Markdown, on what a torch.profiler.profile that has stopped saw: of a device of its own if there is
     one, else of the training's thread. `may_compile`: backend.compile is an option, and not used.
@@ -102,10 +135,9 @@ def page(
     computing = [each for each in own if not any(name in each.key for name in COMMUNICATION)]
     all_s, busy_s, computing_s = (covered_s(each) for each in (kernels or events, own, computing))
     idle, wait, exchange = max(0.0, 1 - busy_s / window_s), wait_s / window_s, (all_s - computing_s) / window_s
+    lost = on_host_s(events, lacking) / window_s
     sort_by = "self_device_time_total" if has_device else "self_cpu_time_total"
     where = "the device" if has_device else "the training's thread"
-    names = {name.partition(".")[0] for name in lacking}  # without the overload, as the trace has them
-    on_host_s = covered_s(each for each in events if each.key in names)
     lines = [
         f"# Profile: {title}",
         "",
@@ -114,7 +146,7 @@ def page(
         f"| {where} idle | {idle:.1%} |",
         f"| waiting for data | {wait:.1%} |",
         f"| exchange between ranks, or waiting for one, with nothing beside it | {exchange:.1%} |",
-        *([f"| operators that the device lacks, on the host | {on_host_s / window_s:.1%} |"] if names else []),
+        *([f"| operators that the device lacks, on the host | {lost:.1%} |"] if lacking else []),
         "",
         "```",
         tracing.key_averages().table(sort_by=sort_by, row_limit=MOST_ROWS, max_name_column_width=60).strip(),
@@ -136,6 +168,12 @@ def page(
         lines.append("- backend.compile=layers fuses what is neither a product nor an exchange.")
     lines.append("- A lower backend.precision and less padding (data.lengths) make every step shorter.")
     return "\n".join([*lines, ""])
+
+
+def on_host_s(events: Iterable[Any], lacking: Collection[str]) -> float:
+    """The seconds of those events that are operators which the device lacks."""
+    names = {name.partition(".")[0] for name in lacking}  # without the overload, as a trace has them
+    return covered_s(each for each in events if each.key in names)
 
 
 def covered_s(events: Iterable[Any]) -> float:

@@ -25,7 +25,9 @@ class MLMConfig(TaskConfig):
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = self.max_predictions or max(1, round(seq_len * self.mask_rate))
-        return HeadSize(predictions=predictions, labels=2 if self.sop else 0)
+        rate = self.eval_mask_rate
+        in_evaluation = predictions if rate is None else max(1, round(seq_len * rate))
+        return HeadSize(predictions=predictions, eval_predictions=in_evaluation, labels=2 if self.sop else 0)
 
 
 SPEC = TaskSpec(

@@ -87,7 +87,7 @@ class MaskedLMTask(Task):
             word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
         rate = cfg.task.eval_mask_rate
-        self.eval_masker = self.masker if rate is None else self._masker_of_rate(cfg.task, rate)
+        self.eval_masker = self.masker if rate is None else self._masker_of_rate(rate)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         check(
             not cfg.task.sop or self.manifest.counts.get("validation_pairs") != 0,  # older data has no such count
@@ -108,8 +108,8 @@ class MaskedLMTask(Task):
         if (accuracy := self.manifest.counts.get("neighbour_accuracy")) is not None:  # older data has no such count
             self.facts["neighbour_accuracy"] = accuracy
 
-    def _masker_of_rate(self, cfg: MLMConfig, rate: float) -> Masker:
-        slots = replace(cfg, mask_rate=rate, max_predictions=None).head_size(self.seq_len).predictions
+    def _masker_of_rate(self, rate: float) -> Masker:
+        slots = self.head.eval_predictions
         check(
             slots <= self.seq_len - 3,
             f"task.eval_mask_rate={rate} leaves nothing of a sequence of {self.seq_len} tokens to read",
