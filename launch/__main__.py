@@ -1,6 +1,6 @@
 """`python -m launch key=value ... -- settings of the run`: the plan of a run on N machines; submit=true starts it.
 
-`python -m launch list | status | logs | stop | resume | cancel RUN`, and clean | iam | quota for EC2: see
+`python -m launch list | status | logs | stop | resume | cancel`, and clean | iam | quota for EC2: see
 launch/commands.py.
 """
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return guarded(lambda: reject_subcommand(arguments[0]))
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     purpose = "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
-    purpose += f"{' | '.join(commands.COMMANDS)} RUN."
+    purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED.split())
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
     split = arguments.index("--") if "--" in arguments else len(arguments)

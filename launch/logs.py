@@ -2,7 +2,7 @@
 
 logs/job.txt                                        the scheduler's script and the supervisor
 logs/attempt_0001/HOST.txt                          torchrun on a machine, and its first rank
-logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, by its number on the machine, after each restart by torchrun
+logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, by its number on the machine
 log/rank_0003.txt                                   in the run folder: messages of a rank's trainer, of all attempts
 
 Logs of a run in S3 are on their machines until an attempt ends; those of this machine are read here.

@@ -32,6 +32,7 @@ OWN += [f"cluster.image={UBUNTU}"]
 RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
 RUN += ["s3.region=us-east-1"]
 USER_DATA = b"#!/bin/bash\n"
+PRICES = "{instance: {usd_per_hour: 36.0, usd_per_hour_spot: 12.0}}"
 
 
 class Killed(BaseException):
@@ -60,7 +61,7 @@ class Trial:
 
     def submit(self, resolved: Resolved | None = None) -> None:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
-        self.record.write(self.job, plan={}, config="{instance: {usd_per_hour: 36.0}}", bundle=self.bundle)
+        self.record.write(self.job, plan={}, config=PRICES, bundle=self.bundle)
         self.record.append_event("submitting")
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
         handle = {"submission": str(resolved.id), "resolved": dataclasses.asdict(resolved)}

@@ -7,14 +7,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from planning import plan
 
 from launch.config import ClusterConfig
-from launch.record import Code, Job, Record
+from launch.record import Record
 from launch.schedulers import SCHEDULERS
 from launch.spec import State
 from train.config import S3Config
@@ -31,9 +32,6 @@ class FakeScheduler:
 
     states: list[Any] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
     cancelled: list[Mapping[str, Any]] = field(default_factory=list)
-
-    def attend(self, job: Job, record: Record, handle: Mapping[str, Any], *, detach: bool) -> int:
-        return 0
 
     def state(self, record: Record, handle: Mapping[str, Any]) -> State:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -74,12 +72,9 @@ class Launched:
         self.record = Record(self.run_dir, self.s3)
 
     def job(self, **changes: Any) -> Launched:
-        settings: dict[str, Any] = {"id": "mine-1", "kind": "train", "overrides": [], "config_sha256": "0" * 64}
-        settings |= {"python": "python", "folder": "/home/me/work"}
-        settings |= {"code": Code("code-1.tar.gz", "1" * 64, ""), "scheduler": "fake"}  # type: ignore[arg-type]
-        settings |= {"cluster": {}, "instance": "local", "nodes": 2, "spares": 0, "processes_per_node": 2}
-        job = Job(run_dir=self.run_dir, **{**settings, **changes})
-        self.record.write(job, plan={}, config="", bundle=b"")
+        job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
+        settings = {"scheduler": "fake", "cluster": {}, "nodes": 2, "processes_per_node": 2, **changes}
+        self.record.write(replace(job, run_dir=self.run_dir, **settings), plan={}, config="", bundle=b"")
         return self
 
     def submit(self, **details: Any) -> Launched:
@@ -98,28 +93,19 @@ class Launched:
         self.record.run.write("environment.json", json.dumps(content).encode())
         return self
 
-    def metrics(self, *lines: dict[str, Any]) -> Launched:
-        """Lines of attempt 1, ten seconds apart, the last one now."""
-        times_s = [time.time() - 10 * (len(lines) - 1 - index) for index in range(len(lines))]
-        full = [{"attempt": 1, "time_unix_s": at_s, **line} for at_s, line in zip(times_s, lines, strict=True)]
-        self.record.run.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in full).encode())
-        return self
-
     def trained(self, step: int = 40) -> Launched:
-        """A run in its first attempt at this step, with a checkpoint ten steps before."""
+        """A run in its first attempt at this step, with a checkpoint ten steps before; a line every ten seconds."""
         numbers = {"tokens_per_s": 5000.0, "step_s": 1.0, "goodput": 0.9, "cost_usd": 1.25}
-        self.describe().metrics(
+        lines = [
             {"kind": "train", "step": step - 10, "loss": 3.5, **numbers},
             {"kind": "eval", "step": step - 10, "loss": 3.25, "masked_accuracy": 0.5, "eval_s": 1.0},
             {"kind": "checkpoint", "step": step - 10, "save_s": 2.0},
             {"kind": "train", "step": step, "loss": 3.0, **numbers},
-        )
+        ]
+        full = [{"attempt": 1, "time_unix_s": time.time() - 30 + 10 * at, **line} for at, line in enumerate(lines)]
+        self.describe().record.run.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in full).encode())
         self.record.run.write(f"checkpoints/step_{step - 10:08d}/manifest.json", b"{}")
         self.record.run.write(f"checkpoints/step_{step:08d}/model.pt", b"not committed")
-        return self
-
-    def lease(self, **changes: Any) -> Launched:
-        self.record.run.write("lease/00000001.json", json.dumps({**LEASE, **changes}).encode())
         return self
 
     def log(self, name: str, content: str | bytes) -> Launched:

@@ -6,19 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from services.machines import NOT_PERMITTED
-from services.slurm_cluster import PACKAGES, SlurmCluster, fault, missing_programs, slurm_cluster
+from machines_fixture import skip_without
+from services import slurm_cluster as services
+from services.slurm_cluster import SlurmCluster, slurm_cluster
 
 
 @pytest.fixture(scope="session")
 def shared_slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    if missing := missing_programs():
-        reason = f"no Slurm to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
-        if request.config.getoption("--require-services"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-    if said := fault():
-        pytest.skip(f"{NOT_PERMITTED}: {said}")
+    skip_without(request, "Slurm", services)
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=3) as cluster:
         yield cluster
 

@@ -10,12 +10,13 @@ import json
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
+from planning import script
 from running import ROOT
 from services.machines import NOT_PERMITTED
 
@@ -36,14 +37,12 @@ mount --bind "$PACKAGES" "$root/mnt/packages"
 mount -o remount,ro,bind "$root/mnt/packages"
 exec chroot "$root" "$@"
 """
-LATE = ("log", "cache", "tmp", "run", "proc", "dev", "lists")  # folders whose content may change
 
 
-def cuda(name="g5.xlarge"):
-    return AmiConfig(image="cuda", instance=InstanceConfig(name=name, device="cuda"))
-
-
+LATE = ("log", "cache", "tmp", "run", "proc", "dev", "lists", "__pycache__")  # folders whose content may change
 SMOKE = {"DEVICES": "absent", "OMP_NUM_THREADS": "1"}  # threads that share a busy processor wait for one another
+CUDA = AmiConfig(image="cuda", instance=InstanceConfig(name="g5.xlarge", device="cuda"))
+NEURON = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
 BASE = "ami-0123456789abcdef0"
 
 
@@ -67,39 +66,29 @@ def inside(root, *command, check=True, **environment):
     return done
 
 
-def provision(root, script, **options):
-    shutil.copy(PROVISION / f"{script}.sh", root / "tmp/script.sh")
+def provision(root, name, **options):
+    shutil.copy(PROVISION / f"{name}.sh", root / "tmp/script.sh")
     return inside(root, "bash", "/tmp/script.sh", **options)
 
 
-def fails(root, script, words, **environment):
-    done = provision(root, script, check=False, **environment)
+def fails(root, name, words, **environment):
+    done = provision(root, name, check=False, **environment)
     assert done.returncode == 1 and words in done.stderr
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     missing = [name for name in ("debootstrap", "unshare", "gpg") if shutil.which(name) is None]
-    if missing or os.getuid() != 0:
-        pytest.skip(
-            f"no fresh system to test with: {', '.join(missing)} missing, or not root (apt-get install debootstrap)"
-        )
+    if missing or os.getuid() != 0 or (where := mirror()) is None:
+        pytest.skip(f"no fresh system to test with: {missing} missing, not root, or apt has no repository")
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip(f"{NOT_PERMITTED}: no mount namespaces either")
-    where = mirror()
-    if where is None:
-        pytest.skip("apt is not configured with a repository of this release")
     folder = tmp_path_factory.mktemp("system") / "root"
     settings = folder / "etc/dpkg/dpkg.cfg.d/quick"  # nobody reads its manuals, and it need not outlive a power cut
     settings.parent.mkdir(parents=True)
     settings.write_text("force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\n")
-    included = "--include=systemd,ca-certificates,python3"
-    done = subprocess.run(
-        ["debootstrap", "--variant=minbase", included, where[1], str(folder), where[0]],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["debootstrap", "--variant=minbase", "--include=systemd,ca-certificates,python3"]
+    done = subprocess.run([*words, where[1], folder, where[0]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     (folder / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # no service starts in here
     (folder / "usr/sbin/policy-rc.d").chmod(0o755)
@@ -109,17 +98,12 @@ def root(tmp_path_factory):
 
 
 def state(root):
-    """Kind, mode and content of every file, except where programs keep notes of their own."""
+    """Mode, owner and content of every file, except where programs keep notes of their own."""
     seen = {}
-    for top in ("etc", "opt", "home", "root", "usr", "var/lib"):
-        for path in sorted((root / top).rglob("*")):
-            name = path.relative_to(root)
-            if set(name.parts) & {*LATE, "__pycache__"} or str(name).startswith("var/lib/apt"):
-                continue
-            about = path.lstat()
-            content = str(path.readlink()) if path.is_symlink() else ""
-            if stat.S_ISREG(about.st_mode):
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in (path for top in ("etc", "opt", "home", "root", "usr", "var/lib") for path in (root / top).rglob("*")):
+        name, about = path.relative_to(root), path.lstat()
+        if not set(name.parts) & {*LATE} and name.parts[:3] != ("var", "lib", "apt"):
+            content = path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()
             seen[str(name)] = (about.st_mode, about.st_uid, content)
     return seen
 
@@ -133,7 +117,7 @@ def use_packages_of_this_environment(root):
 
 
 def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path):
-    uploaded = write_files(tmp_path, cuda(), BASE, read_versions(), "none")
+    uploaded = write_files(tmp_path, CUDA, BASE, read_versions(), "none")
     make(root, uploaded)
     assert provision(root, "smoke", **SMOKE).stdout.endswith("smoke test passed\n")
     first = state(root)
@@ -190,8 +174,7 @@ def signer(tmp_path_factory):
 
 
 def environment_file(root, image="neuron", **changes):
-    cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron")) if image == "neuron" else cuda()
-    values = {**image_values(cfg, BASE, read_versions(), "none"), **changes}
+    values = {**image_values({"cuda": CUDA, "neuron": NEURON}[image], BASE, read_versions(), "none"), **changes}
     (root / "etc/baretrain").mkdir(exist_ok=True)
     shutil.copy(PROVISION / "functions.sh", root / "etc/baretrain")
     (root / "etc/baretrain/image.env").write_text(shell_values(values))
@@ -222,11 +205,6 @@ def neuron_repository(folder, release, signer, versions):
     (folder / "GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB").write_bytes(signer.public)
 
 
-def packages(changes=()):
-    wanted = {name: f"{version}.0-0a1b2c3d4" for name, version in read_versions().system_packages().items()}
-    return {**wanted, **dict(changes)}
-
-
 @pytest.fixture
 def tooled(root):
     """The root with what common.sh installs, without which the other scripts are not run."""
@@ -238,7 +216,8 @@ def tooled(root):
 
 def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, signer):
     root, release = tooled, mirror()[1]
-    neuron_repository(root / "srv/neuron", release, signer, packages())
+    packages = {name: f"{version}.0-0a1b2c3d4" for name, version in read_versions().system_packages().items()}
+    neuron_repository(root / "srv/neuron", release, signer, packages)
     own = {"NEURON_APT_URL": "file:/srv/neuron"}
     environment_file(root)
     fails(root, "neuron", f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10", **own)
@@ -248,11 +227,9 @@ def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, s
     for _ in range(2):
         provision(root, "neuron", **own)
     shown = inside(root, "dpkg-query", "-W", "-f=${db:Status-Abbrev}${Package} ${Version}\n", "aws-neuronx-*").stdout
-    held = {f"hi {name} {version}" for name, version in packages().items()}
-    assert set(shown.splitlines()) == held
+    assert set(shown.splitlines()) == {f"hi {name} {version}" for name, version in packages.items()}
 
-    other = packages({"aws-neuronx-tools": "2.99.1.0"})
-    neuron_repository(root / "srv/newer", release, signer, other)
+    neuron_repository(root / "srv/newer", release, signer, packages | {"aws-neuronx-tools": "2.99.1.0"})
     inside(root, "dpkg", "--purge", "aws-neuronx-tools")
     fails(root, "neuron", "lacks a package of SDK 2.31.1", NEURON_APT_URL="file:/srv/newer")
     tampered = root / f"srv/neuron/dists/{release}/InRelease"
@@ -261,7 +238,7 @@ def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, s
     (root / "etc/apt/sources.list.d/neuron.list").unlink()
 
 
-INSTALLER = """#!/bin/sh
+INSTALLER = """
 mkdir -p /opt/amazon
 echo "# EFA installer version: {version}" > /opt/amazon/efa_installed_packages
 echo run >> /opt/amazon/runs
@@ -273,9 +250,7 @@ def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, t
     offered, runs = root / "srv/efa", root / "opt/amazon/runs"
     offered.mkdir()
     (tmp_path / "aws-efa-installer").mkdir()
-    script = tmp_path / "aws-efa-installer/efa_installer.sh"
-    script.write_text(INSTALLER.format(version=version))
-    script.chmod(0o755)
+    script(tmp_path / "aws-efa-installer/efa_installer.sh", INSTALLER.format(version=version))
     archive = offered / f"aws-efa-installer-{version}.tar.gz"
     subprocess.run(["tar", "-C", tmp_path, "-czf", archive, "aws-efa-installer"], check=True)
     signer("--detach-sign", "-o", f"{archive}.sig", archive)
@@ -299,21 +274,11 @@ def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, t
 
 def test_a_system_with_an_old_libc_or_driver_is_rejected(tooled):
     root = tooled
-    stand_ins = root / "usr/local/sbin"
-    for name, answer in (("ldd", "ldd (GNU libc) 2.34"), ("modinfo", "550.54.15")):
-        (stand_ins / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
-        (stand_ins / name).chmod(0o755)
+    stand_ins = [script(root / "usr/local/sbin/ldd", "echo 'ldd (GNU libc) 2.34'")]
+    stand_ins += [script(root / "usr/local/sbin/modinfo", "echo 550.54.15")]
     environment_file(root)
     fails(root, "neuron", "has glibc 2.34, torch-neuronx 2.9 needs 2.35: build from")
     environment_file(root, "cuda")
     fails(root, "cuda", "the driver is 550.54.15, the wheels of torch need 570")
-    for name in ("ldd", "modinfo"):
-        (stand_ins / name).unlink()
-
-
-def test_common_rejects_a_system_without_apt(tooled):
-    programs = tooled / "tmp/programs"
-    programs.mkdir()
-    for name in ("bash", "id", "mktemp", "rm"):
-        (programs / name).symlink_to(f"/usr/bin/{name}")
-    fails(tooled, "common", "this system has no apt-get: build from Ubuntu 24.04", PATH="/tmp/programs")
+    for path in stand_ins:
+        Path(path).unlink()

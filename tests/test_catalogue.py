@@ -11,20 +11,11 @@ from train.host.machine import instance_names
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 MACHINES = [name for name in instance_names() if name != "local"]
-WANTED = """
-    trn1.2xlarge trn1.32xlarge trn1n.32xlarge trn2.48xlarge p3.16xlarge p3dn.24xlarge p4d.24xlarge p4de.24xlarge
-    p5.48xlarge p5e.48xlarge p5en.48xlarge p6-b200.48xlarge g4dn.12xlarge g5.xlarge g5.12xlarge g5.48xlarge g6.12xlarge
-    g6.48xlarge g6e.12xlarge g6e.48xlarge local
-""".split()
 
 
 @cache
-def load(name: str, *overrides: str) -> InstanceConfig:
-    return cli.load_config(TrainConfig, [*GIVEN, f"instance={name}", *overrides]).instance
-
-
-def test_the_machines_that_launch_knows_are_there():
-    assert set(WANTED) <= set(instance_names())
+def load(name: str) -> InstanceConfig:
+    return cli.load_config(TrainConfig, [*GIVEN, f"instance={name}"]).instance
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -59,8 +50,3 @@ def test_ranks_of_trainium_2_are_logical_cores():
     assert (machine.devices, machine.rank_counts) == (64, [1, 4, 16, 64])
     assert machine.device_tflops_bf16 is not None
     assert machine.device_tflops_bf16 * 64 == pytest.approx(16 * 667)  # 16 chips
-
-
-def test_every_figure_can_be_overridden():
-    machine = load("trn1.32xlarge", "instance.usd_per_hour_spot=7.5", "instance.usd_per_hour=null", "instance.vcpus=64")
-    assert (machine.usd_per_hour_spot, machine.usd_per_hour, machine.vcpus) == (7.5, None, 64)

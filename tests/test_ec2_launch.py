@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
 from launch.__main__ import main
-from launch.ec2.account import OWN_IMAGE, SDK_TAG, check_image, resolve
+from launch.ec2.account import OWN_IMAGE, check_image, resolve
 from launch.ec2.api import Api
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
@@ -72,31 +73,26 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monke
     assert resolve(run.job, run.cluster, run.record, run.api).sites == before.sites
 
 
+NATIVE = read_versions().native.name
+
+
 @pytest.mark.parametrize(
-    ("tag", "value", "line"),
+    ("instance", "changed", "line"),
     [
-        ("image", "cuda", "was built for cuda, the machines are neuron"),
-        ("neuron-sdk", "2.20.0", "has Neuron SDK 2.20.0, this version of baretrain works with"),
+        ("trn1.32xlarge", {}, ""),
+        ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, the machines are neuron"),
+        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, this version of baretrain works with"),
+        ("trn2.48xlarge", {"neuron-sdk": NATIVE}, ""),  # native PyTorch has an SDK of its own
+        ("trn2.48xlarge", {}, f"works with {NATIVE} on trn2.48xlarge: .*cluster.image"),
     ],
 )
-def test_an_image_of_another_kind_is_rejected(ec2, resolved, tag, value, line):
-    names = wanted_tags("neuron", read_versions())  # as python -m ami writes them
-    assert f"baretrain:{tag}" in names
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": key, "Value": names[key]} for key in names])
-    resolved()
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": f"baretrain:{tag}", "Value": value}])
-    with pytest.raises(InputError, match=line):
-        resolved()
-
-
-def test_machines_with_native_pytorch_need_an_image_of_its_sdk(ec2):
-    versions, examined = read_versions(), ("us-east-1", UBUNTU, "neuron", "trn2.48xlarge")
-    tag = {"Key": SDK_TAG, "Value": versions["neuron-sdk"]}
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=[tag])
-    with pytest.raises(InputError, match=f"works with {versions.native.name} on trn2.48xlarge: .*cluster.image"):
-        check_image(Api(), *examined)
-    ec2.client().create_tags(Resources=[UBUNTU], Tags=[{**tag, "Value": versions.native.name}])
-    assert check_image(Api(), *examined) == "/dev/sda1"
+def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
+    """By the tags that python -m ami writes."""
+    tags = wanted_tags("neuron", read_versions())
+    tags |= {f"baretrain:{name}": value for name, value in changed.items() if f"baretrain:{name}" in tags}
+    ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": key, "Value": tags[key]} for key in tags])
+    with pytest.raises(InputError, match=line) if line else nullcontext():
+        assert check_image(Api(), "us-east-1", UBUNTU, "neuron", instance) == "/dev/sda1"
 
 
 def test_a_reservation_decides_the_zone(ec2, resolved):
@@ -160,10 +156,10 @@ class Cli:
         for act in self.acts:
             act()
 
-    def launch(self, *own: str, of_run: tuple[str, ...] = ("global_batch_size=64",)) -> int:
+    def launch(self, *own: str) -> int:
         s3 = [f"s3.endpoint={self.ec2.endpoint}", "s3.path_style=true"]
         given = {each.partition("=")[0]: each for each in (*OWN, *own)}  # the last one counts
-        return main([*given.values(), "--", *RUN, *s3, *of_run])
+        return main([*given.values(), "--", *RUN, *s3, "global_batch_size=64"])
 
     def do(self, command: str, *flags: str) -> int:
         """A command on the run."""
@@ -225,6 +221,7 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
 
 
 def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys):
+    """Of machines whose type conf/instance does not have."""
     seen = []
 
     def end() -> None:
@@ -233,7 +230,8 @@ def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys)
             cli.end()
 
     cli.acts.append(end)
-    assert cli.launch("submit=true") == 0
+    assert cli.launch("submit=true", "instance=g4dn.xlarge", "processes_per_node=1") == 0
+    assert ec2.requests[0]["InstanceType"] == "g4dn.xlarge"
     assert seen[0]["answer"]["is_active"] and "2 machines in us-east-1" in seen[0]["answer"]["text"]
     assert "nothing of the run is left on EC2" in capsys.readouterr().out and ec2.anything() == []
     assert cli.status()["state"] == "done" and cli.do("clean", "--yes") == cli.do("clean") == 0
@@ -290,45 +288,33 @@ def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
     assert cli.do("clean", "--yes") == 0 and ec2.anything() == []
 
 
-def test_a_type_that_is_not_in_the_catalogue_is_launched(ec2, cli, capsys):
-    cli.acts.append(cli.end)
-    assert cli.launch("submit=true", "instance=g4dn.xlarge", "processes_per_node=1", "nodes=1") == 0
-    assert ec2.requests[0]["InstanceType"] == "g4dn.xlarge" and "price is not known" in capsys.readouterr().out
-
-
-def test_a_batch_that_does_not_divide_is_not_submitted(ec2, cli, capsys):
-    assert cli.launch("submit=true", of_run=("global_batch_size=33",)) == 2
-    assert "global_batch_size=33" in capsys.readouterr().err and ec2.requests == []
-
-
 @pytest.mark.parametrize(("vcpus", "code"), [(0.0, 1), (512.0, 0)])
 def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
-    quotas = {
-        "Running On-Demand Trn instances": ("L-2C3B7624", vcpus),
-        "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances": ("L-1", 9.0),
-        "All Trn Spot Instance Requests": ("L-2", 9999.0),
-    }
-    ec2.quotas = [{"QuotaName": name, "QuotaCode": key, "Value": value} for name, (key, value) in quotas.items()]
+    standard = "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances"
+    quotas = {"Running On-Demand Trn instances": vcpus, standard: 9.0, "All Trn Spot Instance Requests": 9999.0}
+    ec2.quotas = [{"QuotaName": name, "QuotaCode": f"L-{of:g}", "Value": of} for name, of in quotas.items()]
     assert main(["quota", "trn1.32xlarge", "--nodes", "4", "--regions", "us-east-1"]) == code
     shown = capsys.readouterr().out
-    assert "512 are needed" in shown and "L-2C3B7624" in shown
+    assert "512 are needed" in shown and f"L-{vcpus:g}" in shown
     assert ("request-service-quota-increase" in shown) == (code == 1)
 
 
 def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged(capsys):
-    account, flags = "1" * 12, ["--data", "s3://data/albert", "--role", "machine"]
-    assert main(["iam", "s3://bucket/runs", *flags, "--account", account]) == 0
+    words = ["iam", "s3://bucket/runs", "--data", "s3://data/albert", "--role", "machine", "--account", "1" * 12]
+    assert main(words) == 0
     policies = json.loads(capsys.readouterr().out)
-    assert set(policies) == {"operator", "machine", "machine_trust"}
-    machine = policies["machine"]["Statement"]
-    actions = {action for each in machine for action in each["Action"]}
+    assert list(policies) == ["operator", "machine", "machine_trust"]
+    operator, machine = (
+        {each["Sid"]: each for each in policies[name]["Statement"]} for name in ("operator", "machine")
+    )
+    actions = {action for each in machine.values() for action in each["Action"]}
     assert not [action for action in actions if action.startswith(("ec2:", "iam:"))]
-    assert [each["Sid"] for each in machine if each["Resource"] == ["*"]] == ["Session"]
-    by_name = {each["Sid"]: each for each in policies["operator"]["Statement"]}
-    assert by_name["Read0"]["Resource"] == ["arn:aws:s3:::data/albert/*"]  # a launch looks for the data
-    assert by_name["Write0"]["Resource"] == ["arn:aws:s3:::bucket/runs/*"]  # not those of bucket/runs-of-others
-    assert by_name["Machines"]["Condition"]["StringEquals"] == {"ec2:MetadataHttpTokens": "required"}
-    for name in ("Machines", "MadeWithThem", "Groups"):
-        assert by_name[name]["Condition"]["Null"] == {f"aws:RequestTag/{RUN_TAG}": "false"}
-    assert by_name["EndOnlyOwn"]["Condition"]["Null"] == {f"ec2:ResourceTag/{RUN_TAG}": "false"}
-    assert by_name["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{account}:role/machine"]
+    assert [name for name in machine if machine[name]["Resource"] == ["*"]] == ["Session"]
+    assert operator["Read0"]["Resource"] == ["arn:aws:s3:::data/albert/*"]  # a launch looks for the data
+    assert operator["Write0"]["Resource"] == ["arn:aws:s3:::bucket/runs/*"]  # not those of bucket/runs-of-others
+    assert operator["Machines"]["Condition"]["StringEquals"] == {"ec2:MetadataHttpTokens": "required"}
+    for name, tag in (("Machines", "Request"), ("MadeWithThem", "Request"), ("Groups", "Request"), ("EndOnlyOwn", "")):
+        assert operator[name]["Condition"]["Null"] == {
+            f"{'aws' if tag else 'ec2'}:{tag or 'Resource'}Tag/{RUN_TAG}": "false"
+        }
+    assert operator["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{'1' * 12}:role/machine"]

@@ -18,11 +18,13 @@ from ec2_launching import OWN, RUN, USER_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
+from rejections import rejects
 from running import ROOT
 from test_launch_golden import check_golden
 
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
 from launch.ec2.config import Ec2Config
+from launch.ec2.machine import Step
 from launch.ec2.request import MOST_BYTES, RUN_TAG, SCRIPT, run_id, run_instances, user_data
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
@@ -54,13 +56,18 @@ def others(last: int, device: int = 0, kind: str = EFA_ONLY) -> list[Interface]:
     ],
 )
 def test_interfaces_follow_the_cards_of_the_type(instance, expected):
-    assert layout(TYPES[instance], Ec2Config(), machines=2) == expected
-    assert layout(TYPES[instance], Ec2Config(), machines=1) == FIRST
+    network = TYPES[instance]["NetworkInfo"]
+    shuffled = {**TYPES[instance], "NetworkInfo": {**network, "NetworkCards": network["NetworkCards"][::-1]}}
+    for info in (TYPES[instance], shuffled):
+        assert layout(info, Ec2Config(), machines=2) == expected
+        assert layout(info, Ec2Config(), machines=1) == FIRST
 
 
-def test_secondary_interfaces_may_have_addresses():
-    cluster = Ec2Config(secondary_interfaces="efa")
+def test_secondary_interfaces_may_have_addresses_and_are_no_more_than_efa_has():
+    cluster, network = Ec2Config(secondary_interfaces="efa"), TYPES["trn1.32xlarge"]["NetworkInfo"]
     assert layout(TYPES["trn1.32xlarge"], cluster, machines=2) == [Interface(0, 0, EFA), *others(7, 1, EFA)]
+    fewer = {"InstanceType": "t", "NetworkInfo": {**network, "EfaInfo": {"MaximumEfaInterfaces": 3}}}
+    assert layout(fewer, cluster, machines=2) == [Interface(0, 0, EFA), *others(2, 1, EFA)]
 
 
 def test_efa_is_never_left_out_without_a_word():
@@ -74,28 +81,6 @@ def test_efa_is_never_left_out_without_a_word():
         layout(old, cluster, machines=2)
     assert str(rejection.value).rpartition(" ")[2] in (ROOT / "pyproject.toml").read_text()
     assert layout(old, cluster, machines=1) == FIRST
-
-
-cards = st.builds(
-    lambda most, types: {"MaximumNetworkInterfaces": most, "InterfaceTypes": types},
-    st.integers(1, 5),
-    st.sampled_from([["interface"], ["interface", "efa"], ["interface", "efa", "efa-only"]]),
-)
-
-
-@given(st.lists(cards, min_size=1, max_size=20), st.permutations(range(20)), st.integers(0, 20), st.booleans())
-def test_as_many_efa_interfaces_as_fit_and_a_first_one_with_an_address(made, numbers, most, uses_efa):
-    numbered = [{**card, "NetworkCardIndex": index} for index, card in enumerate(made)]
-    network = {"NetworkCards": sorted(numbered, key=lambda card: numbers[card["NetworkCardIndex"]])}
-    network["EfaInfo"] = {"MaximumEfaInterfaces": most}
-    chosen = layout({"InstanceType": "t", "NetworkInfo": network}, Ec2Config(), machines=1 + uses_efa)
-    assert (chosen[0].card, chosen[0].device) == (0, 0) and chosen[0].type != EFA_ONLY
-    assert len({(each.card, each.device) for each in chosen}) == len(chosen)
-    able = [card["NetworkCardIndex"] for card in numbered if EFA in card["InterfaceTypes"]]
-    assert [each.card for each in chosen if each.type != INTERFACE] == able[: most * uses_efa]
-    for each in chosen:
-        assert each.type in numbered[each.card]["InterfaceTypes"]
-        assert each.device < numbered[each.card]["MaximumNetworkInterfaces"]
 
 
 @functools.cache
@@ -126,33 +111,27 @@ def test_the_request_is_what_it_was():
     check_golden("ec2_request.json", text)
 
 
-@pytest.mark.parametrize("market", [None, "spot", "capacity-block"])
-@pytest.mark.parametrize("reservation", [None, "cr-0123456789abcdef0"])
-def test_every_market_is_a_request_that_botocore_accepts(market, reservation):
+@pytest.mark.parametrize(
+    ("instance", "market", "reservation"),
+    [("g6e.48xlarge", "spot", None), ("p4d.24xlarge", None, "cr-1"), ("p5.48xlarge", "capacity-block", "cr-1")],
+)
+def test_every_market_is_a_request_that_botocore_accepts(instance, market, reservation):
     own = {"cluster.market": market, "cluster.capacity_reservation": reservation}
-    words = [f"{key}={value}" for key, value in own.items() if value]
-    if (market, reservation) in (("spot", "cr-0123456789abcdef0"), ("capacity-block", None)):
-        with pytest.raises(InputError, match="cluster.market=.*cluster.capacity_reservation"):
-            request(*words)
-        return
-    made = request(*words)
-    assert errors_of(made) == ""
+    made = request(*(f"{key}={value}" for key, value in own.items() if value), instance=instance)
+    assert errors_of(made) == "" and made["InstanceType"] == instance
     assert made.get("InstanceMarketOptions", {}).get("MarketType") == market
     target = made.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {})
     assert target.get("CapacityReservationId") == reservation
     if market == "spot":
         options = made["InstanceMarketOptions"]["SpotOptions"]
         assert options == {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
-        assert "spot-instances-request" in [each["ResourceType"] for each in made["TagSpecifications"]]
-    assert not {"SubnetId", "SecurityGroupIds", "KeyName"} & made.keys()
-    for specification in made["TagSpecifications"]:
-        assert RUN_TAG in [tag["Key"] for tag in specification["Tags"]]
+        tagged = {each["ResourceType"]: [tag["Key"] for tag in each["Tags"]] for each in made["TagSpecifications"]}
+        assert RUN_TAG in tagged["spot-instances-request"]
 
 
 def test_a_single_interface_has_the_address_that_was_asked_for():
-    for wanted in (True, False):
-        made = request("nodes=1", f"cluster.public_address={wanted}", instance="trn1.2xlarge")
-        assert [each["AssociatePublicIpAddress"] for each in made["NetworkInterfaces"]] == [wanted]
+    made = [request("nodes=1", f"cluster.public_address={each}", instance="trn1.2xlarge") for each in (True, False)]
+    assert [each["NetworkInterfaces"][0]["AssociatePublicIpAddress"] for each in made] == [True, False]
 
 
 def test_a_run_is_known_by_its_location_alone():
@@ -162,37 +141,41 @@ def test_a_run_is_known_by_its_location_alone():
 
 # ---- user data: a fixed script and one line, whatever the run is called ----------------------------------------------
 
-NASTY = [*"'\"\\;&|*? #!=\u00e9\u2028", "`id`", "$(touch /tmp/x)", "${HOME}"]
 
-
-def user_data_of(run_dir: str, s3: S3Config, python: str = "/opt/baretrain/venv/bin/python") -> bytes:
-    job = dataclasses.replace(job_of(), run_dir=run_dir, python=python)
-    return user_data(job, Record(run_dir, s3), request=3, max_run_s=86400)
+def line_of(run_dir: str, s3: S3Config, python: str) -> str:
+    content = user_data(dataclasses.replace(job_of(), python=python), Record(run_dir, s3), request=3, max_run_s=86400)
+    assert content.startswith(SCRIPT.read_bytes()) and len(content) <= MOST_BYTES
+    return content.removeprefix(SCRIPT.read_bytes()).decode()
 
 
 def test_user_data_is_what_it_was(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("[profile mine]\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    content = user_data_of("s3://bucket/runs/mine", S3Config(region="us-east-1", profile="mine"))
-    script, line = content[: len(SCRIPT.read_bytes())], content[len(SCRIPT.read_bytes()) :].decode()
-    assert script == SCRIPT.read_bytes() and len(content) <= MOST_BYTES
-    check_golden("ec2_user_data.txt", line)
-    assert json.loads(base64.b64decode(line.split()[-1]))["s3"] == ["--region=us-east-1"]  # profiles stay here
+    s3 = S3Config(region="us-east-1", profile="mine")  # profiles stay here
+    check_golden("ec2_user_data.txt", line_of("s3://bucket/runs/mine", s3, "/opt/baretrain/venv/bin/python"))
+
+
+NASTY = st.sampled_from([*"'\"\\;&|*? #!=\u00e9\u2028", "`id`", "$(touch /tmp/x)", "${HOME}"])
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from(NASTY), st.text(max_size=5)), min_size=1).map("".join), st.booleans())
+@given(st.lists(st.one_of(NASTY, st.text(max_size=5)), min_size=1).map("".join), st.booleans())
 def test_no_name_comes_into_a_shell(name: str, is_python: bool):
     python = f"/opt/{name}/python" if is_python else "/opt/python"
     run_dir = "s3://bucket/runs/mine" if is_python else f"s3://bucket/a{name}/mine"
     s3 = S3Config(endpoint="http://10.0.0.1:9000", path_style=True)
     try:
-        content = user_data_of(run_dir, s3, python)
+        line = line_of(run_dir, s3, python)
     except (InputError, UnicodeEncodeError):
         assert is_python or not name.isprintable()
         return
-    line = content.removeprefix(SCRIPT.read_bytes()).decode()
     match = re.fullmatch(r"main 88200 1800 ([A-Za-z0-9_./+-]+) ([A-Za-z0-9+/]+=*)\n", line)
     assert match and match[1] == python
     words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags()]
     assert json.loads(base64.b64decode(match[2]))["arguments"] == words
+
+
+def test_a_step_that_is_none_is_rejected(tmp_path):
+    record = Record(str(tmp_path / "run"), S3Config())
+    record.folder.write("step.json", b'{"command": "dance", "name": "x"}')
+    rejects("step.json cannot be read: 'dance' is no step", record.read, Step, "step.json")

@@ -8,9 +8,8 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import FLEET, IMAGE, IN_S3, TASK, TRN1, plan, script
-from running import ROOT, train_overrides
+from running import ROOT
 from services.fake_ec2 import UBUNTU, fake_ec2
 from test_launch_golden import check_golden
+from torch.distributed.run import parse_args
 
 from launch import code
 from launch.__main__ import main
 from launch.engines import NAME, ExternalEngine, text_of
 from launch.schedulers import engine
 from train.cli.command import DONE, REJECTED
-from train.config import S3Config
-from train.storage.folders import open_folder
 
-INSTALL = 'cluster.setup="python3 -m venv venv && venv/bin/pip install git+https://example.org/baretrain.git"'
+INSTALL = ['cluster.setup="python3 -m venv venv && venv/bin/pip install git+https://example.org/baretrain.git"']
+INSTALL += ["cluster.python=venv/bin/python"]
 BLOCK = ["cluster.market=capacity-block", "cluster.capacity_reservation=cr-0123456789abcdef0", "cluster.key=mine"]
 BLOCK += ["cluster.setup_script=s3://bucket/setup.sh", "cluster.buckets=[data]", "nodes=2"]
 JOBS = {
@@ -39,13 +38,7 @@ JOBS = {
     "fleet_block": [*FLEET[:2], "instance=p5.48xlarge", *BLOCK],
     "fleet_alone": [*FLEET, "cluster.market=spot", "cluster.image=ami-01234567", "cluster.head_subnet=subnet-01234567"],
     "task": [*TASK, "nodes=2"],
-    "task_alone": [
-        *TASK[:1],
-        "instance=trn1.32xlarge",
-        "cluster.use_spot=true",
-        "cluster.python=venv/bin/python",
-        INSTALL,
-    ],
+    "task_alone": [*TASK[:1], "instance=trn1.32xlarge", "cluster.use_spot=true", *INSTALL],
 }
 
 
@@ -67,9 +60,8 @@ def interpreter(name: str) -> str:
 
 
 def test_the_system_of_machines_with_native_pytorch_is_that_of_their_image():
-    made, job = engine_and_job(
-        [*FLEET[:2], "instance=trn2.48xlarge", f"cluster.image={IMAGE}", "cluster.os=alinux2023"]
-    )
+    own = [*FLEET[:2], "instance=trn2.48xlarge", f"cluster.image={IMAGE}", "cluster.os=alinux2023"]
+    made, job = engine_and_job(own)
     assert made.content(job)["Image"] == {"Os": "alinux2023", "CustomAmi": IMAGE}
 
 
@@ -99,13 +91,12 @@ def test_files_are_written_once_and_nothing_else(monkeypatch, tmp_path, capsys):
     assert task.read_text() == "edited: true\n"
 
 
+MADE, OF_TASK = engine_and_job(TASK)
+
+
 @given(st.text(max_size=60))
 def test_a_name_is_valid_for_every_engine(run_dir: str):
-    made, job = ENGINE
-    assert re.fullmatch(NAME, made.name(dataclasses.replace(job, run_dir=run_dir)), re.ASCII)
-
-
-ENGINE = engine_and_job(TASK)
+    assert re.fullmatch(NAME, MADE.name(dataclasses.replace(OF_TASK, run_dir=run_dir)), re.ASCII)
 
 
 # ---- what the engines' own code makes of it --------------------------------------------------------------------------
@@ -182,57 +173,36 @@ def test_skypilot_reads_its_tasks(tmp_path):
 # ---- what a task runs ------------------------------------------------------------------------------------------------
 
 
-def shell(task: dict[str, Any], part: str, home: Path, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    env = {**os.environ, **task["envs"], "HOME": str(home), **variables}
-    return subprocess.run(["bash", "-c", task[part]], env=env, capture_output=True, check=False)
-
-
-def test_the_trainer_gets_its_settings_byte_for_byte(tmp_path):
+def test_a_machine_unpacks_the_code_and_the_trainer_gets_its_settings_byte_for_byte(tmp_path):
+    """By the shell that SkyPilot would use, and torchrun's own parser. tests/test_launch_code.py runs such code."""
     python = script(tmp_path / "python it's", "printf '%s\\0' \"$@\"")
-    made, job = engine_and_job([*TASK, "nodes=2", f'cluster.python="{python}"'])
+    bundle, packed = code.pack()
+    own = [*TASK, "nodes=2", f'cluster.python="{python}"', f"cluster.folder={tmp_path}"]
+    made, job = engine_and_job(own, bundle=bundle)
+    job = dataclasses.replace(job, code=packed)
+    made.write(job)
+    ((target, source),) = made.content(job)["file_mounts"].items()
+    (tmp_path / target.removeprefix("~/")).parent.mkdir()
+    shutil.copy(source, tmp_path / target.removeprefix("~/"))
+
+    def shell(part: str, *overrides: str) -> str:
+        task = yaml.safe_load(text_of(made.content(dataclasses.replace(job, overrides=[*overrides]))))
+        env = {**os.environ, **task["envs"], "HOME": str(tmp_path)}
+        env |= {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+        return subprocess.run(["bash", "-c", task[part]], env=env, capture_output=True, check=True).stdout.decode()
+
+    shell("setup")
     plain = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
     texts = st.text(st.one_of(plain, st.sampled_from("\n\x85\u2028\u2029'\"$")), max_size=30)  # line ends of YAML
 
     @settings(max_examples=60, deadline=None)
     @given(st.lists(texts, max_size=5))
     def check(overrides: list[str]) -> None:
-        task = yaml.safe_load(text_of(made.content(dataclasses.replace(job, overrides=overrides))))
-        done = shell(task, "run", tmp_path, SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2")
-        words = done.stdout.decode().split("\0")[:-1]
-        assert words[:10] == [
-            *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8", "--node-rank=1"),
-            *("--master-addr=10.0.0.1", "--master-port=20707", "--max-restarts=3"),
-            *(f"{tmp_path}/baretrain/code-{'0' * 16}/start.py", "train"),
-        ]
-        assert words[10:] == overrides
+        words = shell("run", *overrides).split("\0")[:-1]
+        read = parse_args(words[2:])
+        assert words[:2] == ["-m", "torch.distributed.run"] and Path(read.training_script).is_file()
+        assert read.training_script_args == ["train", *overrides]
+        joined = (read.nnodes, read.nproc_per_node, read.node_rank, read.master_addr, read.master_port)
+        assert joined == ("2", "8", 1, "10.0.0.1", 20707) and read.max_restarts == 3
 
     check()
-
-
-def test_a_task_trains(bucket, prepared, tmp_path):
-    """Setup and run of a task on two machines, both this one: a run of six steps in a real S3."""
-    location = bucket.location("runs/mine")
-    of_run = [*train_overrides(tmp_path, prepared), f"run_dir={location}", f"s3.endpoint={bucket.service.endpoint}"]
-    own = ["cluster=skypilot", f"cluster.image={IMAGE}", "instance=g5.12xlarge", "nodes=2", "processes_per_node=1"]
-    own += ["instance.efa_interfaces=0", f"cluster.python={sys.executable}", f"cluster.folder={tmp_path}"]
-    made, job = engine_and_job(
-        own, [*of_run, "instance=local", "s3.region=us-east-1", "s3.path_style=true"], code.pack()[0]
-    )
-    made.write(job)
-    task = yaml.safe_load((tmp_path / "mine.skypilot.yaml").read_text())
-    homes = [tmp_path / "node_0", tmp_path / "node_1"]
-    for home in homes:
-        for target, source in task["file_mounts"].items():
-            (home / target.removeprefix("~/")).parent.mkdir(parents=True)
-            (home / target.removeprefix("~/")).write_bytes(Path(source).read_bytes())
-        assert shell(task, "setup", home).returncode == 0
-    with ThreadPoolExecutor() as threads:
-        ran = [
-            threads.submit(
-                shell, task, "run", home, SKYPILOT_NODE_RANK=str(rank), SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.1"
-            )
-            for rank, home in enumerate(homes)
-        ]
-    assert [each.result().returncode for each in ran] == [0, 0], [each.result().stderr[:2000] for each in ran]
-    outcome = json.loads(open_folder(location, S3Config(**job.s3)).read("outcome.json"))
-    assert (outcome["outcome"], job.overrides[-1]) == ("done", f'run_dir="{location}"')

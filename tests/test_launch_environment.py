@@ -5,7 +5,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from launch.plan import environment
 from train.cli import compose as cli
-from train.config import InstanceConfig, TrainConfig
+from train.config import TrainConfig
 from train.host import machine
 from train.host.launched import Launched
 from train.host.rank_setup import rank_environment
@@ -16,35 +16,6 @@ GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 def of(name: str, *, nodes: int, processes: int) -> dict[str, str]:
     instance = cli.load_config(TrainConfig, [*GIVEN, f"instance={name}"]).instance
     return environment(instance, nodes=nodes, processes_per_node=processes)
-
-
-SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "processes", "variables"),
-    [
-        ("local", 1, 2, {}),
-        ("local", 2, 2, SHARED_STORE),
-        ("trn1.2xlarge", 1, 2, {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}),
-        (
-            "trn1.32xlarge",
-            16,
-            32,
-            SHARED_STORE | {"FI_PROVIDER": "efa", "MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"},
-        ),
-        ("p4d.24xlarge", 1, 8, ALLOCATOR | {"OMP_NUM_THREADS": "12"}),
-        ("p4d.24xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
-        ("p3.16xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
-    ],
-)
-def test_a_job_gets_what_its_machines_need(name: str, nodes: int, processes: int, variables: dict[str, str]):
-    assert of(name, nodes=nodes, processes=processes) == variables
-
-
-def test_a_process_has_at_least_one_thread():
-    assert environment(InstanceConfig(vcpus=2), nodes=1, processes_per_node=8) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
@@ -60,11 +31,30 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
     assert not machine.bad_knobs(ours)
 
 
+SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+NEURON = {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "processes", "variables"),
+    [
+        ("local", 1, 2, {}),
+        ("local", 2, 2, SHARED_STORE),
+        ("trn1.2xlarge", 1, 2, NEURON),
+        ("trn1.2xlarge", 1, 99, NEURON | {"OMP_NUM_THREADS": "1"}),
+        ("trn1.32xlarge", 16, 32, SHARED_STORE | NEURON | {"FI_PROVIDER": "efa"}),
+        ("p4d.24xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
+        ("p3.16xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
+    ],
+)
+def test_a_job_gets_what_its_machines_need(name: str, nodes: int, processes: int, variables: dict[str, str]):
+    assert of(name, nodes=nodes, processes=processes) == variables
+
+
 @pytest.mark.parametrize(("variables", "shares"), [(SHARED_STORE, False), ({}, True)])
 def test_torch_reads_the_switch_of_the_shared_store(monkeypatch, variables: dict[str, str], shares: bool):
     """Should torch rename the variable, this is where it shows."""
-    for name in SHARED_STORE:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    (name,) = SHARED_STORE
+    monkeypatch.setenv(name, variables.get(name, "0"))
     assert DynamicRendezvousHandler.use_agent_store.fget(None) is shares

@@ -55,13 +55,10 @@ def job_of(*own: str, **changes: object) -> Job:
     return dataclasses.replace(job, id=FileName("mine-00000000"), config_sha256=Sha256("0" * 64), **changes)
 
 
-def test_the_request_to_slurm(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_request_to_slurm():
     job = job_of()
     record = Record(job.run_dir, S3Config(**job.s3))
-    check_golden(
-        "sbatch.txt", lines(Scheduler().request(job, record), cache=record.local_folder(), launch=ROOT / "launch")
-    )
+    check_golden("sbatch.txt", lines(Scheduler().request(job, record), launch=ROOT / "launch"))
     prepare = ["cluster=slurm", "prepare=true", "parts=64", "parts_at_once=16"]
     _, job = plan(prepare, ["corpus=text", "corpus.path=/fsx/text", "output=/fsx/albert", "seq_len=128"])
     words = Scheduler().request(job, Record(job.run_dir, S3Config()))
@@ -99,11 +96,9 @@ def test_the_torchrun_of_a_node(monkeypatch, tmp_path, rendezvous: str, first: s
     job = job_of(f"cluster.rendezvous={rendezvous}", run_dir=str(tmp_path / "mine"))
     job, record = with_module(job, "train", b"")
     assert first in node(monkeypatch, record, "n1").torchrun("train", job.overrides)
-    machine = node(monkeypatch, record, "n2")
-    code = Path(machine.start_py()).parent
-    check_golden(
-        f"torchrun_{rendezvous}.txt", lines(machine.torchrun("train", job.overrides), runs=tmp_path, code=code)
-    )
+    words = node(monkeypatch, record, "n2").torchrun("train", job.overrides)
+    (start,) = (word for word in words if word.endswith("start.py"))
+    check_golden(f"torchrun_{rendezvous}.txt", lines(words, runs=tmp_path, code=Path(start).parent))
 
 
 @pytest.mark.services

@@ -35,16 +35,15 @@ class Scheduler(spec.Scheduler):
         return "the queue is empty"
 
     def submit(self, job, record):
-        QUEUE.write_text(json.dumps({"nodes": [f"toy{number}" for number in range(job.nodes)]}))
+        QUEUE.write_text(json.dumps([f"toy{number}" for number in range(job.nodes)]))
         return {"queue": str(QUEUE.absolute())}
 
     def state(self, record, handle):
-        path = Path(handle["queue"])
-        nodes = json.loads(path.read_text())["nodes"] if path.exists() else []
+        nodes = json.loads(Path(handle["queue"]).read_text())
         return spec.State(bool(nodes), "QUEUED" if nodes else "gone", nodes)
 
     def cancel(self, record, handle):
-        Path(handle["queue"]).unlink()
+        Path(handle["queue"]).write_text("[]")
 '''
 
 
@@ -73,3 +72,5 @@ def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_pa
     assert "toy-submit blue" in said and "the queue is empty" in said
     seen = json.loads(launch("status", "mine", "--json"))
     assert (seen["state"], seen["answer"]["nodes"]) == ("starting", ["toy0", "toy1"])
+    launch("cancel", "mine", "--yes")
+    assert json.loads(launch("status", "mine", "--json"))["state"] == "cancelled"

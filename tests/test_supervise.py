@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from launch.config import LocalConfig
@@ -100,97 +98,86 @@ def test_attempts_of_a_submission_are_counted(events, faults, idle):
     assert read_history([SUBMITTING, *events, event("cancelled")]).is_stop_asked
 
 
-def test_what_ends_the_launcher_is_in_the_record(tmp_path):
-    record = Record(str(tmp_path / "run"), S3Config())
+@pytest.fixture
+def record(tmp_path) -> Record:
+    return Record(str(tmp_path / "run"), S3Config())
+
+
+def test_what_ends_the_launcher_is_in_the_record(record):
     with pytest.raises(InputError), recording_failure(record):
         check(False, "no such node")
-    ended = read_history(record.events()).ended
+    ended = record.history().ended
     assert ended is not None and (ended.outcome, ended.reason) == ("failed", "the launcher failed: no such node")
 
 
 def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr("launch.supervise.ASKS_S", 0.0)
-    answers = iter([Unreachable("S3 is away"), OSError("disk"), "here"])
+    failures = [OSError("disk"), Unreachable("S3 is away")]
 
     def ask(name):
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return f"{answer}, {name}"
+        if failures:
+            raise failures.pop()
+        return f"here, {name}"
 
     assert retry(ask, "you") == "here, you"
     with pytest.raises(InputError):
         retry(lambda: check(False, "no retry helps"))
 
 
-class Run:
-    """A trainer whose attempts end as asked: with an outcome, and a checkpoint of a step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.record = Record(str(folder), S3Config())
-        self.stop, self.seen_stop = StopFile(self.record), []
-
-    def supervise(self, *endings: tuple[str, int] | None) -> Decision:
-        """None: an attempt that leaves nothing."""
-        rest = iter(endings)
-
-        def attempt(number: int) -> int:
-            self.seen_stop.append(self.record.run.size(STOP_FILE) is not None)
-            if ending := next(rest):
-                self.end(*ending, number)
-            return 1
-
-        return supervise(self.record, CLUSTER, attempt, nodes=["n1"], stop=self.stop, pause_s=0)
-
-    def end(self, kind: str, step: int, number: int) -> None:
-        self.record.run.write(f"checkpoints/step_{step:08d}/manifest.json", b"{}")
-        made = Outcome(kind, kind, f"attempt {number}", step, step, goes_on=kind == "failed", launch=[])
-        write_outcome(self.record.run, made, replaces_all=True)
+def end(record: Record, kind: str, step: int, number: int) -> None:
+    """What a trainer leaves: an outcome, and a checkpoint of a step."""
+    record.run.write(f"checkpoints/step_{step:08d}/manifest.json", b"{}")
+    made = Outcome(kind, kind, f"attempt {number}", step, step, goes_on=kind == "failed", launch=[])
+    write_outcome(record.run, made, replaces_all=True)
 
 
-@pytest.fixture
-def run(tmp_path) -> Run:
-    return Run(tmp_path / "run")
+def supervised(record: Record, *endings: tuple[str, int] | None, stop: StopFile | None = None) -> Decision:
+    """What comes of a run whose attempts end so; None: an attempt that leaves nothing."""
+    rest = iter(endings)
+
+    def attempt(number: int) -> int:
+        assert record.run.size(STOP_FILE) is None
+        if ending := next(rest):
+            end(record, *ending, number)
+        return 1
+
+    return supervise(record, CLUSTER, attempt, nodes=["n1"], stop=stop or StopFile(record), pause_s=0)
 
 
-def test_attempts_are_made_until_the_run_is_done(run):
-    run.record.run.write(STOP_FILE, b"")  # of a job that was killed
-    decision = run.supervise(("failed", 3), ("failed", 6), ("done", 9))
+def test_attempts_are_made_until_the_run_is_done(record):
+    record.run.write(STOP_FILE, b"")  # of a job that was killed
+    decision = supervised(record, ("failed", 3), ("failed", 6), ("done", 9))
     assert (decision.outcome, decision.reason) == ("done", "attempt 3")
-    assert run.seen_stop == [False] * 3
-    kinds = [event.kind for event in run.record.events()]
-    assert kinds == ["attempt_began", "attempt_ended"] * 3
-    assert [event.details["next"] for event in run.record.events()[1::2]] == ["again", "again", "end"]
+    assert [event.kind for event in record.events()] == ["attempt_began", "attempt_ended"] * 3
+    assert [event.details["next"] for event in record.events()[1::2]] == ["again", "again", "end"]
 
 
-def test_a_run_that_the_user_stopped_is_not_begun_again(run):
-    run.record.append_event("stop_asked")
-    decision = run.supervise()
-    assert (decision.next, decision.outcome) == ("end", "stopped")
+def test_a_run_that_the_user_stopped_is_not_begun_again(record):
+    record.append_event("stop_asked")
+    assert supervised(record).outcome == "stopped"
 
 
-def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(run):
-    run.end("done", 3, 0)
-    decision = run.supervise(None, None)
+def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(record):
+    end(record, "done", 3, 0)
+    decision = supervised(record, None, None)
     assert decision.outcome == "failed" and "left no outcome" in decision.reason
 
 
-def test_machines_that_are_lost_again_and_again_end_the_job(run):
-    run.record.append_event("submitting")
+def test_machines_that_are_lost_again_and_again_end_the_job(record):
     for number in (1, 2):  # each left no end
-        run.record.append_event("attempt_began", number=number, checkpoint=0)
-    decision = run.supervise()
+        record.append_event("attempt_began", number=number, checkpoint=0)
+    decision = supervised(record)
     assert decision.outcome == "failed" and "cluster.idle_attempts" in decision.reason
 
 
-def test_a_request_waits_until_the_trainer_has_its_folder(run, tmp_path):
-    run.stop.write()
-    run.stop.ask("the time limit is near")
-    run.stop.ask("SIGTERM from Slurm")
-    run.stop.write()
+def test_a_request_waits_until_the_trainer_has_its_folder(record, tmp_path):
+    stop = StopFile(record)
+    stop.ask("the time limit is near")
+    stop.ask("SIGTERM from Slurm")
+    stop.write()
     assert not (tmp_path / "run").exists()  # the trainer would reject a folder that holds only STOP
-    run.record.run.write("environment.json", b"{}")
-    run.stop.write()
-    assert run.record.run.size(STOP_FILE) == 0 and run.stop.reason == "the time limit is near"
-    decision = run.supervise()  # no attempt begins after a request
-    assert (decision.next, decision.outcome) == ("requeue", "stopped") and not run.record.events()
+    record.run.write("environment.json", b"{}")
+    stop.write()
+    assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"
+    decision = supervised(record, stop=stop)  # no attempt begins after a request
+    assert (decision.next, decision.outcome) == ("requeue", "stopped") and not record.events()

@@ -28,7 +28,7 @@ CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota says what to ask for"),
     **dict.fromkeys(
         NOT_ALLOWED,
-        "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/images.md)",
+        "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/ec2.md)",
     ),
     "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets), or keep "
     "cluster.secondary_interfaces=efa-only: one address a machine",

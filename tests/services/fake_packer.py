@@ -62,11 +62,10 @@ def build(arguments: tuple[str, ...]) -> int:
 
 
 def machine(values: dict[str, Any]) -> str:
-    ec2, iam = client("ec2", values["region"]), client("iam", values["region"])
-    marked = tags(values["build_tags"])
+    ec2, iam, marked = client("ec2", values["region"]), client("iam", values["region"]), tags(values["build_tags"])
 
-    def specification(kind: str) -> list[dict[str, Any]]:
-        return [{"ResourceType": kind, "Tags": marked}]
+    def marks(*kinds: str) -> list[dict[str, Any]]:
+        return [{"ResourceType": kind, "Tags": marked} for kind in kinds]
 
     iam.create_role(RoleName="packer-1", AssumeRolePolicyDocument="{}", Tags=marked)
     allowed = {"Effect": "Allow", "Action": "ssm:UpdateInstanceInformation", "Resource": "*"}
@@ -74,19 +73,11 @@ def machine(values: dict[str, Any]) -> str:
     iam.put_role_policy(RoleName="packer-1", PolicyName="p", PolicyDocument=policy)
     iam.create_instance_profile(InstanceProfileName="packer-1")
     iam.add_role_to_instance_profile(InstanceProfileName="packer-1", RoleName="packer-1")
-    (vpc,) = ec2.describe_vpcs()["Vpcs"]
-    group = ec2.create_security_group(
-        GroupName="packer_1", Description="-", VpcId=vpc["VpcId"], TagSpecifications=specification("security-group")
-    )["GroupId"]
-    ec2.create_key_pair(KeyName="packer_1", TagSpecifications=specification("key-pair"))
-    (made,) = ec2.run_instances(
-        ImageId=values["base_image"],
-        MinCount=1,
-        MaxCount=1,
-        SecurityGroupIds=[group],
-        TagSpecifications=[*specification("instance"), *specification("volume")],
-    )["Instances"]
-    return str(made["InstanceId"])
+    given = {"GroupName": "packer_1", "Description": "-", "TagSpecifications": marks("security-group")}
+    groups = [ec2.create_security_group(VpcId=ec2.describe_vpcs()["Vpcs"][0]["VpcId"], **given)["GroupId"]]
+    ec2.create_key_pair(KeyName="packer_1", TagSpecifications=marks("key-pair"))
+    one = {"ImageId": values["base_image"], "MinCount": 1, "MaxCount": 1, "SecurityGroupIds": groups}
+    return str(ec2.run_instances(**one, TagSpecifications=marks("instance", "volume"))["Instances"][0]["InstanceId"])
 
 
 def tags(values: dict[str, str]) -> list[dict[str, str]]:

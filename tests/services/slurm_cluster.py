@@ -147,9 +147,7 @@ class SlurmCluster:
     def lose(self, node: str) -> None:
         """A power cut: nothing more is heard from a node, and all that runs on it is gone."""
         holder = self.processes.pop(node)
-        subprocess.run(
-            ["nsenter", "--net", f"--target={holder.shell.pid}", "ip", "link", "set", "eth0", "down"], check=True
-        )
+        self.run("nsenter", "--net", f"--target={holder.shell.pid}", "ip", "link", "set", "eth0", "down")
         holder.kill()
 
     def start(self, node: str) -> None:
@@ -179,9 +177,7 @@ class SlurmCluster:
         try:
             eventually(lambda: len(self.run(*idle).split()) == len(self.nodes), START_S)
         except AssertionError as error:
-            raise RuntimeError(
-                f"the nodes are not idle:\n{self.run('sinfo', '--Node', '--long')}{self.logs()}"
-            ) from error
+            raise RuntimeError(f"the nodes are not idle:\n{self.run('sinfo', '-Nl')}{self.logs()}") from error
 
     def restore(self) -> None:
         """All that a test may have changed: jobs, lost or drained nodes, no controller."""
@@ -216,9 +212,8 @@ class SlurmCluster:
             card = f"slurm{number}"  # only one cluster can give it this name
             self.begin("switch", *ISOLATED, "sh", "-ec", SWITCH, "sh", card, str(os.getpid()))
             comm = Path(f"/proc/{self.processes['switch'].shell.pid}/comm")  # of the program that it is in the end
-            eventually(
-                lambda comm=comm: comm.read_text() == "sleep\n" or not self.processes["switch"].running(), START_S
-            )
+            switch = self.processes["switch"]
+            eventually(lambda comm=comm, it=switch: comm.read_text() == "sleep\n" or not it.running(), START_S)
             if self.processes["switch"].running():
                 self.run("ip", "address", "add", f"10.77.{number}.1/24", "dev", card)
                 self.run("ip", "link", "set", card, "up")
@@ -227,11 +222,7 @@ class SlurmCluster:
         raise RuntimeError(f"no network for the cluster: {self.logs()}")
 
     def write_files(self) -> None:
-        known = [
-            ("localhost", "127.0.0.1"),
-            ("head", self.address),
-            *((node, self.address_of(node)) for node in self.nodes),
-        ]
+        known = {"localhost": "127.0.0.1", "head": self.address} | {each: self.address_of(each) for each in self.nodes}
         memory_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20 // len(self.nodes)
         name = f"test{self.network.rpartition('.')[2]}"
         settings = SETTINGS.format(name=name, network=self.network, port=free_port(), folder=self.folder)
@@ -239,7 +230,7 @@ class SlurmCluster:
             (self.folder / f"spool-{node}").mkdir()
             settings += NODE.format(name=node, address=self.address_of(node), cpus=CPUS, memory_mib=memory_mib)
         (self.folder / "state").mkdir()
-        (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in known))
+        (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in known.items()))
         (self.folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (self.folder / "slurm.conf").write_text(settings)
@@ -250,16 +241,13 @@ class SlurmCluster:
         key.write_bytes(os.urandom(128))
         files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
         self.begin("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)
-        eventually(
-            lambda: (self.folder / "munge.socket").is_socket() or not self.processes["munged"].running(), START_S
-        )
+        munged = self.processes["munged"]
+        eventually(lambda: (self.folder / "munge.socket").is_socket() or not munged.running(), START_S)
 
     def answers(self, name: str) -> bool:
         if not self.processes[name].running():
             raise RuntimeError(f"{name} has ended:\n{self.logs()}")
-        words = {**os.environ, **self.environment}
-        done = subprocess.run(["scontrol", "ping"], env=words, capture_output=True, text=True, check=False)
-        return "is UP" in done.stdout
+        return "is UP" in self.run("sh", "-c", "scontrol ping; true")
 
     def logs(self) -> str:
         """The end of what each process has said."""
