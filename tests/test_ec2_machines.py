@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from ec2_launching import OWN, Trial, set_time
-from held import HELD, Holds
+from held import HELD
 from launching import losses, settings_of_run
 from planning import plan
 from running import eventually
@@ -29,7 +29,7 @@ from services.machines import Machines
 from launch import code
 from launch.ec2 import request as request_module
 from launch.ec2.request import user_data
-from launch.record import Job, Record
+from launch.record import Record
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED
 from train.config import S3Config
@@ -41,68 +41,25 @@ def ec2(machines: Machines, bucket: Bucket, tmp_path: Path) -> Iterator[Ec2Machi
         yield made
 
 
-@dataclass
-class Launched:
-    record: Record
-    job: Job
-    inner: Record  # as the machines reach it
-    bundle: bytes
-
-    def user_data(self, **named: Any) -> bytes:
-        return user_data(self.job, self.inner, **{"request": 1, "max_run_s": 3600, **named})
-
-
-@pytest.fixture
-def launched(ec2: Ec2Machines, bucket: Bucket, prepared: Path, hold: Holds) -> Iterator[Any]:
-    """Write the record of a run of two machines."""
-    bundle, packed = code.pack()
-    with ec2.machines.reaching(bucket.service.server.port) as address:
-        s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
-        of_run = settings_of_run(
-            bucket.location("runs/mine"),
-            prepared,
-            "preempt.notices=on",
-            "lease.ttl_s=2",
-            f"s3.endpoint={s3['endpoint']}",
-            *bucket.overrides()[1:],
-        )
-
-        def make(*cluster: str, content: bytes = bundle, python: str = sys.executable) -> Launched:
-            _, job = plan([*OWN, *cluster], of_run)
-            job = replace(
-                job,
-                code=packed,
-                python=python,
-                overrides=[each for each in job.overrides if not each.startswith("instance")],
-                processes_per_node=1,
-                environment={HELD: str(hold.folder)},
-                s3=s3,
-            )
-            record = Record(job.run_dir, bucket.config())
-            record.write(job, plan={}, config="", bundle=content)
-            return Launched(record, job, Record(job.run_dir, S3Config(**s3)), content)
-
-        yield make
-
-
 HELD_BEFORE = (30, 50)  # steps, each of an attempt that is interrupted there
-
-
-# ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Cloud(Trial):
-    """moto's EC2, each machine of which is a namespace."""
+    """A run of two machines on moto's EC2, each machine of which is a namespace."""
 
     machines: Any = None  # Ec2Machines
     hold: Any = None
+    inner: Any = None  # the record as machines reach it
     interruptions: tuple[str, ...] = ()  # one in each attempt, after its first checkpoint
     interrupted: int = 0
     started: dict[str, int] = field(default_factory=dict)  # machine: its namespace
     ended: set[str] = field(default_factory=set)
     lost: int = -1  # namespace of a machine that was lost
     stack: ExitStack = field(default_factory=ExitStack)
+
+    def user_data(self, **named: Any) -> bytes:
+        return user_data(self.job, self.inner, **{"request": 1, "max_run_s": 3600, **named})
 
     def pause(self, seconds: float) -> None:
         time.sleep(0.2)
@@ -141,23 +98,38 @@ class Cloud(Trial):
 
 
 @pytest.fixture
-def cloud(ec2, launched, hold, monkeypatch) -> Iterator[Any]:
+def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
+    bundle, packed = code.pack()
     keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
-    with fake_ec2(monkeypatch) as fake, ExitStack() as stack:
+    with (
+        ec2.machines.reaching(bucket.service.server.port) as address,
+        fake_ec2(monkeypatch) as fake,
+        ExitStack() as stack,
+    ):
         for name, value in {**keys, "AWS_ENDPOINT_URL_EC2": fake.endpoint}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
+        s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
+        of_run = ["preempt.notices=on", "lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
+        of_run = settings_of_run(bucket.location("runs/mine"), prepared, *of_run)
 
-        def make(*cluster: str, interruptions: tuple[str, ...] = ()) -> Cloud:
-            run = launched(*cluster)
-            monkeypatch.setattr(request_module, "user_data", lambda *_, **named: run.user_data(**named))
-            more = {"machines": ec2, "hold": hold, "interruptions": interruptions, "stack": stack}
-            made = Cloud(fake, run.record, run.job, bundle=run.bundle, **more)
+        def make(*cluster: str, content: bytes = bundle, python: str = sys.executable, **changes: Any) -> Cloud:
+            _, job = plan([*OWN, *cluster], of_run)
+            own = [each for each in job.overrides if not each.startswith("instance")]
+            held = {HELD: str(hold.folder)}
+            job = replace(job, code=packed, python=python, overrides=own, environment=held, s3=s3, processes_per_node=1)
+            record, inner = Record(job.run_dir, bucket.config()), Record(job.run_dir, S3Config(**s3))
+            more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}
+            made = Cloud(fake, record, job, bundle=content, **more)
+            monkeypatch.setattr(request_module, "user_data", lambda *_, **named: made.user_data(**named))
             set_time(monkeypatch, time.time, made.pause)
             made.submit()
             return made
 
         yield make
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, hold, undisturbed_losses):
@@ -193,7 +165,7 @@ def wait_for_end(ec2: Ec2Machines) -> None:
     eventually(lambda: ec2.shutdowns(0)[-1:] == ["-P now"] and not ec2.machines.running(0))
 
 
-def start(ec2: Ec2Machines, run: Launched, **named: Any) -> None:
+def start(ec2: Ec2Machines, run: Cloud, **named: Any) -> None:
     """A machine that registers, and then waits for the other one."""
     ec2.run_instances(0, "i-00000000", run.user_data(**named))
     eventually(lambda: run.record.folder.names("ec2/machines/"))
@@ -206,8 +178,8 @@ def start(ec2: Ec2Machines, run: Launched, **named: Any) -> None:
         ({"python": "/opt/nowhere/bin/python"}, "/opt/nowhere/bin/python: No such file or directory"),
     ],
 )
-def test_a_machine_that_cannot_start_says_so_and_ends(launched, ec2, changed, line):
-    run = launched(**changed)
+def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line):
+    run = cloud(**changed)
     ec2.run_instances(0, "i-00000000", run.user_data())
     wait_for_end(ec2)
     assert line in (ec2.folder / "console.0").read_text() and not run.record.folder.names("ec2/machines/")
@@ -215,28 +187,16 @@ def test_a_machine_that_cannot_start_says_so_and_ends(launched, ec2, changed, li
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
 
 
-def test_a_machine_whose_others_do_not_come_ends_the_run(launched, ec2):
-    run = launched("cluster.boot_s=1")
+def test_a_machine_whose_others_do_not_come_ends_the_run(cloud, ec2):
+    run = cloud("cluster.boot_s=1")
     start(ec2, run)
     wait_for_end(ec2)
-    [ended] = [event.details for event in run.record.events() if event.kind == "ended"]
+    [ended] = run.events_of("ended")
     assert ended["outcome"] == "failed" and "cluster.boot_s" in ended["reason"]
 
 
-def test_a_step_that_is_none_ends_a_machine_with_one_line(launched, ec2):
-    run = launched()
-    record = run.record.folder
-    other = {"instance": "i-00000001", "host": "machine1", "address": "10.77.0.2", "index": 0}
-    record.write("ec2/machines/0001/0000.json", json.dumps(other).encode())
-    record.write("ec2/steps/0001/0001.json", b'{"command": "dance", "name": "x"}')
-    ec2.run_instances(0, "i-00000000", run.user_data(), launch_index=1)
-    wait_for_end(ec2)
-    assert "ec2/steps/0001/0001.json cannot be read: 'dance' is no step" in ec2.console(0)
-    assert "Traceback" not in ec2.console(0)
-
-
-def test_a_machine_whose_node_program_hangs_ends(launched, ec2):
-    start(ec2, launched(), dead_s=600)
+def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):
+    start(ec2, cloud(), dead_s=600)
     [program] = (
         pid for pid in ec2.machines.running(0) if b"launch.ec2.machine" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
@@ -246,9 +206,9 @@ def test_a_machine_whose_node_program_hangs_ends(launched, ec2):
     assert "silent for 600 s" in ec2.console(0)
 
 
-def test_a_machine_has_a_deadline_and_ends_when_it_is_rebooted(launched, ec2):
+def test_a_machine_has_a_deadline_and_ends_when_it_is_rebooted(cloud, ec2):
     """The script of another machine's disk ends nothing."""
-    start(ec2, launched(), max_run_s=3600)
+    start(ec2, cloud(), max_run_s=3600)
     assert ec2.shutdowns(0) == ["-P +90"]
     ec2.machines.kill_all(0)
     ident = ec2.path(0, "/var/lib/cloud/data/instance-id")

@@ -41,7 +41,7 @@ def below(run: LaunchedRun) -> list[psutil.Process]:
 
 
 def test_a_run_is_killed_stopped_cancelled_and_resumed(
-    launched, hold, prepared, undisturbed_losses, monkeypatch, tmp_path
+    launched, hold, prepared, undisturbed_losses, monkeypatch, tmp_path, capsys
 ):
     hold.before(25, 45, 65)
     monkeypatch.chdir(prepared.parent)
@@ -50,6 +50,7 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     monkeypatch.chdir(tmp_path)  # where the data have another name
     step = launched.wait_for_checkpoint()
     (torchrun,) = [each for each in below(launched) if "torch.distributed.run" in each.cmdline()]
+    assert main(words(launched, prepared)) == REJECTED and f"{launched.run_dir} has a job: " in capsys.readouterr().err
     torchrun.kill()
     launched.wait_for("attempt_began", 2)
     hold.let_go(25)  # a slow machine may have stopped before it
@@ -58,6 +59,8 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     assert launched.ended()["outcome"] == "stopped", launched.logs()
     stopped = read_outcome(launched.run)
     assert (stopped["outcome"], stopped["step"]) == ("stopped", stopped["checkpoint"])
+    assert main(words(launched, prepared, of_run=("optim.lr=0.5",))) == REJECTED
+    assert "changed since it began (optim.lr: 0.003 -> 0.5); launch it with the same" in capsys.readouterr().err
     hold.let_go(45)
     assert main(["resume", launched.run_dir]) == DONE
     launched.wait_for_checkpoint(after=stopped["step"])

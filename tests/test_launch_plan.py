@@ -15,7 +15,7 @@ from ec2_launching import RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import FLEET, IN_S3, TASK, TRN1, node, plan, script, with_module
-from running import eventually, train_overrides
+from running import eventually
 from torch.distributed.run import parse_args
 
 from launch.__main__ import expect, main
@@ -25,7 +25,6 @@ from launch.schedulers import scheduler
 from train.cli import compose as cli
 from train.cli.command import DONE, REJECTED
 from train.config import InputError, S3Config, TrainConfig
-from train.run_folder.ownership import IDENTITY_KEYS
 
 TOO_MANY = 4 * (os.cpu_count() or 1) + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
@@ -151,41 +150,6 @@ def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path,
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and said[0].startswith("error: ") and message in said[0]
     assert not list((tmp_path / "work").iterdir())
-
-
-def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepared, capsys):
-    """The job itself does nothing here, and does not end the second time."""
-
-    def launch(*more: str) -> int:
-        given = {each.partition("=")[0]: each for each in train_overrides(tmp_path / "run", prepared, *more)}
-        return main(["cluster=local", "detach=true", "submit=true", "--", *given.values()])
-
-    def written() -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
-
-    monkeypatch.setattr(sys, "executable", script(tmp_path / "ends", "exit 0"))
-    for settings_before in ("optim.lr=0.02", "optim.lr=0.003"):
-        assert launch(settings_before) == DONE
-        record = Record(str(tmp_path / "run"), S3Config())
-        handle = record.events()[-1].details["handle"]
-        eventually(lambda record=record, handle=handle: not scheduler("local").state(record, handle).is_active)
-    (tmp_path / "run").mkdir()  # the run has begun
-    (tmp_path / "run" / "environment.json").write_text(json.dumps({"identity": dict.fromkeys(IDENTITY_KEYS, "")}))
-    before = written()
-    capsys.readouterr()
-    assert launch("optim.lr=0.01") == REJECTED
-    assert "changed since it began (optim.lr: 0.003 -> 0.01); launch it with the same" in capsys.readouterr().err
-    assert written() == before
-    monkeypatch.setattr(sys, "executable", script(tmp_path / "stays", "exec sleep 600"))
-    assert launch("max_steps=12") == DONE
-    before = written()
-    try:
-        capsys.readouterr()
-        assert launch("max_steps=12") == REJECTED
-        assert f"{tmp_path}/run has a job: process " in capsys.readouterr().err
-        assert written() == before
-    finally:
-        assert main(["cancel", str(tmp_path / "run"), "--yes"]) == DONE
 
 
 # ---- what arrives ----------------------------------------------------------------------------------------------------

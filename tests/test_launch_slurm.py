@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -150,8 +151,11 @@ def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
 
 
 def test_what_the_site_cannot_give_is_rejected_before_anything_is_written(slurm, prepared, tmp_path, capsys):
-    own = ["cluster=slurm", "nodes=4", "submit=true", "--"]
-    assert main([*own, *train_overrides(tmp_path / "run", prepared)]) == REJECTED
+    of_run = ["--", *train_overrides(tmp_path / "run", prepared)]
+    assert main(["cluster=slurm", "nodes=2", *of_run]) == DONE
+    shown = capsys.readouterr().out
+    assert re.search(r"scheduler +to start at 20.*on nodes n\[1-2\] in partition main", shown), shown
+    assert main(["cluster=slurm", "nodes=4", "submit=true", *of_run]) == REJECTED
     said = capsys.readouterr().err
     assert "node configuration is not available" in said and "shows the nodes; ask for fewer" in said
     assert not list(tmp_path.glob("run*")) and not slurm.run("squeue", "--noheader")
