@@ -72,7 +72,9 @@ def test_stats_agree_with_what_the_preparation_counted(prepared, capsys):
     assert len(frequencies) == 5 and frequencies == sorted(frequencies, reverse=True)
 
 
-def test_s3_shows_what_the_disk_shows_and_ls_reads_the_manifest_alone(bucket, prepared, tmp_path, capsys):
+def test_s3_shows_what_the_disk_shows_ls_reads_the_manifest_alone_and_verify_every_byte(
+    bucket, prepared, tmp_path, capsys
+):
     flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style"]
     location = [upload(bucket, prepared), *flags, "--cache-dir", str(tmp_path / "cache")]
     for command, first in (("ls", 1), ("head", 0), ("stats", 0)):
@@ -82,3 +84,8 @@ def test_s3_shows_what_the_disk_shows_and_ls_reads_the_manifest_alone(bucket, pr
         if command == "ls":
             assert [request.path for request in bucket.proxy.requests()] == [f"/{bucket.name}/data/manifest.json"]
     assert called(capsys, "verify", *location)[0] == 0
+    names = [shard.file for shard in read_manifest(prepared).shards]
+    bucket.flip(f"data/{names[0]}", -1)
+    bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{names[1]}")
+    code, output = called(capsys, "verify", *location)
+    assert code == 1 and f"{names[0]} has sha256" in output.out and f"{names[1]} is missing" in output.out
