@@ -255,11 +255,12 @@ def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_
     launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    calls, together = [], threading.Barrier(3)
+    calls, together, another = [], threading.Barrier(3), threading.Event()
 
     def prepare():
         calls.append("called")
         check(len(calls) > 1, "3 bad rows")
+        another.set() if len(calls) > 2 else another.wait(0.2)  # time for another rank, which the lock keeps out
         return "folder"
 
     def rank(_):
