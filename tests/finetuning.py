@@ -16,6 +16,7 @@ from train import loop
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
 from train.config import TrainConfig
+from train.tasks import Task, build_task
 
 FP32 = ["--device", "cpu", "--precision", "fp32"]  # flags of predict
 
@@ -41,8 +42,16 @@ def tuning(run_dir: Path, tokenizer: Path, *overrides: str) -> list[str]:
 
 def tuned(run_dir: Path, tokenizer: Path, *overrides: str) -> Path:
     """The folder of such a run that has ended."""
-    loop.run(cli.load_config(TrainConfig, tuning(run_dir, tokenizer, *overrides)), StopRequest())
+    train_with(tuning(run_dir, tokenizer, *overrides))
     return run_dir
+
+
+def train_with(settings: list[str], stop: StopRequest | None = None) -> tuple[str, int]:
+    return loop.run(cli.load_config(TrainConfig, settings), stop or StopRequest())
+
+
+def task_of(settings: list[str]) -> Task:
+    return build_task(cli.load_config(TrainConfig, settings))
 
 
 def asking(folder: Path, texts: Sequence[str], *, train: int, dev: int, v2: bool = False) -> list[str]:
@@ -67,6 +76,15 @@ def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) 
         question = {"id": f"q{number}", "question": f"  {rng.choice(words)} ?", "answers": answers}
         paragraphs.append({"context": context, "qas": [question | ({"is_impossible": not answers} if v2 else {})]})
     return {"version": "2.0" if v2 else "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+
+
+def word_tokenizer(words: Sequence[str], **special: str | None) -> PreTrainedTokenizerFast:
+    """One that knows these words. `special`: special tokens that are others, or None."""
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")} | special
+    pieces = [*filter(None, names.values()), *words]
+    tokenizer = Tokenizer(models.WordLevel({piece: n for n, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -7,65 +7,38 @@ import numpy as np
 import pytest
 import torch
 from rejections import rejects
-from running import prepare_config
+from running import train_config
 
-from train import prepare
 from train.data.batches.loader import Batches, MaskedRows, failure_of
-from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.shards.format import ShardSet, read_manifest
+from train.data.batches.masking import IGNORE_INDEX
+from train.data.shards.format import read_manifest
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler, ShuffleBlock
+from train.tasks import build_task
 
 G = 16
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory, corpus):
-    folder = tmp_path_factory.mktemp("shards") / "data"
-    prepare.prepare(prepare_config(folder, corpus, "rows_per_shard=24"))
-    return folder
+def rows_of(folder):
+    return build_task(train_config(folder / "run", folder)).train_data()
 
 
-def rows_of(folder, *, is_training=True):
-    manifest = read_manifest(folder)
-    masker = Masker(
-        seed=0,
-        mask_rate=0.15,
-        max_predictions=5,
-        max_ngram=3,
-        mask_id=manifest.tokenizer.mask_id,
-        special_ids=tuple(manifest.tokenizer.special_ids),
-        vocab_size=manifest.tokenizer.vocab_size,
-    )
-    return MaskedRows(ShardSet(folder, manifest, "train"), masker, is_training=is_training)
-
-
-def sampler_of(folder, *, rank, world_size, first_step=0, windows=3):
+def sampler_of(folder, *, rank, world_size, first_step=0):
     rows = [shard.rows for shard in read_manifest(folder).splits["train"]]
-    return ShardSampler(
-        rows,
-        seed=7,
-        windows=ShuffleBlock(windows),
-        global_batch_size=G,
-        rank=rank,
-        world_size=world_size,
-        consumed_rows=first_step * G,
-    )
+    where = {"rank": rank, "world_size": world_size, "consumed_rows": first_step * G}
+    return ShardSampler(rows, seed=7, windows=ShuffleBlock(3), global_batch_size=G, **where)
 
 
 def loader_of(folder, *, rank=0, world_size=1, num_workers=0, first_step=0, **more):
-    sampler = sampler_of(folder, rank=rank, world_size=world_size, first_step=first_step)
-    order = sampler.micro_batches(G // world_size)
+    order = sampler_of(folder, rank=rank, world_size=world_size, first_step=first_step).micro_batches(G // world_size)
     settings = {"batch_size": G // world_size, "prefetch": 2, "pin_memory": False, "multi_batch": 3, **more}
     return Batches(rows_of(folder), order, num_workers=num_workers, **settings)
 
 
-def global_batches(folder, *, world_size, num_workers, number, first_step=0, **more):
+def global_batches(folder, *, world_size, number, **more):
     """sha256 of each global batch: the ranks' sequences put back where the order had them."""
     per_rank = []
     for rank in range(world_size):
-        made = loader_of(
-            folder, rank=rank, world_size=world_size, num_workers=num_workers, first_step=first_step, **more
-        )
+        made = loader_of(folder, rank=rank, world_size=world_size, **more)
         per_rank.append([{k: v.clone() for k, v in batch["inputs"].items()} for batch in islice(made, number)])
     digests = []
     for step in zip(*per_rank, strict=True):
@@ -86,13 +59,7 @@ def whole(shards):
 
 @pytest.mark.parametrize(
     ("world_size", "num_workers", "more"),
-    [
-        (1, 1, {}),
-        (2, 3, {}),
-        (8, 0, {}),
-        (2, 0, {"multi_batch": 1}),
-        (2, 0, {"multi_batch": 7}),
-    ],
+    [(1, 1, {}), (2, 3, {}), (8, 0, {}), (2, 0, {"multi_batch": 1}), (2, 0, {"multi_batch": 7})],
 )
 def test_ranks_and_loader_processes_change_no_byte(shards, whole, world_size, num_workers, more):
     assert global_batches(shards, world_size=world_size, num_workers=num_workers, number=9, **more) == whole
@@ -107,37 +74,27 @@ def test_what_was_prefetched_is_not_consumed(shards, whole):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_failure_comes_after_the_batches_before_it(shards, num_workers, monkeypatch):
-    draw = MaskedRows.draw
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_failure_comes_after_the_batches_before_it_and_one_that_passes_costs_none(
+    shards, num_workers, passes, monkeypatch
+):
+    draw, failed = MaskedRows.draw, []
     bad = [int(batch[0]) for batch in islice(sampler_of(shards, rank=0, world_size=1).micro_batches(G), 6)][4]
 
     def drawn(self, items):
-        if bad in items:
+        if bad in items and not (passes and failed):
+            failed.append(bad)
             raise OSError(5, "Input/output error", "train-00001.safetensors")
         return draw(self, items)
 
     monkeypatch.setattr(MaskedRows, "draw", drawn)
     result = list(islice(loader_of(shards, num_workers=num_workers), 5))
-    assert [failure_of([batch]) is None for batch in result] == [True] * 4 + [False]
-    assert "Input/output error: 'train-00001.safetensors'" in str(failure_of(result))
-
-
-def test_an_error_that_passes_costs_no_batch(shards, whole, monkeypatch):
-    draw, calls = MaskedRows.draw, []
-
-    def drawn(self, items):
-        calls.append(len(items))
-        if len(calls) == 1:
-            raise OSError(116, "Stale file handle", "train-00001.safetensors")
-        return draw(self, items)
-
-    monkeypatch.setattr(MaskedRows, "draw", drawn)
-    result = list(islice(loader_of(shards, num_workers=0), 5))
-    assert failure_of(result) is None and len(calls) > 1
+    assert [failure_of([batch]) is None for batch in result] == [True] * 4 + [passes]
+    assert passes or "Input/output error: 'train-00001.safetensors'" in str(failure_of(result))
 
 
 def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shards):
-    data = rows_of(shards, is_training=False)
+    data = build_task(train_config(shards / "run", shards)).eval_data()
     per_rank, labels = [], 0
     for rank in range(3):
         order = EvalOrder(50, 4, rank, 3)

@@ -45,16 +45,12 @@ def test_the_window_is_all_that_fits_and_grows(of_size):
     assert of_size(20, total - 1).shuffle_block() == ShuffleBlock(3, grow=True)  # 6 windows of 3 shards, and validation
     assert of_size(20, 10 * MB + 6 * 64 * MB).shuffle_block() == ShuffleBlock(1, grow=True)
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
-    with pytest.raises(InputError, match=r"may take 0.393 GB, windows of 1 shards need 0.394 GB; raise data.cache_gb"):
-        small.check_fits(small.shuffle_block())
-    rejects(r"may take 0.393 GB, the data is 1.29 GB", of_size(20, 10 * MB + 6 * 64 * MB - MB).check_fits, None)
-
-
-def test_a_batch_larger_than_a_window_is_rejected_where_not_all_fits(of_size):
-    of_size(20, 10**12).check_fits(ShuffleBlock(2), global_batch_size=500)
-    of_size(20, 800 * MB).check_fits(ShuffleBlock(2), global_batch_size=200)
-    with pytest.raises(InputError, match="a batch of 201 sequences is more than a window of 2 shards holds"):
-        of_size(20, 800 * MB).check_fits(ShuffleBlock(2), global_batch_size=201)
+    rejects(r"may take 0.393 GB, windows of 1 shards need 0.394 GB; raise", small.check_fits, small.shuffle_block())
+    rejects(r"may take 0.393 GB, the data is 1.29 GB", small.check_fits, None)
+    two, some = ShuffleBlock(2), of_size(20, 800 * MB)
+    of_size(20, 10**12).check_fits(two, global_batch_size=500)
+    some.check_fits(two, global_batch_size=200)
+    rejects("a batch of 201 sequences is more than a window of 2", some.check_fits, two, global_batch_size=201)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -80,10 +76,9 @@ def test_whatever_a_step_reads_is_wanted_and_space_is_kept(window, batch):
 def test_all_is_wanted_where_all_fits_the_first_windows_first():
     block, manifest = ShuffleBlock(9, grow=True), manifest_of(9)
     sampler = ShardSampler([100] * 9, seed=0, windows=block, global_batch_size=10, rank=0, world_size=1)
+    first_window = [manifest.splits["train"][number] for number in sampler.epoch_order(0).windows[0]]
     wanted = wanted_shards(manifest, sampler, 10**12)
-    splits, first_window = manifest.splits, sampler.epoch_order(0).windows[0]
-    assert len(wanted) == 10 and wanted[2] == splits["validation"][0]
-    assert wanted[:2] == [splits["train"][number] for number in first_window]
+    assert len(wanted) == 10 and wanted[:3] == [*first_window, manifest.splits["validation"][0]]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
@@ -98,20 +93,19 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 def test_what_the_disk_has_not_is_not_promised(of_size):
     assert of_size(3, free=100 * MB).limit_bytes() == 90 * MB
     assert of_size(3, 50 * MB, free=100 * MB).limit_bytes() == 50 * MB
-    with pytest.raises(InputError, match="has 0.1 GB free, the shards would take 0.202 GB; free some"):
-        of_size(3, 300 * MB, free=100 * MB).limit_bytes()
+    full = of_size(3, 300 * MB, free=100 * MB)
+    rejects("has 0.1 GB free, the shards would take 0.202 GB; free some", full.limit_bytes)
     there = of_size(3, 150 * MB, free=100 * MB)
     (there.folder / "train-00000.safetensors").write_text("")  # what is there already needs no more space
     assert there.limit_bytes() == 150 * MB
 
 
 def test_times_that_cannot_be_kept_are_rejected():
-    with pytest.raises(InputError, match=r"data.deadline_s=700 must be below backend.timeout_s=600"):
-        TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=ShardsConfig(path="s3://b", deadline_s=700))
+    given = {"run_dir": "", "max_steps": 1, "micro_batch_size": 1}
+    late = ShardsConfig(path="s3://b", deadline_s=700)
+    rejects("data.deadline_s=700 must be below backend.timeout_s=600", TrainConfig, data=late, **given)
     rejects(r"data.attempt_s=60 is longer than data.deadline_s=30", ShardsConfig, path="", deadline_s=30)
 
-
-# ---- readers -------------------------------------------------------------------------------------------------------
 
 SHARD = manifest_of(1).shards[0]
 
@@ -157,10 +151,11 @@ def test_a_shard_that_does_not_come_is_given_up(served, clock):
     assert waited_s(served, clock, r"given up after 50 s") < 51  # later ones do not wait again
 
 
-def test_time_until_a_shard_is_wanted_does_not_count(served, clock):
+def test_time_until_a_shard_is_wanted_does_not_count_and_the_fault_of_another_is_named(served, clock):
     served.write_status([], {})
-    clock.later[1100.0] = lambda: served.write_status([SHARD], {})
-    assert 150 <= waited_s(served, clock, "given up after 50 s") < 152
+    other = {"train-00009.safetensors": {"reason": "no space", "is_final": False}}
+    clock.later[1100.0] = lambda: served.write_status([SHARD], other)
+    assert 150 <= waited_s(served, clock, "00000.safetensors does not come; no space; given up after 50 s") < 152
 
 
 def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
@@ -168,11 +163,6 @@ def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
     final = {SHARD.file: {"reason": "gone", "is_final": True}}
     clock.later[1020.0] = lambda: served.write_status([SHARD], final)
     assert 20 <= waited_s(served, clock, "^gone$", kind=InputError) < 22
-
-
-def test_a_shard_without_a_fault_of_its_own_has_that_of_another(served, clock):
-    served.write_status([SHARD], {"train-00009.safetensors": {"reason": "no space", "is_final": False}})
-    waited_s(served, clock, "train-00000.safetensors does not come; no space; given up after 50")
 
 
 def test_a_prefetcher_that_is_gone_or_never_began_is_named(served, clock):
@@ -197,15 +187,14 @@ def test_a_shard_is_not_ready_before_this_run_has_compared_it(of_size):
 
 
 def test_ranks_launched_together_share_a_part_of_the_cache(monkeypatch):
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    name = cache.launch_name()
-    assert cache.launch_name() == name
-    monkeypatch.setenv("MASTER_PORT", "29501")
-    assert cache.launch_name() != name
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert cache.launch_name() != cache.launch_name()
+    def name(**launched):
+        for variable, value in launched.items():
+            monkeypatch.setenv(variable, value)
+        return cache.launch_name()
+
+    one = name(RANK="0", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
+    assert name() == one != name(MASTER_PORT="29501")
+    assert name(WORLD_SIZE="1") != name()
 
 
 def test_a_file_system_without_locks_is_named(of_size, monkeypatch):

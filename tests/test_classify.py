@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from finetuning import tuning
+from finetuning import task_of, tuning
+from rejections import rejects
 
-from train.cli import compose as cli
-from train.config import InputError, TrainConfig
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
-from train.tasks import build_task
 from train.tasks.classify import ClassifyConfig
 from train.tasks.classify.task import Classification, ClassifyFeaturizer, class_weights, tables
 from train.tasks.texts import lengths_up_to
@@ -41,10 +39,8 @@ def make(data, tokenizer_folder, tmp_path_factory):
 
     def make(*overrides):
         files = [f"data.path={data}", "data.train=train.csv", "data.validation=dev.csv", "data.columns.id=name"]
-        given = ["task=classify", "data=records", *files, "seq_len=64", *overrides]
-        cfg = cli.load_config(TrainConfig, tuning(cache / "run", tokenizer_folder, *given))
-        cfg.data.more_validation = {"other": "other.csv"}
-        return build_task(cfg)
+        given = ["task=classify", "data=records", *files, "data.more_validation={other: other.csv}", "seq_len=64"]
+        return task_of(tuning(cache / "run", tokenizer_folder, *given, *overrides))
 
     return make
 
@@ -52,9 +48,6 @@ def make(data, tokenizer_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def task(make):
     return make("task.balanced=true", "task.label_smoothing=0.1", "data.lengths=[16,32]")
-
-
-# ---- texts to tokens -----------------------------------------------------------------------------------------------
 
 
 def test_texts_are_cut_and_counted(tokenizer):
@@ -88,20 +81,12 @@ def test_special_tokens_in_a_text_are_text(tokenizer):
     assert [token for token in ids if token in special] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_last_length_is_that_of_the_longest_sequence():
+def test_the_last_length_is_that_of_the_longest_sequence_or_what_the_model_can_read(make):
+    assert make("seq_len=null", "model.max_positions=48").lengths == (48,)
+    rejects("seq_len=64 is longer than the model's 48 positions", make, "model.max_positions=48")
     assert lengths_up_to(64, []) == (64,)
     assert lengths_up_to(64, [16, 32]) == lengths_up_to(64, [16, 32, 64]) == (16, 32, 64)
-    with pytest.raises(InputError, match="data.lengths has 128, which is more than seq_len=64"):
-        lengths_up_to(64, [16, 128])
-
-
-def test_without_seq_len_it_is_what_the_model_can_read(make):
-    assert make("seq_len=null", "model.max_positions=48").lengths == (48,)
-    with pytest.raises(InputError, match="seq_len=64 is longer than the model's 48 positions"):
-        make("model.max_positions=48")
+    rejects("data.lengths has 128, which is more than seq_len=64", lengths_up_to, 64, [16, 128])
 
 
 def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):
@@ -117,10 +102,7 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
     assert set(task.facts) == {"padding_share", "truncated_share"}
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------------
-
-
-def test_balanced_weights_are_those_of_scikit_learn():
+def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
     from sklearn.utils.class_weight import compute_class_weight
 
     counts = np.array([27, 9, 54])
@@ -128,31 +110,17 @@ def test_balanced_weights_are_those_of_scikit_learn():
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=np.repeat(np.arange(3), counts))
     assert result == pytest.approx(wanted)
     assert class_weights(ClassifyConfig(), LABELS, counts) is None
+    for cfg, counts, says in (
+        (ClassifyConfig(class_weights=[1, 2]), np.ones(3), r"2 numbers for 3 labels \(bad, fair, good\)"),
+        (ClassifyConfig(balanced=True), np.array([3, 0, 3]), "no training row has the label fair"),
+    ):
+        rejects(says, class_weights, cfg, LABELS, counts)
 
 
-def test_weights_that_do_not_fit_the_labels_are_rejected():
-    with pytest.raises(InputError, match=r"2 numbers for 3 labels \(bad, fair, good\)"):
-        class_weights(ClassifyConfig(class_weights=[1, 2]), LABELS, np.ones(3))
-    with pytest.raises(InputError, match="no training row has the label fair"):
-        class_weights(ClassifyConfig(balanced=True), LABELS, np.array([3, 0, 3]))
-
-
-def in_bucket(task, rows, bucket):
-    return np.where(np.array(rows) == PADDING, PADDING, np.array(rows) + (bucket << BUCKET_SHIFT))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        ["task.class_weights=[1,5,0.5]"],
-        ["task.label_smoothing=0.2"],
-        ["task.balanced=true", "task.label_smoothing=0.1"],
-    ],
-    ids=str,
-)
-def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, settings):
-    task = make(*settings)
+@pytest.mark.parametrize("smoothing", ["0", "0.2"])
+@pytest.mark.parametrize("weights", ["", "task.balanced=true", "task.class_weights=[1,5,0.5]"])
+def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights, smoothing):
+    task = make(f"task.label_smoothing={smoothing}", *weights.split())
     torch.manual_seed(0)
     model = task.build_model().eval()
     assert task.flops_per_example(model, 64) > task.flops_per_example(model, 16) > 0
@@ -161,21 +129,14 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, setting
     whole = {name: tensor[0] for name, tensor in rows.draw(items[None])["inputs"].items()}
     with torch.no_grad():
         logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
-        wanted = F.cross_entropy(
-            logits,
-            whole["labels"],
-            weight=task.task.weights,
-            label_smoothing=task.cfg.task.label_smoothing,
-            reduction="mean",
-        )
+        settings = {"weight": task.task.weights, "label_smoothing": float(smoothing)}
+        wanted = F.cross_entropy(logits, whole["labels"], **settings)
         for parts in ([[*range(12)]], [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]]):
             drawn = rows.draw(np.array(parts))
             batches = [{name: tensor[k] for name, tensor in drawn["inputs"].items()} for k in range(len(parts))]
             total = sum(task.loss(model, batch).item() for batch in batches)
             assert total / sum(drawn["count"]) == pytest.approx(wanted.item(), rel=1e-5)
 
-
-# ---- evaluation ----------------------------------------------------------------------------------------------------
 
 TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
 
@@ -204,10 +165,8 @@ def certain(labels, *, wrong=()):
 
 def test_statistics_are_the_plain_loss_and_the_logits(task):
     model = task.build_model().eval()
-    inputs = {
-        name: tensor[0]
-        for name, tensor in task.eval_data().draw(in_bucket(task, [[0, 1, PADDING]], 2))["inputs"].items()
-    }
+    drawn = task.eval_data().draw(np.array([[2 << BUCKET_SHIFT, (2 << BUCKET_SHIFT) + 1, PADDING]]))  # the longest
+    inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
     with torch.no_grad():
         result = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])

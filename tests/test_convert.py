@@ -37,17 +37,6 @@ def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
     assert after.counts["unigram_entropy"] == pytest.approx(before.counts["unigram_entropy"], abs=0.01)  # the tail
 
 
-def test_to_and_from_s3(prepared, arrow, bucket, tmp_path, capsys):
-    flags = ["--endpoint", bucket.service.endpoint, "--path-style", "--region", "us-east-1"]
-    flags += ["--cache-dir", tmp_path / "cache"]
-    folder = bucket.location("back")
-    code, output = run(capsys, "from-arrow", arrow, folder, "--tokenizer", prepared / "tokenizer", *flags)
-    assert code == 0, output.err
-    assert run(capsys, "to-arrow", folder, tmp_path / "again", *flags)[0] == 0
-    one, two = (datasets.load_from_disk(str(tmp_path / name)) for name in ("arrow", "again"))
-    assert one["train"]["tokens"][:] == two["train"]["tokens"][:]
-
-
 def save(folder, **columns):
     table = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict(train=table, validation=table).save_to_disk(str(folder))

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -97,17 +96,6 @@ def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_pat
     assert len({before, touched, files("text", path.parent).fingerprint()}) == 3
 
 
-def test_a_link_to_nowhere_and_a_file_without_permission_are_named(tmp_path, monkeypatch):
-    link = tmp_path / "link.txt"
-    link.symlink_to(tmp_path / "nowhere")
-    assert f"{link} is not a regular file, or a link to nowhere" in error_of("text", tmp_path)
-    link.unlink()
-    secret = tmp_path / "secret.txt"
-    secret.write_text("x")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root, who may run this, can read everything
-    assert f"{secret} cannot be read: permission denied" in error_of("text", tmp_path)
-
-
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "**"])
 def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, pattern):
     folder, outside = tmp_path / "in", tmp_path / "outside"
@@ -127,8 +115,15 @@ def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, p
     assert named == {"twice", "again", "a_copy.txt", "sub/up", "itself", "neighbours"}
 
 
-def test_a_folder_that_cannot_be_listed_is_named_instead_of_left_out(tmp_path, monkeypatch):
+def test_what_cannot_be_opened_is_named_instead_of_left_out(tmp_path, monkeypatch):
+    link = tmp_path / "link.txt"
+    link.symlink_to(tmp_path / "nowhere")
+    assert f"{link} is not a regular file, or a link to nowhere" in error_of("text", tmp_path)
+    link.unlink()
     (tmp_path / "a.txt").write_text("x")
+    with monkeypatch.context() as rejecting:
+        rejecting.setattr(os, "access", lambda *_: False)  # root, who may run this, can read everything
+        assert "a.txt cannot be read: permission denied" in error_of("text", tmp_path)
     (tmp_path / "locked").mkdir()
     scandir = os.scandir
 
@@ -183,9 +178,6 @@ def test_settings_that_no_text_can_be_read_with_are_rejected(tmp_path):
     message = error_of("text", path, encoding="utf-16")
     assert message.startswith(str(path)) and "BOM" in message
     assert error_of("text", path, encoding="hex").startswith("corpus.encoding=hex is not known")  # no text's
-    corpus = files("text", path)
-    path.unlink()
-    rejects(r"a\.txt cannot be read: No such file", texts, corpus)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -393,7 +385,7 @@ def test_the_fingerprint_of_data_sets_changes_with_names_and_local_files(tmp_pat
     assert len({*before, *after}) == 7 and before[:3] == after[:3]
 
 
-def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path, monkeypatch):
+def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"body": "a", "id": 1}])
     here = HFDataset(path="json", data_files=str(path), column="body")
     for bad, expected in (
@@ -403,13 +395,6 @@ def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path, 
         (HFDataset(path=str(tmp_path)), "no column=text; the columns are: body, id"),
     ):
         rejects(expected, next, iter(hub(here, bad).documents()))
-
-    def offline(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach 'user/set' on the Hub\nmore lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    expected = r"^data set user/set cannot be opened: .*it is not in the Hub's cache, and .*; a local folder works too$"
-    rejects(expected, texts, hub(HFDataset(path="user/set")))
 
 
 def test_bad_rows_of_a_data_set_are_named(tmp_path):
@@ -442,7 +427,6 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     (tmp_path / "test" / "b.py").write_text('"""' + "not this one " * 20 + '"""')
     (tmp_path / "broken.py").write_text("def :")
     (tmp_path / "copy.py").write_text(f'"""klass {"word " * 5}\n\nindented"""\ndef f():\n    """{"new " * 40}"""')
-    (tmp_path / "short.py").write_text('"""Too short."""')
     names = ["module", "klass", "method", "inner", "guarded", "method"]
     source = '"""{} {pad}"""\nraise SystemExit\nclass A:\n    """{} {pad}\n\n        indented\n    """\n'
     source += '    def f(self):\n        """{} {pad}"""\n        async def g():\n            """{} {pad}"""\n'
@@ -450,9 +434,6 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     (tmp_path / "a.py").write_text(source.format(*names, pad="word " * 5))
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(corpus_module, "topics", {})
-    corpus = open_corpus(CorpusConfig(kind="pydocs", name="test"))
-    before, result = corpus.fingerprint(), texts(corpus)
-    (tmp_path / "short.py").write_text('"""Longer, but too short."""')
-    assert before != open_corpus(CorpusConfig(kind="pydocs", name="test")).fingerprint()
+    result = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
     assert len(result) == 2 and result[1] == ("new " * 40).strip()  # without the docstring that a.py has
     assert [part.split()[0] for part in result[0].split("\n\n")] == [*names[:2], "indented", *names[2:5]]

@@ -16,19 +16,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from finetuning import word_tokenizer
 from finished_run import SECRETS, write
 from huggingface_hub import constants
+from rejections import rejects
 from running import ROOT
 from services.fake_hub import READ_TOKEN, TOKEN, FakeHub
 from services.process import free_port
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from train import hub as hub_command
 from train.config import Failure, HubConfig, InputError, S3Config
@@ -37,45 +32,36 @@ from train.publish import push as hub
 from train.run_folder.folder import RunFolder
 
 TO = "jane/tweets"
-SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 
 
 @pytest.fixture
 def the_hub(monkeypatch, tmp_path):
     """The only Hub that this process knows, with a token that may write to it."""
     with FakeHub() as fake:
-        turn_to(fake.endpoint, monkeypatch, tmp_path)
+        changes = {  # what the environment says to a new process is read once, at the import
+            "ENDPOINT": fake.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": fake.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }
+        for name, value in changes.items():
+            monkeypatch.setattr(constants, name, value)
+        for name, text in {"HF_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, text)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        huggingface_hub.close_session()
         yield fake
-
-
-def turn_to(endpoint: str, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """What the environment says to a new process is read once, at the import."""
-    changes = {
-        "ENDPOINT": endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_CACHE": str(home / "cache"),
-        "HF_TOKEN_PATH": str(home / "token"),
-    }
-    for name, value in changes.items():
-        monkeypatch.setattr(constants, name, value)
-    for name, text in {"HF_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, text)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    huggingface_hub.close_session()
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with its export. Tests that change it work on a copy."""
     run = write(tmp_path_factory.mktemp("runs") / "demo")
-    vocabulary = {word: index for index, word in enumerate([*SPECIAL.values(), "good", "bad"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(run / "export")
+    word_tokenizer(["good", "bad"]).save_pretrained(run / "export")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    BertForSequenceClassification(BertConfig(vocab_size=6, num_labels=3, **sizes)).save_pretrained(run / "export")
+    BertForSequenceClassification(BertConfig(vocab_size=7, num_labels=3, **sizes)).save_pretrained(run / "export")
     card.write(RunFolder(str(run)))
     (run / "export" / ".README.md.tmp-1").write_text("half written")
     return run
@@ -93,9 +79,6 @@ def pushed(the_hub: FakeHub) -> dict[str, bytes]:
 def config(run: Path, to: str | None = TO, **more: Any) -> Any:
     """As much of a configuration as the check before a run looks at."""
     return SimpleNamespace(hub=HubConfig(push_to=to, **more), run_dir=str(run), s3=S3Config())
-
-
-# ---- what goes there -----------------------------------------------------------------------------------------------
 
 
 def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
@@ -193,9 +176,6 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
     assert re.search(r"train: +30 ", done.stdout) and re.search(r"validation: +10 ", done.stdout), done.stdout
 
 
-# ---- rejected before a run -----------------------------------------------------------------------------------------
-
-
 def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypatch):
     hub.check_push(config(tmp_path, None))
     with monkeypatch.context() as other:
@@ -215,8 +195,6 @@ def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypa
 NO_TOKEN, OFFLINE = {"HF_TOKEN": None}, {"HF_HUB_OFFLINE": True}
 NOBODY_THERE = {"ENDPOINT": f"http://127.0.0.1:{free_port()}"}
 REJECTED = [
-    ({}, "tweets", "must be user/name"),
-    ({}, "jane/two words", "must be user/name"),
     ({}, "mary/tweets", "that of jane, who is neither mary"),
     (NO_TOKEN, TO, "no token of the Hugging Face Hub"),
     ({"HF_TOKEN": "hf_wrong"}, TO, "does not know the token"),
@@ -240,18 +218,14 @@ def change_world(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(("world", "to", "said"), REJECTED)
 def test_what_could_not_be_pushed_is_rejected_before(the_hub, tmp_path, monkeypatch, world, to, said):
     change_world(monkeypatch, world)
-    with pytest.raises(InputError, match=said) as rejected:
-        hub.check_push(config(tmp_path, to, private=False))
-    assert "\n" not in str(rejected.value)
     later = f"leave hub.push_to out and push later with python -m train.hub {tmp_path} --to {to} --public"
-    assert "user/name" in said or later in str(rejected.value)
+    rejects(f"{said}.*{later}", hub.check_push, config(tmp_path, to, private=False))
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_who_may_see_it_is_not_a_surprise(the_hub, finished, tmp_path, there):
     the_hub.put(TO, {}, private=there)
-    with pytest.raises(InputError, match=f"is {'private' if there else 'public'} on the Hub"):
-        hub.check_push(config(tmp_path, private=not there))
+    rejects(f"is {'private' if there else 'public'} on the Hub", hub.check_push, config(tmp_path, private=not there))
     with pytest.raises(Failure):
         hub.push(RunFolder(str(finished)), TO, private=not there)
     assert pushed(the_hub) == {}
@@ -263,9 +237,6 @@ def test_a_run_that_has_begun_is_only_warned(the_hub, finished, monkeypatch, log
         change_world(monkeypatch, world)
         hub.check_push(config(finished))
     assert log.text.count("the run starts") == 2
-
-
-# ---- failures at the end -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", ["/api/whoami-v2", "/api/repos/create", "/commit/"])
@@ -283,9 +254,6 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(the
     the_hub.faults.clear()
     assert hub_command.main(again) == 0
     assert "model.safetensors" in pushed(the_hub) and the_hub.repos["models", TO].private
-
-
-# ---- the token -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [TOKEN, READ_TOKEN, "hf_wrongtoken", "hf_illegal\x0btoken"])
@@ -312,6 +280,5 @@ def test_the_token_is_shown_to_nobody(the_hub, run, monkeypatch, capfd, log, tok
 
 def test_a_hub_that_is_silent_is_not_waited_for_for_ever(the_hub, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "ASK_S", 0.2)
-    monkeypatch.setitem(the_hub.faults, "/api/whoami-v2", 0)  # 0: no answer
-    with pytest.raises(InputError, match="the Hub cannot be reached .*[Tt]ime"):
-        hub.check_push(config(tmp_path))
+    the_hub.faults["/api/whoami-v2"] = 0  # no answer
+    rejects("the Hub cannot be reached .*[Tt]ime", hub.check_push, config(tmp_path))

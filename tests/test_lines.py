@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from rejections import rejects
 
-from train.config import Failure, InputError, S3Config
+from train.config import Failure, S3Config
 from train.run_folder.folder import RunFolder
 from train.telemetry.journal import Journal
 from train.telemetry.lines import parse_lines, read_lines
@@ -59,11 +60,9 @@ def test_a_damaged_line_is_left_out_or_named(bad):
     rows = [json.dumps(LINE), bad if isinstance(bad, str) else json.dumps(LINE | bad), json.dumps(LINE)]
     content = "\n".join([*rows, '{"kind": "tr']).encode()
     assert list(parse_lines(content)) == [LINE, LINE]
-    with pytest.raises(InputError, match=r"^x line 2 is not"):
-        list(parse_lines(content, where="x", is_strict=True))
+    rejects(r"^x line 2 is not", list, parse_lines(content, where="x", is_strict=True))
 
 
 def test_lines_of_an_earlier_version_are_rejected():
     old = json.dumps({key: value for key, value in LINE.items() if key != "attempt"}).encode()
-    with pytest.raises(InputError, match="earlier version"):
-        list(parse_lines(old))
+    rejects("earlier version", list, parse_lines(old))

@@ -11,16 +11,8 @@ WORD_START = np.random.default_rng(3).random(V) < 0.6
 
 
 def masker(**changes):
-    settings = {
-        "seed": 1,
-        "mask_rate": 0.15,
-        "max_predictions": 12,
-        "max_ngram": 3,
-        "mask_id": 4,
-        "special_ids": (0, 1, 2, 3, 4),
-        "vocab_size": V,
-    }
-    return Masker(**(settings | changes))
+    settings = {"seed": 1, "mask_rate": 0.15, "max_predictions": 12, "max_ngram": 3, "vocab_size": V}
+    return Masker(mask_id=4, special_ids=(0, 1, 2, 3, 4), **(settings | changes))
 
 
 @pytest.fixture(scope="module")

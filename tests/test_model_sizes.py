@@ -8,6 +8,7 @@ import torch
 from hostile import quick
 from hypothesis import given
 from hypothesis import strategies as st
+from rejections import rejects
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -15,7 +16,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from train.config import HeadSize, InputError, ModelConfig
+from train.config import HeadSize, ModelConfig
 from train.models.model_sizes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
 from train.storage.schema import BadContent
 
@@ -26,8 +27,7 @@ VOCABULARY, LABELS = HeadSize(predictions=10), HeadSize(labels=3)
 @pytest.mark.parametrize("architecture", DEFAULTS)
 def test_defaults_are_those_of_transformers(architecture: str):
     config = AutoConfig.for_model(architecture)
-    values = json.loads(config.to_json_string())
-    assert shape_of(values) == DEFAULTS[architecture]
+    assert shape_of(json.loads(config.to_json_string())) == DEFAULTS[architecture]
     assert config.hidden_size == DEFAULTS[architecture].hidden_size
 
 
@@ -54,13 +54,9 @@ def test_parameters_are_counted_as_in_the_model(architecture: str, head: HeadSiz
     assert shape.trained_parameters(head) == pytest.approx(count, rel=0.01)
 
 
-def test_the_published_counts_of_parameters():
-    """BERT-large has 335 million with its head, ALBERT-base 11.2 with its own."""
+def test_published_models_have_as_many_parameters_and_frozen_parts_have_no_gradients():
     assert PUBLISHED["bert-large-uncased"].trained_parameters(VOCABULARY) == pytest.approx(335e6, rel=0.01)
     assert PUBLISHED["albert-base-v2"].trained_parameters(VOCABULARY) == pytest.approx(11.2e6, rel=0.01)
-
-
-def test_frozen_parts_have_no_gradients():
     shape = PUBLISHED["bert-base-cased"]
     whole = shape.trained_parameters(LABELS)
     assert shape.trained_parameters(LABELS, freeze_embeddings=True) == whole - shape.embedding_parameters()
@@ -98,8 +94,7 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
 )
 def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, text: str, says: str):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError, match=f"config.json is damaged: {says}"):
-        find_shape(ModelConfig(pretrained=str(tmp_path)))
+    rejects(f"config.json is damaged: {says}", find_shape, ModelConfig(pretrained=str(tmp_path)))
 
 
 VALUES = (

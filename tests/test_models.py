@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from rejections import rejects
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AlbertConfig, AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM
 from transformers.activations import ACT2FN
 
-from train.config import HeadSize, InputError, ModelConfig
+from train.config import HeadSize, ModelConfig
 from train.models.encoder import build_masked_lm, states_at
-from train.models.model_sizes import shape_of
 
 S, P, V = 24, 5, 101
 COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40}
@@ -23,9 +23,9 @@ ARCHITECTURES = {
 }
 
 
-def build(architecture, **changes):
+def build(model, **changes):
     torch.manual_seed(0)
-    cfg = ModelConfig(**{"architecture": architecture, **COMMON, **ARCHITECTURES[architecture], **changes})
+    cfg = ModelConfig(**{"architecture": model, **COMMON, **ARCHITECTURES[model], **changes})
     return build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S).eval()
 
 
@@ -93,13 +93,6 @@ def test_flops_are_those_that_torch_counts(architecture):
     assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
 
 
-def test_flops_of_albert_base_are_the_published_figure():
-    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072}
-    shape = shape_of(AlbertConfig(vocab_size=30000, **sizes).to_dict())
-    per_token = shape.train_flops(HeadSize(predictions=77), seq_len=512) / 512
-    assert per_token == pytest.approx(570.4e6, rel=1e-3)
-
-
 @pytest.mark.parametrize("architecture", ["albert", "bert"])
 def test_positions_begin_as_sinusoids_twice_the_size_of_the_words_which_are_as_large_as_asked(architecture):
     network = build(architecture, initializer_range=0.1, position_init="sinusoid").network
@@ -116,23 +109,17 @@ def test_positions_begin_as_sinusoids_twice_the_size_of_the_words_which_are_as_l
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_positions": 16}, "seq_len=24 is longer than the model's 16 positions"),
-        ({"vocab_size": 50}, "model.vocab_size=50 is smaller than the tokenizer's 101"),
         ({"architecture": "bert", "embedding_size": 16}, "model.embedding_size=16: bert has no such size"),
         # Its positions begin behind the padding.
         ({"architecture": "roberta", "embedding_size": None, "max_positions": 24}, "than the model's 23 positions"),
-        ({"architecture": "albrt"}, "model.architecture=albrt is not a model_type"),
         (
             {"architecture": "gpt2", "embedding_size": None, "intermediate_size": None},
             "no masked language model of type",
         ),
-        ({"hidden_size": 32, "num_heads": 5}, "model.hidden_size=32 must be a multiple of model.num_heads=5"),
         ({"architecture": "deberta-v2", "embedding_size": None, "initializer_range": 0.0}, "must be above 0"),
         ({"architecture": "modernbert", "embedding_size": None, "position_init": "sinusoid"}, "no position embeddings"),
         ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),
     ],
 )
 def test_a_model_that_does_not_fit_is_rejected(changes, says):
-    with pytest.raises(InputError, match=says.replace("(", r"\(")):
-        cfg = ModelConfig(**{"architecture": "albert", **COMMON, **ARCHITECTURES["albert"], **changes})
-        build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S)
+    rejects(says, build, "albert", **changes)

@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from finetuning import FP32, byte_tokenizer, tuning
-from running import ROOT, lines, run
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from finetuning import FP32, byte_tokenizer, task_of, train_with, tuning, word_tokenizer
+from running import ROOT, lines
+from transformers import AutoTokenizer
 
-from launch.estimate import estimate
-from train import loop, predict
-from train.attempt.preempt import StopRequest
-from train.cli import compose as cli
-from train.config import InputError, TrainConfig
+from train import predict
+from train.config import InputError
 from train.data.batches.masking import IGNORE_INDEX
-from train.tasks import build_task
 from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, statistics, tables
 
 ENTITIES = ROOT / "tests" / "data" / "entities.conll"
@@ -30,12 +25,8 @@ score = TokenClassification.score
 def words_folder(tmp_path_factory):
     """A tokenizer that knows each word of the sentences."""
     lines = ENTITIES.read_text().splitlines()
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(line.split()[0] for line in lines if line)]
-    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
     folder = tmp_path_factory.mktemp("words")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(str(folder))
+    word_tokenizer(dict.fromkeys(line.split()[0] for line in lines if line)).save_pretrained(str(folder))
     return folder
 
 
@@ -50,25 +41,15 @@ def overrides(words_folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(overrides):
-    return lambda run_dir, *others, stop=None: loop.run(
-        cli.load_config(TrainConfig, overrides(run_dir, *others)), stop or StopRequest()
-    )
-
-
-@pytest.fixture(scope="module")
-def trained(train, tmp_path_factory):
+def trained(overrides, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    train(run_dir, "samples=4", "checkpoint.best=true", "best.export=true")
+    train_with(overrides(run_dir, "samples=4", "checkpoint.best=true", "best.export=true"))
     return run_dir
 
 
 @pytest.fixture(scope="module")
 def predictions(trained):
     return [json.loads(line) for line in (trained / "predictions/validation.jsonl").read_text().splitlines()]
-
-
-# ---- words to tokens -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bytes"])
@@ -98,9 +79,6 @@ def test_words_without_a_token_have_no_label(prepared):
     assert [each.tolist() for each in first_tokens(encode([""], 10), ["x"])] == [[], []]
 
 
-# ---- loss and metrics ----------------------------------------------------------------------------------------------
-
-
 def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 5, 4), torch.tensor([[1, -100, 2, 0, -100], [-100] * 5, [3, 3, 3, 3, 3]])
@@ -112,7 +90,7 @@ def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
 
 
 def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
-    task = build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run")))
+    task = task_of(overrides(tmp_path / "run"))
     batch = task.train_data().draw(np.array([[0, 1, 2], [3, 4, 5]]) + 2**48)  # of the longer bucket
     assert batch["count"] == [(row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]]
     assert batch["inputs"]["labels"].shape == batch["inputs"]["input_ids"].shape == (2, 3, 48)
@@ -127,9 +105,6 @@ def test_entities_are_right_as_a_whole():
     assert scores["per_class"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
     assert [scores["per_class"][kind]["support"] for kind in ("ORG", "PER")] == [0, 1]
     assert score([["O"]], [["O"]])["f1"] == 0 and not tables([["O"]], [["O"]])["per_class"]
-
-
-# ---- a run ---------------------------------------------------------------------------------------------------------
 
 
 def test_it_learns(trained, predictions):
@@ -164,16 +139,6 @@ def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
         assert 0 < entity["probability"] <= 1
 
 
-def test_it_is_the_same_on_two_ranks(overrides, train, tmp_path):
-    given = ["max_steps=4", "eval_every=2", "log_every=1", "micro_batch_size=2"]
-    train(tmp_path / "one", *given)
-    done = run(overrides(tmp_path / "two", *given), ranks=2)
-    assert done.returncode == 0, done.stderr
-    for kind, keys in (("train", ("loss", "grad_norm")), ("eval", ("loss", "f1", "accuracy"))):
-        one, two = ([[line[key] for key in keys] for line in lines(tmp_path / n, kind)] for n in ("one", "two"))
-        assert len(one) == (4 if kind == "train" else 2) and np.array(two) == pytest.approx(np.array(one), rel=1e-4)
-
-
 def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
     names = ["O", "B-X", "I-X"]
     features = datasets.Features(
@@ -182,24 +147,15 @@ def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
     rows = {"tokens": [[f"w{n}", "y"] for n in range(20)], "ner_tags": [[n % 3, 0] for n in range(20)]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     given = [f"data.path={tmp_path / 'set'}", "data.columns.tags=ner_tags"]
-    task = build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run", *given)))
+    task = task_of(overrides(tmp_path / "run", *given))
     assert task.labels == names
 
-
-def test_a_plan_knows_its_arithmetic(overrides, tmp_path):
-    cfg = cli.load_config(TrainConfig, overrides(tmp_path / "run", "instance=p4d.24xlarge"))
-    result = estimate(cfg, nodes=1, processes_per_node=1, seq_len=48, rows=None, mfu=0.3, calibration=None)
-    assert any("GFLOP to train on a sequence" in note for note in result.assumptions)
-    assert any("of memory a rank" in note for note in result.assumptions)
-
-
-# ---- rejected ------------------------------------------------------------------------------------------------------
 
 GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "says"),  # of the training data, or a row of the validation data
     [
         (GOOD + "Tom B-\x1b[31mPER\n", r"a\.conll:6: word 1, 'Tom': the tag 'B-\\x1b\[31mPER' has control characters"),
         (GOOD + "Tom x B-PER\n", r"a\.conll:6: 3 columns where the first word has 2"),
@@ -210,20 +166,6 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         ("", r"train: no row is left: none is in .*a\.conll"),
         ("-DOCSTART- O\n\n", r"train: no row is left: none is in .*a\.conll"),
         ("he O\n" * 10_001, r"a\.conll:10001: a sentence of more than 10,000 words"),
-    ],
-)
-def test_what_is_no_sentence_is_rejected_in_one_line(overrides, tmp_path, content, says):
-    (tmp_path / "a.conll").write_text(content)
-    (tmp_path / "dev.conll").write_text(GOOD)
-    given = [f"data.path={tmp_path}", "data.train=a.conll", "data.validation=dev.conll"]
-    with pytest.raises(InputError, match=says) as error:
-        build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run", *given)))
-    assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
         ({"tokens": ["Tom"], "tags": ["B-ORG"]}, r"dev\.jsonl:1: word 1, 'Tom': unknown label B-ORG"),
         ({"tokens": ["Tom"], "tags": ["O", "O"]}, r"dev\.jsonl:1: 1 words need a list of as many tags"),
         ({"tokens": ["Tom"], "tags": "O"}, r"dev\.jsonl:1: 1 words need a list of as many tags"),
@@ -232,10 +174,11 @@ def test_what_is_no_sentence_is_rejected_in_one_line(overrides, tmp_path, conten
         ({"tokens": [], "tags": []}, r"dev\.jsonl:1: tokens holds \[\], not a list of strings"),
     ],
 )
-def test_a_bad_row_of_the_validation_data_is_named(overrides, tmp_path, row, says):
-    (tmp_path / "a.conll").write_text(GOOD)
-    (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n")
+def test_what_is_no_sentence_is_rejected_in_one_line(overrides, tmp_path, content, says):
+    is_row = isinstance(content, dict)
+    (tmp_path / "a.conll").write_text(GOOD if is_row else content)
+    (tmp_path / "dev.jsonl").write_text(json.dumps(content if is_row else {"tokens": ["Anna"], "tags": ["B-PER"]}))
     given = [f"data.path={tmp_path}", "data.train=a.conll", "data.validation=dev.jsonl"]
     with pytest.raises(InputError, match=says) as error:
-        build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run", *given)))
-    assert "\n" not in str(error.value)
+        task_of(overrides(tmp_path / "run", *given))
+    assert "\n" not in str(error.value) and "\x1b" not in str(error.value)

@@ -18,6 +18,8 @@ from train.cli import compose as cli
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
+from train.run_folder import samples
+from train.storage.folders import LocalFolder
 from train.tasks import predictor
 
 LABELS = ["bad", "fair", "good"]
@@ -34,7 +36,7 @@ def labelled(texts, tokenizer_folder, tmp_path_factory):
             writer = csv.writer(file, quoting=csv.QUOTE_ALL, doublequote=False, escapechar="\\")
             writer.writerows([("name", "body", "stars"), *part])
     columns = ["data.columns.id=name", "data.columns.text=body", "data.columns.label=stars", r"data.escape='\\'"]
-    given = ["task=classify", "data=records", "seq_len=64", "data.lengths=[16,32]", f"data.path={path}"]
+    given = ["task=classify", "data=records", "seq_len=64", "data.lengths=[16,32]", f"data.path={path}", "samples=6"]
     files = ["data.train=train.csv", "data.validation=dev.csv"]
     run = tuned(path / "run", tokenizer_folder, *given, *columns, *files)
     return run, path / "dev.csv"
@@ -45,7 +47,7 @@ def answering(texts, tokenizer_folder, tmp_path_factory):
     """A run on questions of which every third has no answer, and those it was evaluated on."""
     path = tmp_path_factory.mktemp("answering")
     given = asking(path, texts, train=16, dev=14, v2=True)
-    run = tuned(path / "run", tokenizer_folder, *given, "seq_len=48", "data.lengths=[16]")
+    run = tuned(path / "run", tokenizer_folder, *given, "seq_len=48", "data.lengths=[16]", "samples=14")
     return run, path / "dev.json"
 
 
@@ -68,19 +70,28 @@ def same_answers(result, run):
     return {line["id"]: line["answer"] for line in result} == wanted
 
 
+def answers(capsys, *arguments):
+    """The lines that are printed, and what is said of them."""
+    assert predict.main([*map(str, arguments), *FP32]) == 0
+    output = capsys.readouterr()
+    return [json.loads(line) for line in output.out.splitlines()], output.err
+
+
 def rejected(capsys, *arguments):
     """The line that says what is wrong. (The runs of the fixtures have turned on what is logged.)"""
-    assert predict.main([str(argument) for argument in arguments]) == cli.REJECTED
+    assert predict.main([*map(str, arguments), *FP32]) == cli.REJECTED
     result = capsys.readouterr()
     assert not result.out
     (line,) = [line for line in result.err.splitlines() if "random weights" not in line]
     return line.removeprefix("error: ")
 
 
-# ---- the same as in the run's evaluation ---------------------------------------------------------------------------
+def samples_of(run):
+    """What a run shows of its validation data, as the answer to each text."""
+    return [(sample, *sample.answers) for sample in samples.read(LocalFolder(run)).samples]
 
 
-def test_labels_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
+def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
     """As JSON lines, as CSV, and of one text on standard output."""
     run, dev = labelled
     given = [str(run), "--input", str(dev), "--batch-size", "7", *FP32, "--output"]
@@ -100,12 +111,17 @@ def test_labels_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
     assert [(row["id"], row["prediction"]) for row in rows] == [(line["id"], line["prediction"]) for line in wanted]
     assert float(rows[3]["probability_fair"]) == pytest.approx(wanted[3]["probabilities"]["fair"], abs=1e-5)
     with dev.open() as file:
-        text = next(csv.DictReader(file, escapechar="\\", doublequote=False))["body"]
+        texts = [row["body"] for row in csv.DictReader(file, escapechar="\\", doublequote=False)]
+    assert {answer.score for _, answer in samples_of(run)} == {0.0, 1.0} and len(samples_of(run)) == 6
+    for sample, answer in samples_of(run):
+        line = wanted[texts.index(sample.text)]
+        assert (answer.truth, answer.guesses[0].text) == (line["label"], line["prediction"])
+        assert answer.score == float(line["label"] == line["prediction"])
+        shares = pytest.approx(line["probabilities"], rel=1e-4)
+        assert {guess.text: guess.probability for guess in answer.guesses} == shares
     capsys.readouterr()
-    assert predict.main([str(run), "--text", text, *FP32]) == 0
-    output = capsys.readouterr()
-    line = json.loads(output.out)
-    assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0" and not output.err
+    (line,), said = answers(capsys, run, "--text", texts[0])
+    assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0" and not said
     assert line["probabilities"] == pytest.approx(wanted[0]["probabilities"], abs=1e-5)
 
 
@@ -140,35 +156,35 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "best.jsonl"), *FP32]) == 0
     said = f"f1 {metrics['best_f1']:.4f}, null_threshold {metrics['best_f1_threshold']:.4f}"
     assert capsys.readouterr().out.endswith(f", {said} {known}\n")
+    asked = [one["qas"][0] for entry in json.loads(dev.read_text())["data"] for one in entry["paragraphs"]]
+    best = [line["answer"] for line in lines_of(tmp_path / "best.jsonl")]
+    for (sample, answer), question, predicted in zip(samples_of(run), asked, best, strict=True):
+        truth = question["answers"][0]["text"] if question["answers"] else ""
+        assert (sample.text, answer.truth) == (" ".join(question["question"].split()), truth)
+        assert answer.guesses[0].text == predicted and truth in sample.context
 
 
 def test_the_threshold_decides_whether_there_is_an_answer_and_comes_from_the_evaluation(answering, tmp_path, capsys):
     run, dev = answering
     for threshold, has_answer in (("-1e9", False), ("1e9", True)):
-        assert predict.main([str(run), "--input", str(dev), f"--null-threshold={threshold}", *FP32]) == 0
-        result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        result, _ = answers(capsys, run, "--input", dev, f"--null-threshold={threshold}")
         assert {bool(line["answer"]) for line in result} == {has_answer}
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
-    question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo", *FP32]
+    question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo"]
     assert "evaluation.json has no threshold" in rejected(capsys, *question)
-    assert predict.main([*map(str, question), "--null-threshold", "0"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"id", "answer", "score", "n_best"}
-
-
-# ---- other rows, other models --------------------------------------------------------------------------------------
+    (answer,), _ = answers(capsys, *question, "--null-threshold", "0")
+    assert set(answer) == {"id", "answer", "score", "n_best"}
 
 
 def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, texts, tmp_path, capsys):
     labels = ["bad", "fair", "strange", "strange"]
     rows = [{"key": 9 - i, "body": f"{texts[i]} é", "label": label} for i, label in enumerate(labels)]
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--text-column", "body", "--id-column", "key", *FP32]
-    assert predict.main([str(folder), "--input", str(tmp_path / "new.jsonl"), *flags]) == 0
-    result = capsys.readouterr()
-    lines = [json.loads(line) for line in result.out.splitlines()]
+    flags = ["--text-column", "body", "--id-column", "key"]
+    lines, said = answers(capsys, folder, "--input", tmp_path / "new.jsonl", *flags)
     assert [line["id"] for line in lines] == ["9", "8", "7", "6"]
     assert [line["label"] for line in lines] == ["bad", "fair", None, None]
-    assert "of the 2 rows with a known answer (of 4)" in result.err
+    assert "of the 2 rows with a known answer (of 4)" in said
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     theirs = pipeline("text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None)
     for line, row in zip(lines, rows, strict=True):
@@ -178,20 +194,15 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
 
 def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(folder, tmp_path, capsys):
     (tmp_path / "new.tsv").write_text("text\tother\tlabel\nba be\tdo\t1\nba be\tlo lo\t1\n")
-    answers = []
+    shares = []
     for flags in ([], ["--text-pair-column", "other"]):
-        assert predict.main([str(folder), "--input", str(tmp_path / "new.tsv"), *flags, *FP32]) == 0
-        output = capsys.readouterr()
-        assert output.err == "no row has a label that the model knows: bad, fair, good\n"
-        answers.append([json.loads(line) for line in output.out.splitlines()])
-        assert [line["label"] for line in answers[-1]] == [None, None]
-    assert answers[0][0]["probabilities"] == answers[0][1]["probabilities"]
-    assert answers[1][0]["probabilities"] != answers[1][1]["probabilities"]
-    assert predict.main([str(folder), "--text", "ba be", "--text-pair", "do", *FP32]) == 0
-    output = capsys.readouterr()
-    line = json.loads(output.out)
-    assert list(line) == ["id", "prediction", "probabilities"] and not output.err
-    assert line["probabilities"] == pytest.approx(answers[1][0]["probabilities"], abs=1e-5)
+        lines, said = answers(capsys, folder, "--input", tmp_path / "new.tsv", *flags)
+        assert said == "no row has a label that the model knows: bad, fair, good\n"
+        assert [line["label"] for line in lines] == [None, None]
+        shares.append([line["probabilities"] for line in lines])
+    assert shares[0][0] == shares[0][1] and shares[1][0] != shares[1][1]
+    (line,), _ = answers(capsys, folder, "--text", "ba be", "--text-pair", "do")
+    assert line["probabilities"] == pytest.approx(shares[1][0], abs=1e-5)
 
 
 def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
@@ -202,13 +213,8 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
     bucket.put("new/dev.json", dev.read_bytes())
     s3 = bucket.config()
     flags = ["--endpoint", s3.endpoint, "--region", s3.region, "--path-style", "--cache-dir", str(tmp_path)]
-    given = [bucket.location("runs/qa"), "--input", bucket.location("new/dev.json"), *flags, *FP32]
-    assert predict.main(given) == 0
-    result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    result, _ = answers(capsys, bucket.location("runs/qa"), "--input", bucket.location("new/dev.json"), *flags)
     assert same_answers(result, run)
-
-
-# ---- what is rejected -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,8 +231,7 @@ def test_bad_input_is_one_line_and_leaves_no_file(labelled, content, line, tmp_p
     run, _ = labelled
     (tmp_path / "new.csv").write_bytes(content)
     (tmp_path / "out.jsonl").write_text("older")
-    given = [run, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.jsonl", *FP32]
-    assert line in rejected(capsys, *given)
+    assert line in rejected(capsys, run, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.jsonl")
     assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "out.jsonl"}
     assert (tmp_path / "out.jsonl").read_text() == "older"
 
@@ -237,10 +242,8 @@ def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_proce
     rows = tmp_path / "new.jsonl"
     rows.write_text('{"text": "ba"}\n')
     assert "is the input" in rejected(capsys, folder, "--input", rows, "--output", rows)
-    given = [folder, "--input", rows, "--text-pair", "x"]
-    assert "--text-pair: these flags do not go together" in rejected(capsys, *given)
-    assert rejected(capsys, folder, "--text", " ", *FP32) == "--text: it is empty"
-    assert rejected(capsys, folder, "--text", "b\udcff", *FP32).startswith("--text: byte 0xff is not utf-8")
+    assert rejected(capsys, folder, "--text", " ") == "--text: it is empty"
+    assert rejected(capsys, folder, "--text", "b\udcff").startswith("--text: byte 0xff is not utf-8")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "start it without torchrun" in rejected(capsys, "model", "--text", "x")
@@ -248,36 +251,27 @@ def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_proce
 
 def test_what_a_model_is_not_for(labelled, answering, capsys):
     asks, labels = ["--question", "x", "--context", "y"], ["--text", "x"]
-    assert "labels texts: give --text, or --input" in rejected(capsys, labelled[0], *asks, *FP32)
-    assert "answers questions: give --question and --context" in rejected(capsys, answering[0], *labels, *FP32)
-    pair = ["--text-pair", "y", *FP32]
-    assert "learnt without text_pair: see --text-pair" in rejected(capsys, labelled[0], *labels, *pair)
+    assert "labels texts: give --text, or --input" in rejected(capsys, labelled[0], *asks)
+    assert "answers questions: give --question and --context" in rejected(capsys, answering[0], *labels)
+    pair = [*labels, "--text-pair", "y"]
+    assert "learnt without text_pair: see --text-pair" in rejected(capsys, labelled[0], *pair)
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
-    assert "learnt without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more, *FP32)
+    assert "learnt without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more)
 
 
-def test_a_pretraining_has_no_head(tmp_path, tokenizer_folder, capsys):
+def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(tmp_path, tokenizer_folder, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(train_config(run, tmp_path))))
     (run / "metrics.jsonl").touch()
-    assert "is a run of task=mlm: its model has no head" in rejected(capsys, run, "--text", "x", *FP32)
+    assert "is a run of task=mlm: its model has no head" in rejected(capsys, run, "--text", "x")
     build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(tmp_path / "export")
     shutil.copytree(tokenizer_folder, tmp_path / "export", dirs_exist_ok=True)
-    line = rejected(capsys, tmp_path / "export", "--text", "x", *FP32)
+    line = rejected(capsys, tmp_path / "export", "--text", "x")
     assert "no head that predicts (its config.json names the architecture BertForMaskedLM)" in line
-
-
-def test_models_that_are_not_there(labelled, tmp_path, capsys):
-    def line(model):
-        return rejected(capsys, model, "--text", "x", *FP32)
-
-    assert line("/nowhere/run") == "MODEL=/nowhere/run: there is no such folder"
-    missing = line("runs/none")  # a run that is not there, or a name at the Hub
-    assert "runs/none cannot be loaded: there is no such file or folder here, and at the Hub: " in missing
-    for name in ("config.yaml", "metrics.jsonl"):
-        shutil.copy(labelled[0] / name, tmp_path)
-    assert "neither an export nor a checkpoint yet" in line(tmp_path)
+    config = to_dict(train_config(run, tmp_path, "task=classify", "data=records", "data.path=x"))
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "neither an export nor a checkpoint yet" in rejected(capsys, run, "--text", "x")
 
 
 @pytest.mark.parametrize(
@@ -300,4 +294,4 @@ def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_
     if change == "regression":
         config = json.loads((folder / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"problem_type": "regression"}))
-    assert line in rejected(capsys, model, "--text", "x", *FP32)
+    assert line in rejected(capsys, model, "--text", "x")

@@ -9,17 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from finetuning import byte_tokenizer, squad, tuning
+from finetuning import byte_tokenizer, squad, task_of, tuning
+from rejections import rejects
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from train.cli import compose as cli
-from train.config import InputError, TrainConfig
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
-from train.tasks import build_task
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import losses_of, statistics
@@ -43,8 +41,7 @@ def make(texts, tokenizer_folder, tmp_path_factory):
     def make(*overrides, validation="dev"):
         files = [f"data.path={folder}", "data.train=train.json", f"data.validation={validation}.json"]
         given = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "data=records", f"seq_len={SEQ_LEN}"]
-        given = tuning(folder / "run", tokenizer_folder, *given, *files, *overrides)
-        return build_task(cli.load_config(TrainConfig, given))
+        return task_of(tuning(folder / "run", tokenizer_folder, *given, *files, *overrides))
 
     return make
 
@@ -59,7 +56,9 @@ def v2(make):
     return make("task.unanswerable=true", validation="dev2")
 
 
-# ---- contexts to windows -------------------------------------------------------------------------------------------
+def windows_of(one, questions, contexts, **columns):
+    rows = {"question": questions, "context": contexts, **columns}
+    return one.features(rows, list(range(len(questions))), split="x")
 
 
 def text_at(result, window, context):
@@ -75,10 +74,10 @@ def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(tok
     context = " ".join(texts[:20])
     begin = context.index(" ", len(context) // 2) + 1
     answer = context[begin : context.index(" ", begin)].strip(".")
-    rows = {"question": ["ba be ?"], "context": [context], "answers": [{"text": [answer], "answer_start": [begin]}]}
-    result = featurizer(used).features(rows, [7], split="x")
+    answers = [{"text": [answer], "answer_start": [begin]}]
+    result = windows_of(featurizer(used), ["ba be ?"], [context], answers=answers)
     windows = len(result["row"])
-    assert windows > 3 and set(result["row"]) == {7}
+    assert windows > 3 and set(result["row"]) == {0}
     assert all(len(ids) == length <= SEQ_LEN for ids, length in zip(result["input_ids"], result["length"], strict=True))
     spans = [np.array(offsets).reshape(-1, 2) for offsets in result["offsets"]]
     for window, offsets in enumerate(spans):
@@ -99,16 +98,14 @@ def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(tok
 
 
 def test_a_short_context_is_one_window_and_an_empty_one_has_no_places(tokenizer):
-    rows = {"question": ["ba", "ba"], "context": ["be na", ""]}
-    result = featurizer(tokenizer).features(rows, [0, 1], split="x")
+    result = windows_of(featurizer(tokenizer), ["ba", "ba"], ["be na", ""])
     assert result["row"] == [0, 1] and result["start"] == result["end"] == [0, 0]
     assert result["context_end"][1] == result["context_first"][1] and result["offsets"][1] == []
 
 
 def test_questions_are_stripped_on_the_left_and_cut():
     one = featurizer(byte_tokenizer())  # to which spaces are tokens
-    rows = {"question": ["   ba be", "ba be", "ba be na " * 20], "context": ["no"] * 3}
-    windows = one.features(rows, [0, 1, 2], split="x")
+    windows = windows_of(one, ["   ba be", "ba be", "ba be na " * 20], ["no"] * 3)
     assert windows["input_ids"][0] == windows["input_ids"][1]
     assert windows["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
     assert one.notes("x") == {"cut_questions": 1, "answers_in_no_window": 0}
@@ -118,13 +115,11 @@ def test_questions_are_stripped_on_the_left_and_cut():
 
 
 def test_the_first_answer_is_learnt_and_one_that_no_window_holds_is_counted(tokenizer, texts):
-    answers = {"text": ["na", "ba"], "answer_start": [3, 0]}
-    rows = {"question": ["be"], "context": ["ba na"], "answers": [answers]}
-    assert text_at(featurizer(tokenizer).features(rows, [0], split="x"), 0, "ba na") == "na"
+    one, answers = featurizer(tokenizer), [{"text": ["na", "ba"], "answer_start": [3, 0]}]
+    assert text_at(windows_of(one, ["be"], ["ba na"], answers=answers), 0, "ba na") == "na"
     context = " ".join(texts[:6])
-    rows = {"question": ["ba"], "context": [context], "answers": [{"text": [context], "answer_start": [0]}]}
-    one = featurizer(tokenizer)
-    assert not any(one.features(rows, [0], split="x")["end"])
+    answers = [{"text": [context], "answer_start": [0]}]
+    assert not any(windows_of(one, ["ba"], [context], answers=answers)["end"])
     assert one.notes("x")["answers_in_no_window"] == 1
 
 
@@ -149,34 +144,20 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
     assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)  # begins before it
 
 
-def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
-    with pytest.raises(InputError, match="task.max_question_tokens=12 of seq_len=48 .* which leaves 33 "):
-        featurizer(tokenizer, stride=40)
-    with pytest.raises(InputError, match="which leaves 0 for the context"):
-        featurizer(tokenizer, max_question_tokens=64)
+def test_windows_without_room_or_answer_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
+    rejects("task.max_question_tokens=12 of seq_len=48 .* which leaves 33 ", featurizer, tokenizer, stride=40)
+    rejects("which leaves 0 for the context", featurizer, tokenizer, max_question_tokens=64)
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
         single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>")
-    with pytest.raises(InputError, match="does not begin sequences with its"):
-        featurizer(other)
+    rejects("does not begin sequences with its", featurizer, other)
     just = featurizer(tokenizer, stride=32)  # of 33
-    rows = {"question": ["ba be na " * 9], "context": ["no na " * 60]}
-    assert len(just.features(rows, [0], split="x")["row"]) > 20
-
-
-def test_questions_without_an_answer_are_bad_rows_in_v1(make, tokenizer):
-    with pytest.raises(InputError, match=r"validation: 4 bad rows, .*dev2\.json, question q0: no answer; for SQuAD v2"):
-        make(validation="dev2")
-    facts = make("data.max_bad_rows=4", validation="dev2").tables.facts["splits"]["validation"]
-    assert (facts["examples"], facts["bad_rows"]) == (8, 4)
-    rows = {"question": ["ba?"], "context": ["be na"], "answers": [{"text": [], "answer_start": []}]}
-    with pytest.raises(InputError, match="row 7 of x has no answer; for SQuAD v2 set task.unanswerable=true"):
-        featurizer(tokenizer).features(rows, [7], split="x")
-
-
-# ---- loss and statistics -------------------------------------------------------------------------------------------
+    assert len(windows_of(just, ["ba be na " * 9], ["no na " * 60])["row"]) > 20
+    unanswered = [{"text": [], "answer_start": []}]  # in v1
+    says = "row 0 of x has no answer; for SQuAD v2 set task.unanswerable=true"
+    rejects(says, windows_of, just, ["ba?"], ["be na"], answers=unanswered)
 
 
 def one_batch(task, items):
@@ -215,9 +196,6 @@ def test_statistics_hold_the_best_places_of_the_context():
     assert losses_of(
         logits, inputs | {"start": torch.full((2,), IGNORE_INDEX), "end": torch.full((2,), IGNORE_INDEX)}
     ).tolist() == [0, 0]
-
-
-# ---- evaluation ----------------------------------------------------------------------------------------------------
 
 
 def knowing(task, *, deny=()):
@@ -263,7 +241,7 @@ def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
     assert values[:2].tolist() == [[3, 3], [0, torch.tensor(LOWEST)]] and values[2].isnan().all()
 
 
-def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
+def test_v2_gives_no_answer_where_none_scores_higher_than_the_threshold(make, v2, tmp_path):
     rows, _ = knowing(v2)
     result = v2.eval_metrics(rows)
     assert tuple(result) == v2.metrics
@@ -275,15 +253,8 @@ def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     assert json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
     output = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
     assert output["threshold"] == 0 and output["f1"] == 100
-
-
-def test_v2_is_judged_by_the_threshold_of_the_settings(make, v2):
-    rows, _ = knowing(v2)
-    rows[:, 1] += 3 * SURE  # the score of [CLS]: a bias that a threshold could take away, which is not looked for
-    result = v2.eval_metrics(rows)
-    assert result["f1"] == pytest.approx(100 * 4 / 12) and result["best_f1"] == 100 and result["has_answer_f1"] == 0
     never = make("task.unanswerable=true", "task.null_threshold=1000", validation="dev2")
-    result = never.eval_metrics(knowing(never)[0])
+    result = never.eval_metrics(rows)
     assert result["no_answer_f1"] == 0 and result["has_answer_f1"] == 100 and result["best_f1"] == 100
 
 

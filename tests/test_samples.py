@@ -9,14 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetuning import FP32, asking, tuned
 from rejections import rejects
-from running import SEQ_LEN, train_config
+from running import SEQ_LEN, train_config, train_here
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-from train import loop, predict
-from train.attempt.preempt import StopRequest
-from train.config import InputError, TrainConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.publish.push import gathered
 from train.run_folder import samples
@@ -33,43 +29,24 @@ def of(run: Path) -> Samples:
     return written
 
 
-def trained(cfg: TrainConfig) -> Path:
-    loop.run(cfg, StopRequest())
-    return Path(cfg.run_dir)
-
-
-# ---- of each task --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", [0.3, 0.05])
-def test_validation_sequences_are_masked_at_a_rate_of_their_own(prepared, tmp_path, rate):
-    cfg = train_config(tmp_path / "run", prepared, f"task.eval_mask_rate={rate}", "task.sop=true", "max_steps=2")
-    task = build_task(cfg)
-    slots = {True: round(SEQ_LEN * cfg.task.mask_rate), False: round(SEQ_LEN * rate)}
-    for is_training, data in ((True, task.train_data()), (False, task.eval_data())):
-        labels = data.draw(np.arange(8)[None])["inputs"]["labels"]
-        assert labels.shape == (1, 8, slots[is_training]) and (labels != IGNORE_INDEX).any(2).all()
-    assert of(trained(cfg)).samples[0].answers
-    evaluated = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert any("masked_accuracy" in line for line in evaluated)
-
-
-def test_a_rate_that_leaves_nothing_to_read_is_rejected(prepared, tmp_path):
-    with pytest.raises(InputError, match=f"task.eval_mask_rate=0.99 leaves nothing of a sequence of {SEQ_LEN} tokens"):
-        build_task(train_config(tmp_path / "run", prepared, "task.eval_mask_rate=0.99"))
-
-
-@pytest.mark.parametrize(("key", "value"), [("position_init", "sinusoid"), ("initializer_range", 0.1)])
-@pytest.mark.parametrize("weights", ["init_from", "pretrained"])
-def test_how_weights_begin_is_not_said_of_those_that_are_read(prepared, tmp_path, weights, key, value):
-    given = [f"model.{weights}={tmp_path}", f"model.{key}={value}"]
-    with pytest.raises(InputError, match=f"model.{key}={value} is for a new model.*set it to null"):
-        build_task(train_config(tmp_path / "run", prepared, *given))
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["samples=-1"], "samples=-1 must be"),
+        (["samples=33"], "samples=33 must be"),
+        (["task.eval_mask_rate=0.99"], f"eval_mask_rate=0.99 leaves nothing of a sequence of {SEQ_LEN} tokens"),
+        (["model.init_from=/", "model.position_init=sinusoid"], "position_init=sinusoid is for a new model.* to null"),
+        (["model.pretrained=/", "model.initializer_range=0.1"], "initializer_range=0.1 is for a new model.* to null"),
+    ],
+)
+def test_settings_that_leave_nothing_to_learn_or_show_are_rejected(prepared, tmp_path, given, says):
+    rejects(says, lambda: build_task(train_config(tmp_path / "run", prepared, *given)))
 
 
 def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_path):
-    cfg = train_config(tmp_path / "run", prepared, "samples=3", "task.sop=true", "max_steps=2")
-    run = trained(cfg)
+    run, given = tmp_path / "run", ["samples=3", "task.sop=true", "max_steps=2"]
+    train_here(run, prepared, *given)
+    cfg = train_config(run, prepared, *given)
     written, task = of(run), build_task(cfg)
     assert written.step == 2 and len(written.samples) == 3
     model = AutoModelForMaskedLM.from_pretrained(run / "export").eval()
@@ -91,47 +68,6 @@ def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_p
         blanks = [f"[{number}]" for number in range(1, len(given) + 1)]
         assert [word for word in sample.text.replace("[", " [").replace("]", "] ").split() if word in blanks] == blanks
         assert "[MASK]" not in sample.text and "[CLS]" not in sample.text
-
-
-def test_a_classifier_labels_as_predict_does_some_right_some_wrong(texts, tokenizer_folder, tmp_path):
-    rows = {f"{number} {text}": ("bad", "fair", "good")[number % 3] for number, text in enumerate(texts[:80])}
-    data, new = tmp_path / "data.csv", tmp_path / "new.csv"
-    data.write_text("text,label\n" + "".join(f'"{text}",{label}\n' for text, label in rows.items()))
-    given = ["task=classify", "data=records", f"data.path={data}", "data.validation_fraction=0.5", "seq_len=64"]
-    written = of(tuned(tmp_path / "run", tokenizer_folder, *given, "samples=6")).samples
-    assert {answer.score for sample in written for answer in sample.answers} == {0.0, 1.0} and len(written) == 6
-    new.write_text("text\n" + "".join(f'"{sample.text}"\n' for sample in written))
-    out = tmp_path / "out.jsonl"
-    assert predict.main([str(tmp_path / "run"), "--input", str(new), "--output", str(out), *FP32]) == 0
-    for sample, line in zip(written, map(json.loads, out.read_text().splitlines()), strict=True):
-        (answer,) = sample.answers
-        assert answer.truth == rows[sample.text] and answer.score == float(answer.truth == line["prediction"])
-        assert answer.guesses[0].text == line["prediction"]
-        wanted = line["probabilities"]
-        assert {guess.text: guess.probability for guess in answer.guesses} == pytest.approx(wanted, rel=1e-4)
-
-
-def test_answers_to_questions_are_those_of_predict(texts, tokenizer_folder, tmp_path):
-    given = asking(tmp_path, texts, train=12, dev=12, v2=True)
-    written = of(tuned(tmp_path / "run", tokenizer_folder, *given, "seq_len=48", "samples=12")).samples
-    out = tmp_path / "out.jsonl"
-    flags = ["--input", str(tmp_path / "dev.json"), "--output", str(out), *FP32]
-    assert predict.main([str(tmp_path / "run"), *flags]) == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [sample.answers[0].guesses[0].text for sample in written] == [line["answer"] for line in lines]
-    asked = [
-        one["qas"][0]
-        for entry in json.loads((tmp_path / "dev.json").read_text())["data"]
-        for one in entry["paragraphs"]
-    ]
-    for sample, question in zip(written, asked, strict=True):
-        truth = question["answers"][0]["text"] if question["answers"] else ""
-        assert (sample.text, sample.answers[0].truth) == (" ".join(question["question"].split()), truth)
-        assert truth in sample.context
-    assert any(sample.answers[0].truth == "" for sample in written)
-
-
-# ---- how many, and which -------------------------------------------------------------------------------------------
 
 
 def sample(name: str, score: float) -> Sample:
@@ -181,27 +117,19 @@ def test_a_long_sequence_is_cut_around_its_blanks(prepared):
     assert f"[{len(cut.answers)}]" in cut.text and f"[{len(cut.answers) + 1}]" not in cut.text
 
 
-# ---- the file ------------------------------------------------------------------------------------------------------
-
-
 def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):
     text = max(re.split(r"\[\d\]", of(run_dir).samples[0].text), key=len)
     pushed = gathered(run_dir, "run")
     assert samples.NAME not in pushed
     contents = [path.read_bytes() if isinstance(path, Path) else path for path in pushed.values()]
     assert not [content for content in contents if text.encode() in content or b'"guesses"' in content]
-    trained(train_config(run_dir, prepared, "max_steps=7", "samples=0"))
+    train_here(run_dir, prepared, "max_steps=7", "samples=0")
     assert not (run_dir / samples.NAME).exists()  # those of the first export are gone
 
 
 def test_a_run_is_whole_without_its_samples(run_dir, prepared, capsys):
     (run_dir / samples.NAME).unlink()
     (run_dir / samples.NAME).mkdir()
-    trained(train_config(run_dir, prepared, "max_steps=7"))
+    train_here(run_dir, prepared, "max_steps=7")
     assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "done"
     assert "no samples of what the model has learnt are written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("most", [-1, 33])
-def test_their_number_is_bounded(prepared, tmp_path, most):
-    rejects(f"samples={most} must be", train_config, tmp_path / "run", prepared, f"samples={most}")

@@ -42,9 +42,6 @@ TOLERANCES = {"plain": 0.0, "bf16": 0.01, "powersgd": 1e-5, "hierarchical": 1e-6
 TOLERANCES["hierarchical powersgd"] = 1e-5
 
 
-# ---- the program of the ranks --------------------------------------------------------------------------------------
-
-
 class Reducing:
     """A small model and its reducer on one rank, whose inputs depend on rank, step and micro batch."""
 
@@ -139,9 +136,6 @@ def forget(backend):
     }
 
 
-# ---- reductions ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory):
     path = tmp_path_factory.mktemp("reduced") / "answer.json"
@@ -165,8 +159,6 @@ def test_powersgd_keeps_what_it_leaves_out_and_resumes_as_it_goes_on(reduced):
     assert reduced["resumed"] and reduced["compressed at once"]
     assert reduced["random state"]  # drawing the first factors has changed no dropout
 
-
-# ---- runs ----------------------------------------------------------------------------------------------------------
 
 POWERSGD = ["backend.grad_compression=powersgd", "backend.powersgd_rank=2", "backend.powersgd_start_step=2"]
 

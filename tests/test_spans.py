@@ -81,9 +81,6 @@ def test_in_v2_nothing_agrees_with_nothing_only():
     assert score("", ["the"], v2=True) == (1, 1)
 
 
-# ---- the threshold of v2 -------------------------------------------------------------------------------------------
-
-
 def reached(threshold, odds, scores, has_answer):
     """Mean score, 0 to 100, of the answers with a threshold."""
     return 100 * np.where(odds > threshold, ~has_answer, scores).mean()
@@ -137,8 +134,6 @@ def test_v2_is_judged_by_the_given_threshold_and_the_best_ones_stand_beside():
     answered = evaluate_v2([reading("x", -1.0)], [["x"]], threshold=0.0)
     assert answered["f1"] == 100 and answered["no_answer_f1"] == 0  # and no NaN
 
-
-# ---- the best spans ------------------------------------------------------------------------------------------------
 
 CONTEXT = "The red fox ran  home"
 OFFSETS = np.array([[0, 3], [3, 7], [7, 11], [11, 15], [16, 21]])  # of Metaspace: with the space before

@@ -11,7 +11,7 @@ import pytest
 from forks import start_forked
 from rejections import rejects
 from run_results import losses
-from running import eventually, lines, run, train_config
+from running import eventually, lines, run, train_here
 from saved_steps import flip
 from services.fault_proxy import Fault
 from streaming import overrides, upload, windowed
@@ -33,14 +33,10 @@ from train.storage.s3 import S3Folder
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
-# ---- whole runs -----------------------------------------------------------------------------------------------------
-
-
 def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket, shards, tmp_path):
     """Windows of one shard: the order of a run from disk with the same windows. Files of the user stay in the cache."""
     options = ["max_steps=30", "eval_every=10"]
-    on_disk = train_config(tmp_path / "disk", shards, *options, "data.window_shards=1")
-    loop.run(on_disk, StopRequest())
+    train_here(tmp_path / "disk", shards, *options, "data.window_shards=1")
     folder = tmp_path / "run-cache" / read_manifest(shards).id[:16]
     folder.mkdir(parents=True)
     (folder / "thesis.safetensors").write_text("not of this data set")
@@ -60,7 +56,7 @@ def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket
 
 def test_a_killed_run_leaves_no_process_and_its_command_goes_on_at_once_on_other_ranks(bucket, shards, tmp_path):
     """Fetcher and loaders notice the death late; on two ranks with loaders a shard is fetched once."""
-    loop.run(train_config(tmp_path / "disk", shards, "max_steps=30", "eval_every=10"), StopRequest())
+    train_here(tmp_path / "disk", shards, "max_steps=30", "eval_every=10")
     settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
     settings += ["checkpoint.every=5", "data.num_workers=1"]
     process = start_forked(["train", *settings], os.environ)
@@ -92,9 +88,6 @@ def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
 def test_ranks_that_read_different_data_are_rejected():
     check_same_data(["a" * 64] * 2)
     rejects(r"rank 1 reads other data than rank 0 \(id b{12} and a{12}\)", check_same_data, ["a" * 64, "b" * 64])
-
-
-# ---- one shard ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -164,25 +157,13 @@ def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large
     assert not list(tmp_path.rglob("large*"))
 
 
-# ---- credentials ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_credentials(monkeypatch):
-    """The connector reads the environment, and a client puts credentials there: afterwards all is as it was."""
-    for name in download.CREDENTIALS:
+def test_renewed_credentials_are_taken_up(bucket, large, monkeypatch, tmp_path):
+    """A file of ~/.aws is read again for each new client, and a rejection as expired makes one."""
+    file, server, opened = tmp_path / "credentials", bucket.service.server, []
+    for name in download.CREDENTIALS:  # the connector reads the environment, and a client puts credentials there
         monkeypatch.setenv(name, "restores it")
         monkeypatch.delenv(name)
     monkeypatch.setattr(download, "put_here", {})
-
-
-def client_of(bucket):
-    return download.Client(S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1)
-
-
-def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, monkeypatch, tmp_path):
-    """A file of ~/.aws is read again for each new client, and a rejection as expired makes one."""
-    file, server, opened = tmp_path / "credentials", bucket.service.server, []
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     file.write_text(f"[default]\naws_access_key_id={server.key}\naws_secret_access_key=wrong\n")
 
@@ -206,7 +187,7 @@ def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, mo
     ],
 )
 def test_what_the_connector_names_by_a_number_is_named_with_its_cure(bucket, code, error, message):
-    client = client_of(bucket)
+    client = download.Client(S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1)
     bucket.proxy.set(Fault("status", code=code, error=error))
     rejects(f"^{message}", client.read, "a", error=Unreachable)
 
@@ -219,8 +200,6 @@ def test_a_service_of_credentials_that_pauses_is_waited_for(bucket, monkeypatch,
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     rejects("there are no credentials: ", download.Client, folder, ["a"], largest_bytes=1, error=Unreachable)
 
-
-# ---- what is read before a run --------------------------------------------------------------------------------------
 
 TOKENS, FIRST = "tokenizer/tokenizer.json", "train-00000.safetensors"
 
@@ -253,9 +232,6 @@ def test_what_is_damaged_or_missing_in_the_bucket_is_named(bucket, data, name, d
     else:
         bucket.client.delete_object(Bucket=bucket.name, Key=key)
     rejects(says, lambda: data().verify())
-
-
-# ---- a cache of several runs ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -5,32 +5,31 @@ import multiprocessing
 import os
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import ANY
 
 import datasets
 import numpy as np
 import pytest
+from finetuning import tuning, word_tokenizer
 from rejections import rejects
 from running import eventually
 from saved_steps import flip
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import AutoTokenizer
 
-from train import records, tasks
+from train import records
 from train.cli import compose as cli
 from train.cli import progress
-from train.config import Failure, InputError, TrainConfig
+from train.config import InputError, TrainConfig, check
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
-from train.data.records.tables import open_tables
-from train.host.processes import owner_name
-from train.storage.folders import sha256_file, sha256_json
-from train.tasks.classify.task import CLASSIFY_ROWS
+from train.data.records.tables import once_per_machine, open_tables
+from train.storage.folders import sha256_file
+from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tasks.qa import QAConfig
 from train.tasks.qa.windows import qa_rows
-from train.tasks.texts import lengths_up_to
 
 WORDS = "good bad day sun rain very so and the not".split()
 SEQ_LEN, ROWS = 16, 1200
@@ -38,35 +37,24 @@ ARROW = "data-00000-of-00001.arrow"
 
 
 def tokenizer_of(words):
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]
-    model = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()
-    model.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=model, **special)
+    tokenizer, special = word_tokenizer(words), [("[CLS]", 2), ("[SEP]", 3)]
+    single = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = single
+    return tokenizer
 
 
-class Words:
-    """A Featurizer; `calls` is what it was asked for, and `before` what happens before that."""
-
-    kind = CLASSIFY_ROWS
+class Words(ClassifyFeaturizer):
+    """`calls` is what it was asked for, and `before` what happens before that."""
 
     def __init__(self, words=WORDS, before=lambda: None, **settings):
-        self.tokenizer, self.settings = tokenizer_of(words), {"seq_len": SEQ_LEN, "version": 1, **settings}
-        self.before, self.calls, self.cut = before, [], {}
+        super().__init__(tokenizer_of(words), seq_len=SEQ_LEN)
+        self.settings |= settings
+        self.before, self.calls = before, []
 
     def features(self, rows, indices, *, split):
         self.before()
         self.calls.append((split, len(indices)))
-        ids = self.tokenizer(rows["text"], truncation=True, max_length=self.settings["seq_len"])["input_ids"]
-        self.cut[split] = self.cut.get(split, 0) + sum(len(result) == SEQ_LEN for result in ids)
-        lengths = [len(result) for result in ids]
-        return {"input_ids": ids, "length": lengths, "second_at": lengths, "row": indices, "label": rows["label"]}
-
-    def notes(self, split):
-        return {"truncated": self.cut[split]}
+        return super().features(rows, indices, split=split)
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +96,15 @@ def folders_of(cfg):
     return [path for path in cache_of(cfg).iterdir() if path.is_dir()]
 
 
-def change_facts(folder, *, seal=False, **changed):
-    facts = {**json.loads((folder / "tables.json").read_bytes()), **changed}
-    if seal:
-        del facts["sha256"]
-        facts["sha256"] = sha256_json(facts)
-    (folder / "tables.json").write_text(json.dumps(facts))
+def change_facts(folder, **changed):
+    path = folder / "tables.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changed}))
 
 
 def is_reused(cfg, made, words=None):
     """Whether the tables `made` are used again without a call of the tokenizer."""
     words = words or Words()
     return open_tables(cfg, words) == made and words.calls == []
-
-
-# ---- made once and found again -------------------------------------------------------------------------------------
 
 
 def test_rows_are_tokenised_once_in_batches_and_found_again(cfg):
@@ -157,7 +139,8 @@ def test_facts_say_what_the_rows_are(cfg, raw):
     assert train["tokens"] == lengths.sum() == sum(map(len, tables.features("train")["input_ids"]))
     assert train["length_histogram"]["up_to"] == [4, 6, 8, 12, 16]
     assert train["length_histogram"]["counts"][-1] == (lengths > 12).sum()
-    assert train["length_quantiles"]["longest"] == SEQ_LEN and train["notes"]["truncated"] == (lengths == 16).sum()
+    longer = sum(len(text.split()) > SEQ_LEN - 2 for text in tables.examples("train")["text"])
+    assert train["length_quantiles"]["longest"] == SEQ_LEN and train["notes"]["truncated"] == longer
     assert train["padding_share"] == pytest.approx(1 - lengths.mean() / SEQ_LEN, abs=1e-6)
     assert facts["splits"]["validation"]["bad_rows"] == 0
 
@@ -220,9 +203,6 @@ def test_a_damaged_folder_is_made_anew(cfg):
     assert is_reused(with_data(cfg, verify=False), again)  # only lengths are compared
 
 
-# ---- without reading the raw data again ----------------------------------------------------------------------------
-
-
 def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
     words = Words()
     words.kind = replace(CLASSIFY_ROWS, read=lambda row: (raw.touch(), CLASSIFY_ROWS.read(row))[1])
@@ -236,9 +216,6 @@ def test_tables_with_more_bad_rows_than_this_run_allows_are_rejected(cfg, raw):
     with pytest.raises(InputError, match=f"train: 1 bad rows, data.max_bad_rows=0 are allowed: {raw}:1202: 1 fields"):
         open_tables(with_data(cfg, max_bad_rows=0), words := Words())
     assert words.calls == []
-
-
-# ---- nothing half-written ------------------------------------------------------------------------------------------
 
 
 def test_what_is_rejected_on_the_way_leaves_nothing(cfg):
@@ -274,83 +251,27 @@ def test_names_of_splits_that_are_taken_are_rejected(cfg):
         rejects("cannot be the name of a split", open_tables, with_data(cfg, more_validation={name: "x"}), Words())
 
 
-# ---- once per machine ----------------------------------------------------------------------------------------------
+def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(tmp_path, monkeypatch):
+    launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    calls, together, another = [], threading.Barrier(3), threading.Event()
 
+    def prepare():
+        calls.append("called")
+        check(len(calls) > 1, "3 bad rows")
+        another.set() if len(calls) > 2 else another.wait(0.2)  # time for another rank, which the lock keeps out
+        return "folder"
 
-class Ranks:
-    """Processes with the same parent, as torchrun's are."""
+    def rank(_):
+        together.wait()
+        return once_per_machine(tmp_path, "key", prepare)
 
-    def __init__(self, cfg):
-        self.cfg, self.context = cfg, multiprocessing.get_context("fork")
-        self.before, self.together = lambda: None, lambda: None
-        self.answers, self.processes = self.context.Queue(), []
-
-    def start(self, rank, restarts=0):
-        process = self.context.Process(target=self.run, args=(rank, restarts))
-        process.start()
-        self.processes.append(process)
-        return process
-
-    def run(self, rank, restarts):
-        os.environ |= {"WORLD_SIZE": "3", "RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        os.environ |= {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-        words = Words(before=self.before)
-        self.together()
-        try:
-            tables = open_tables(self.cfg, words)
-            answer = (tables.id, len(tables.features("train")))
-        except (InputError, Failure) as error:
-            answer = (type(error).__name__, str(error))
-        self.answers.put((rank, len(words.calls), *answer))
-
-    def wait(self, count):
-        result = sorted(self.answers.get(timeout=90) for _ in range(count))
-        for process in self.processes:
-            process.join()
-        return result
-
-
-@pytest.fixture
-def ranks(cfg):
-    made = Ranks(cfg)
-    yield made
-    for process in made.processes:
-        process.kill()
-        process.join()
-
-
-def test_one_rank_of_a_machine_prepares_and_the_others_wait(ranks):
-    ranks.together = ranks.context.Barrier(3).wait
-    for rank in (2, 1, 0):
-        ranks.start(rank)
-    answers = ranks.wait(3)
-    assert sorted(calls for _, calls, *_ in answers) == [0, 0, 3]
-    assert len({answer[2:] for answer in answers}) == 1 and answers[0][3] == ROWS
-
-
-def test_if_the_rank_that_prepares_dies_or_fails_another_one_does(ranks):
-    def reject():
-        raise InputError("train: 3 bad rows")
-
-    for rank, before in enumerate((lambda: os._exit(9), reject)):
-        ranks.before = before
-        ranks.start(rank).join()
-    ranks.before = lambda: None
-    ranks.start(2)
-    assert [answer[2:] for answer in ranks.wait(2)] == [("InputError", "train: 3 bad rows"), (ANY, ROWS)]
-
-
-def test_words_of_launches_that_are_gone_are_removed(ranks):
-    root = cache_of(ranks.cfg)
-    root.mkdir(parents=True)
-    (root / f".launch-{owner_name(2**22 + 1)}-0-abc").write_text("{}")
-    ranks.start(0)
-    ranks.wait(1)
-    (left,) = hidden(ranks.cfg)
-    assert left.startswith(f".launch-{owner_name(os.getpid())}-0-")
-
-
-# ---- saved and read back -------------------------------------------------------------------------------------------
+    rejects("3 bad rows", once_per_machine, tmp_path, "key", prepare)
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(rank, range(3))] == ["folder"] * 3 and len(calls) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # files may have changed since
+    assert once_per_machine(tmp_path, "key", prepare) == "folder" and len(calls) == 3
 
 
 @pytest.fixture
@@ -381,10 +302,11 @@ def test_saving_twice_is_once_and_over_something_else_is_rejected(cfg, saved, tm
     before = (target / "tables.json").stat().st_mtime_ns
     open_tables(with_data(cfg, save_to=str(target)), Words())
     assert (target / "tables.json").stat().st_mtime_ns == before
-    with pytest.raises(InputError, match="saved holds other prepared data; choose another folder"):
-        open_tables(with_data(cfg, max_train_examples=7, save_to=str(target)), Words())
-    with pytest.raises(InputError, match=r"holds something else \(cache, dev.csv, saved\); choose an empty folder"):
-        open_tables(with_data(cfg, save_to=str(tmp_path)), Words())
+    for changes, says in (
+        ({"max_train_examples": 7}, "saved holds other prepared data; choose another folder"),
+        ({"save_to": str(tmp_path)}, r"holds something else \(cache, dev.csv, saved\); choose an empty folder"),
+    ):
+        rejects(says, open_tables, with_data(cfg, **{"save_to": str(target), **changes}), Words())
     (target / "tables.json").unlink()  # a save that was killed goes on
     open_tables(with_data(cfg, save_to=str(target)), Words())
     assert open_tables(from_saved(cfg, tmp_path), Words()).facts == saved.facts
@@ -408,10 +330,8 @@ def test_saved_data_of_other_settings_is_rejected(cfg, saved, tmp_path):
 
 
 def test_damaged_saved_data_is_rejected(cfg, saved, tmp_path):
-    files = saved.facts["files"] | {"../evil": {"bytes": 1, "sha256": "0"}}
     for damage, message in (
         (lambda folder: flip(folder / "train" / ARROW), "train/data-00000-of-00001.arrow has sha256"),
-        (lambda folder: change_facts(folder, seal=True, files=files), "is not a path below a folder"),
         (lambda folder: change_facts(folder, labels=["good", "bad"]), "tables.json is damaged"),
         (lambda folder: change_facts(folder, format=1), "of another version of this program; prepare the data again"),
     ):
@@ -436,9 +356,6 @@ def test_prepared_data_goes_to_s3_and_comes_back(cfg, bucket, tmp_path):
     assert not result.folder.exists()
 
 
-# ---- figures -------------------------------------------------------------------------------------------------------
-
-
 def test_padding_is_counted_against_the_first_length_that_fits():
     lengths = np.array([4, 8, 9, 16])
     assert padding_share(lengths, [16]) == pytest.approx(1 - 37 / 64)
@@ -456,48 +373,39 @@ def test_the_best_lengths_leave_the_least_padding():
     assert best_lengths(np.array([128]), 128, 3) == [128]
 
 
-# ---- python -m train.records ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def command(cfg, monkeypatch, capsys):
-    def build(cfg):
-        words = Words()
-        lengths = lengths_up_to(words.settings["seq_len"], cfg.data.lengths)
-        return SimpleNamespace(tables=open_tables(cfg, words), lengths=lengths)
+def command(raw, monkeypatch, capsys):
+    tokenizer_of(WORDS).save_pretrained(raw.parent / "tokenizer")
+    files = ["data.train=train.csv", "data.validation=dev.csv", "data.label_map={none: null}", "data.max_bad_rows=1"]
 
     def run(*overrides):
-        monkeypatch.setattr(tasks, "build_task", build)
-        plain = ["task=classify", "data=records", "run_dir=none", "micro_batch_size=2", "max_steps=1"]
-        there = [f"data.path={cfg.data.path}", f"data.cache_dir={cfg.data.cache_dir}", "data.max_bad_rows=1"]
-        there += ["data.train=train.csv", "data.validation=dev.csv", "data.label_map={none: null}"]
-        monkeypatch.setattr(sys, "argv", ["records", *plain, *there, *overrides])
-        return records.main(), capsys.readouterr()
+        given = ["task=classify", "data=records", f"data.path={raw}", *files, *overrides]
+        monkeypatch.setattr(sys, "argv", ["records", *tuning(raw.parent / "run", raw.parent / "tokenizer", *given)])
+        return records.main(), capsys.readouterr().out
 
     return run
 
 
-def test_the_command_prepares_and_says_what_there_is(command, cfg, tmp_path):
-    code, output = command(f"data.save_to={tmp_path / 'saved'}")
-    tables = open_tables(cfg, Words())
-    assert code == 0 and (tmp_path / "saved" / "tables.json").is_file()
+def test_the_command_prepares_and_says_what_there_is(command, tmp_path):
+    code, said = command(f"data.save_to={tmp_path / 'saved'}", "seq_len=16")
+    facts = json.loads((tmp_path / "saved" / "tables.json").read_bytes())
+    train = facts["splits"]["train"]
+    assert code == 0 and said.startswith(str(tmp_path / "cache" / "records"))
     for words in (
-        f"{tables.folder}: id {tables.id[:12]}, classify, at most 16 tokens",
+        f": id {facts['id'][:12]}, classify, at most 16 tokens",
         "train: 1,200 examples, 1,200 rows of tokens",
         "n 400 (33.3%), p 800 (66.7%)",
-        f"truncated: {tables.facts['splits']['train']['notes']['truncated']}",
+        f"truncated: {train['notes']['truncated']:.0f}",
         "1 bad rows, 2 by data.label_map",
         "train.csv:1202: 1 fields",
-        f"padding   {padding_share(tables.lengths('train'), [16]):.1%} of batches of 16 tokens",
+        f"padding   {train['padding_share']:.1%} of batches of 16 tokens",
         f"saved to {tmp_path / 'saved'}",
     ):
-        assert words in output.out
-    assert "data.lengths=" not in output.out  # nothing shorter would help
+        assert words in said
+    assert "data.lengths=" not in said  # nothing shorter would help
 
 
-def test_the_command_suggests_lengths_that_save_much(command, monkeypatch):
-    monkeypatch.setitem(Words.__init__.__globals__, "SEQ_LEN", 128)
-    _, output = command()
-    assert "data.lengths=[16,32,128] would compute 8" in output.out
-    _, output = command("data.lengths=[16,32,128]")
-    assert "data.lengths=" not in output.out and "batches of 16 or 32 or 128 tokens" in output.out
+def test_the_command_suggests_lengths_that_save_much(command):
+    assert "data.lengths=[16,32,128] would compute 8" in command("seq_len=128")[1]
+    _, said = command("seq_len=128", "data.lengths=[16,32,128]")
+    assert "data.lengths=" not in said and "batches of 16 or 32 or 128 tokens" in said

@@ -20,31 +20,23 @@ def made(num_rows, seed):
     random = np.random.default_rng(seed)
     length = random.integers(3, 21, num_rows)
     length[0] = 20
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": [random.integers(2, 99, n).tolist() for n in length],
-            "length": length.tolist(),
-            "second_at": [int(n) // 2 if row % 3 == 0 else int(n) for row, n in enumerate(length)],
-            "label": (np.arange(num_rows) % 3).tolist(),
-            "row": list(range(num_rows)),
-        },
-        features=datasets.Features(
-            {
-                "input_ids": datasets.List(datasets.Value("int32")),
-                **dict.fromkeys(("length", "second_at", "row"), datasets.Value("int32")),
-                "label": datasets.Value("int64"),
-            }
-        ),
-    )
+    columns = {
+        "input_ids": [random.integers(2, 99, n).tolist() for n in length],
+        "length": length.tolist(),
+        "second_at": [int(n) // 2 if row % 3 == 0 else int(n) for row, n in enumerate(length)],
+        "label": (np.arange(num_rows) % 3).tolist(),
+        "row": list(range(num_rows)),
+    }
+    int32 = datasets.Value("int32")
+    kinds = {"input_ids": datasets.List(int32), "label": datasets.Value("int64"), "length": int32}
+    return datasets.Dataset.from_dict(columns, datasets.Features(kinds | {"second_at": int32, "row": int32}))
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     """On disk, in chunks of 7 rows: as prepared data lies, only larger."""
-    folder = tmp_path_factory.mktemp("table")
-    once = made(ROWS, 0).map(
-        lambda rows: rows, batched=True, writer_batch_size=7, cache_file_name=str(folder / "rows.arrow")
-    )
+    path = str(tmp_path_factory.mktemp("table") / "rows.arrow")
+    once = made(ROWS, 0).map(lambda rows: rows, batched=True, writer_batch_size=7, cache_file_name=path)
     assert once.data.column("input_ids").num_chunks > 5
     return once
 
@@ -101,14 +93,6 @@ def test_padding_counts_for_nothing(table):
     assert drawn["inputs"]["attention_mask"][1].all()  # a row without tokens would give NaN
     assert (drawn["count"], drawn["tokens"]) == ([1.0, 0.0], [table[short]["length"], 0])
     assert token_rows(table, columns={}).draw(np.array([[3, PADDING]]))["count"] == [1.0]
-
-
-def test_class_weights_are_added_up_over_labels(table):
-    data = token_rows(table, weights=np.array([0.5, 2.0, 4.0]))
-    assert data.draw(np.array([[0, 1, 2, PADDING], [3, 3, 3, 3]]))["count"] == [6.5, 2.0]
-    unlabelled = table.remove_columns("label").add_column("label", [IGNORE_INDEX, 1] * (ROWS // 2))
-    data = token_rows(unlabelled, weights=np.array([0.5, 2.0, 4.0]))
-    assert data.draw(np.array([[0, 1, 2]]))["count"] == [2.0]
 
 
 def test_chosen_and_joined_tables_are_read_alike(table):

@@ -134,10 +134,7 @@ class Toy:
         }
         settings |= {key: replace(section, **settings.get(key, {})) for key, section in sections.items()}
         cfg = TrainConfig(
-            run_dir=str(self.folder / name),
-            task=ToyConfig(),
-            data=ShardsConfig(path="toy", num_workers=0),
-            **settings,
+            run_dir=str(self.folder / name), task=ToyConfig(), data=ShardsConfig(path="toy", num_workers=0), **settings
         )
         cfg.watchdog.enabled = False
         return cfg
