@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import platform
 import shutil
 import sys
 import threading
@@ -25,7 +26,7 @@ from train.cli import compose as cli
 from train.cli import progress
 from train.config import InputError, TrainConfig, check
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
-from train.data.records.tables import once_per_machine, open_tables
+from train.data.records.tables import LAUNCH, once_per_machine, open_tables
 from train.storage.folders import sha256_file
 from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tasks.qa import QAConfig
@@ -255,6 +256,7 @@ def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_
     launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+    (tmp_path / f"{LAUNCH}{platform.node()}-99999999-1-0-key").touch()  # of a launch that has ended
     calls, together, another = [], threading.Barrier(3), threading.Event()
 
     def prepare():
@@ -272,6 +274,7 @@ def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_
         assert [*pool.map(rank, range(3))] == ["folder"] * 3 and len(calls) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # files may have changed since
     assert once_per_machine(tmp_path, "key", prepare) == "folder" and len(calls) == 3
+    assert len([*tmp_path.iterdir()]) == 2  # of both attempts
 
 
 @pytest.fixture
