@@ -232,6 +232,7 @@ SECRETS += ["http://host/?key=SECRET", "http://host/#SECRET", "http://user:SECRE
 
 @pytest.mark.parametrize("endpoint", SECRETS)
 def test_no_rejection_repeats_a_password(endpoint, capsys):
-    for override in (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}"):
+    given = (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}")
+    for override in (*given, "telemetry.mlflow_uri='http://user:SECRET@host'"):
         assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REJECTED
         assert "SECRET" not in capsys.readouterr().err

@@ -84,7 +84,8 @@ def test_every_key_that_a_command_composes_is_on_the_page(command: str) -> None:
 def test_a_row_says_what_the_schema_says() -> None:
     rows = {row[0]: row[1:] for row in KEY.findall(PAGE.read_text())}
     assert rows["optim.lr"][:3] == ("number", "0.001", "above 0")
-
+    assert rows["data.cache_gb"][2] == "above 0, at most 1,000,000"
+    assert rows["compare.run"][1] == "[none, layers]"
     assert rows["data.path"][1] == "..." and "s3://" in rows["data.path"][3]
     assert rows["parallel.schedule"][2] == r"gpipe \| 1f1b \| interleaved"
     assert rows["task.label_smoothing"][2] == "0 or more, below 1"
