@@ -240,8 +240,8 @@ def test_two_ranks_are_one_run_of_wandb(tmp_path, prepared):
     assert file.name == f"run-{run_id}.wandb"
     records = list(wandb_records(file))
     rows = [{(each.nested_key or [each.key])[0]: each.value_json for each in record.history.item} for record in records]
-    steps = [int(row["_step"]) for row in rows if "train/loss" in row]
-    assert steps == [1, 2, 3, 4] and [int(row["_step"]) for row in rows if "eval/loss" in row] == [4]
+    steps = {name: [int(row["_step"]) for row in rows if name in row] for name in ("train/loss", "eval/loss")}
+    assert steps == {"train/loss": [1, 2, 3, 4], "eval/loss": [4]}
     settings = {each.key: each.value_json for record in records for each in record.run.config.update}
     assert settings["max_steps"] == "4"
 
