@@ -21,10 +21,13 @@ from running import ROOT, eventually, outcome, run, train_overrides
 from services.process import Process, free_port
 from toy import Toy
 
-from train import loop
+from train import loop, precompile
 from train.attempt.preempt import StopRequest
+from train.bench import measure
+from train.bench.config import BenchConfig
+from train.cli import compose
 from train.cli.command import DONE
-from train.config import InputError, TelemetryConfig
+from train.config import InputError, TelemetryConfig, TrainConfig
 from train.run_folder.folder import RunFolder
 from train.telemetry import trackers
 
@@ -199,6 +202,14 @@ def test_a_measurement_has_no_tracker(kind, toy, fake, monkeypatch):
     on_line = (lambda *_: None) if kind == "bench" else None
     assert loop.run(cfg, StopRequest(), on_line=on_line) == ("done", 6)
     assert fake.calls == {}
+
+
+def test_measurements_and_dry_runs_are_of_runs_with_any_tracker():
+    compose.add_schema(BenchConfig, "bench", [])
+    given = ["experiment=demo", "data.path=d", "telemetry.trackers=[tensorboard]"]
+    dry = compose.load_config(TrainConfig, [*given, *precompile.short_run(Path("r"))])
+    for cfg in (dry, measure.short_run(compose.load_config(BenchConfig, given), "r")):
+        assert (cfg.tensorboard, cfg.telemetry.trackers) == (False, [])
 
 
 def test_a_tracker_whose_package_is_missing_is_rejected_before_anything_is_written(toy, monkeypatch):

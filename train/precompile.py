@@ -157,7 +157,8 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
     """
     return [
-        *(f'run_dir="{run_dir}"', "collect_graphs=true", f"log_every={LOG_EVERY}", "tensorboard=false"),
+        *(f'run_dir="{run_dir}"', "collect_graphs=true", f"log_every={LOG_EVERY}"),
+        *("tensorboard=false", "telemetry.trackers=[]"),
         *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
         "optim.warmup_steps=null",  # a fixed number could be longer than the run
         *("eval_every=null", "early_stop.patience=null"),  # but the evaluation at the end stays, for its graph
