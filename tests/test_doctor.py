@@ -416,12 +416,10 @@ def test_what_a_check_says(tmp_path, check):
 
 
 def test_neuron_ls_of_other_versions_and_chips():
-    (chip,) = machine.read_neuron_ls(recorded("neuron_ls_old.json"))
-    assert (chip.num_cores, chip.holders) == (2, ())
-    (chip,) = machine.read_neuron_ls(recorded("neuron_ls_trn2.json"))
-    assert chip.num_cores == 4  # logical cores: 16 such chips take 64 ranks
-    (chip,) = machine.read_neuron_ls('[{"neuroncore_ids": [6, 7]}]')
-    assert (chip.number, chip.num_cores) == (0, 2)
+    texts = (recorded("neuron_ls_old.json"), recorded("neuron_ls_trn2.json"), '[{"neuroncore_ids": [6, 7]}]')
+    old, trn2, bare = (machine.read_neuron_ls(text)[0] for text in texts)
+    assert (old.num_cores, old.holders, bare.number, bare.num_cores) == (2, (), 0, 2)
+    assert trn2.num_cores == 4  # logical cores: 16 such chips take 64 ranks
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------

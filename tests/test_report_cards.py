@@ -126,11 +126,8 @@ def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path):
         for name, loss in (("x", 2.0), ("y", 4.0))
     ]
     classifier = finished_run.write(tmp_path / "c")
-    for runs, names in (
-        ((whole, short), ["Training time"]),
-        (on_data, ["Final quality"]),
-        ((whole, classifier), ["Final quality", "Training loss"]),
-    ):
+    kinds = ((whole, short), ["Training time"]), (on_data, ["Final quality"])
+    for runs, names in (*kinds, ((whole, classifier), ["Final quality", "Training loss"])):
         rows = beside(*runs)
         assert not [name for name in names if any_best(rows[name])]
     assert [cell.card is None for cell in rows["Cost"]] == [True, False]
