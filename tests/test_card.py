@@ -29,11 +29,8 @@ def row(body: str, label: str) -> list[str]:
 
 def test_the_head_says_what_it_is_and_how_good(tmp_path):
     head, _ = made(write(tmp_path / "run"))
-    assert {key: head[key] for key in ("library_name", "pipeline_tag", "tags")} == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-classification",
-        "tags": ["baretrain"],
-    }
+    kind = (head["library_name"], head["pipeline_tag"], head["tags"])
+    assert kind == ("transformers", "text-classification", ["baretrain"])
     assert not {"license", "language", "base_model", "datasets"} & set(head)  # not known
     (model,) = head["model-index"]
     assert model["name"] == "tweets"
@@ -75,12 +72,8 @@ def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):
         "neutral": ["0.7000", "0.8000", "0.7467", "30"],
         "Bad rows, left out": ["2", "0"],
         "Peak learning rate": ["0.002"],
-        "Label smoothing": ["0.1"],
         "Epochs": ["0.24"],
         "Precision": ["bf16"],
-        "Instance": ["trn1.2xlarge"],
-        "Device": ["Trainium"],
-        "World size (ranks)": ["2"],
         "Training time (h:mm:ss)": ["2:00:00"],
         "Cost": ["$2.68"],
         "Versions": ["baretrain 0.6, commit abc123def456, torch 2.9.1, transformers 5.0"],

@@ -14,11 +14,10 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train import prepare
 from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, check_encoding, guarded
 from train.cli.help import comments, explained_field, groups, shown_default
-from train.config import Failure, InputError, PrepareConfig, TrainConfig, Unreachable
+from train.config import Failure, InputError, TrainConfig, Unreachable
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -66,9 +65,8 @@ def test_comments_of_settings_are_read_from_the_source():
 
 
 def test_groups_are_those_of_the_configuration_and_have_no_schemas():
-    result = groups("train")
-    assert result["experiment"][0] is None and result["task"] == ("mlm", ["classify", "mlm", "ner", "qa"])
-    assert list(groups("prepare")) == ["corpus"]
+    assert groups("train")["task"] == ("mlm", ["classify", "mlm", "ner", "qa"])
+    assert groups("train")["experiment"][0] is None and list(groups("prepare")) == ["corpus"]
 
 
 def raises(error: BaseException):
@@ -84,7 +82,6 @@ def raises(error: BaseException):
         (InputError("seed=x"), REJECTED, "error: seed=x\n"),
         (Failure("no data"), FAILED, "error: no data\n"),
         (Unreachable("S3 is silent"), FAILED, "error: S3 is silent; try again later\n"),
-        (OSError(28, "No space left on device", "/data/x"), FAILED, "error: /data/x: No space left on device\n"),
         (PermissionError(13, "Permission denied", b"/data/x"), FAILED, "error: /data/x: Permission denied\n"),
         (OSError("odd"), FAILED, "error: odd\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
@@ -172,17 +169,7 @@ def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_p
     assert rejected.returncode == REJECTED and err.startswith("error: task.kind=qa") and err.count("\n") == 1
 
 
-def test_the_c_locale_prepares_the_same_data_and_takes_no_names_that_it_cannot_hold(tmp_path):
-    """Python 3 takes the C locale for UTF-8 unless it is told not to, as here."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"größer als {n} Maß" for n in range(200)), encoding="utf-8")
-    words = ["corpus=text", "seq_len=16", "tokenizer.vocab_size=40", "validation_fraction=0.2"]
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "HOME": "/proc/none"}
-    process = start(["train.prepare", *words, "corpus.path=text.txt", "output=data"], tmp_path, **locale)
-    here = [*words, f"corpus.path={tmp_path}/text.txt", f"output={tmp_path}/here"]
-    manifest = prepare.prepare(cli.load_config(PrepareConfig, here))
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == DONE, err
-    assert manifest is not None and f"id {manifest.id[:12]}" in out
+def test_what_is_no_text_in_this_locale_is_rejected():
     with pytest.raises(InputError, match="is not text in this locale; set PYTHONUTF8=1"):
         check_encoding(["corpus.path=\udcc3\udcbc/text.txt"])
 
@@ -197,9 +184,7 @@ def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypat
     assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
 
 
-@pytest.mark.parametrize(
-    "given", ["run_dir=${nope}", "run_dir=${a}", "max_steps=???", "optim.lr=-1", "checkpoint=[]", "max_steps=ten", "-m"]
-)
+@pytest.mark.parametrize("given", ["run_dir=${a}", "max_steps=???", "optim.lr=-1", "-m"])
 def test_a_configuration_that_cannot_be_is_not_printed(given, capsys):
     assert MAINS["train"]([given, "--cfg", "job"]) == REJECTED
     captured = capsys.readouterr()
@@ -221,17 +206,13 @@ def test_a_configuration_that_cannot_be_written_down_is_no_success(capsys):
     assert "No space left on device" in capsys.readouterr().err
 
 
-SECRETS = [
-    "http://user:pa=SECRET@host",
-    "http://user:pa,SECRET@host",
-    "http://user:pa'SECRET@host",
-    "[http://u:SECRET@h]",
-]
-SECRETS += ["http://host/?key=SECRET", "http://host/#SECRET", "http://user:SECRET@host"]
+SECRETS = [f"http://user:{password}@host" for password in ("SECRET", "pa=SECRET", "pa,SECRET", "pa'SECRET")]
+SECRETS += ["[http://u:SECRET@h]", "http://host/?key=SECRET", "http://host/#SECRET"]
 
 
 @pytest.mark.parametrize("endpoint", SECRETS)
 def test_no_rejection_repeats_a_password(endpoint, capsys):
-    for override in (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}"):
+    given = (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}")
+    for override in (*given, "telemetry.mlflow_uri='http://user:SECRET@host'"):
         assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REJECTED
         assert "SECRET" not in capsys.readouterr().err

@@ -31,13 +31,8 @@ def test_every_option_of_every_group_composes_to_settings_of_its_own(group):
 
 
 def test_tables_of_names_take_new_ones():
-    given = [
-        "task=classify",
-        "data=reviews",
-        "data.label_map={0: negative, 6: null}",
-        "data.more_validation={other: b.csv}",
-    ]
-    data = load(*given).data
+    given = ["task=classify", "data=reviews", "data.label_map={0: negative, 6: null}"]
+    data = load(*given, "data.more_validation={other: b.csv}").data
     assert data.label_map["0"] == "negative" and data.label_map["6"] is None and data.label_map["5"] == "positive"
     assert data.more_validation == {"other": "b.csv"}
     with pytest.raises(InputError, match="label_map leads to nowhere"):
@@ -47,15 +42,12 @@ def test_tables_of_names_take_new_ones():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("data.label_map={-1: neg, 1: pos}", {"-1": "neg", "1": "pos"}),
         ("data.label_map={-1:neg}", {"-1": "neg"}),
         ('data.label_map={a: "it\'s", b: null}', {"a": "it's", "b": None}),
         ("data.label_map={it's: a, c d: null}", {"it's": "a", "c d": None}),
         ('data.label_map={\'a. b\': yes, 1.5: "say \\"hi\\""}', {"a. b": "yes", "1.5": 'say "hi"'}),
-        ('data.labels=["don\'t", a]', ["don't", "a"]),
         ("data.labels=[don't, -1, yes]", ["don't", "-1", "yes"]),
         ("data.more_validation={dev: dev's.csv}", {"dev": "dev's.csv"}),
-        ("data.path=~/my data", "~/my data"),
         ("data.path='~/x'", "~/x"),
     ],
 )
@@ -84,12 +76,6 @@ def plan(*overrides, world_size=1, rows=1000):
     return make_plan(load(*overrides), world_size=world_size, rows=rows, seq_len=512)
 
 
-def test_accumulation_follows_from_the_batch_sizes():
-    sizes = plan("global_batch_size=96", "micro_batch_size=4", world_size=8)
-    assert (sizes.accumulation, sizes.micro_batch_size) == (3, 4)
-    assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
-
-
 @pytest.mark.parametrize(
     ("tokens", "micro_batch", "expected"),
     [(2048, 32, 4), (2048, 6, 4), (2048, 5, 2), (100, 8, 1), ("null", 32, 32), (10**6, 32, 32)],
@@ -100,30 +86,25 @@ def test_a_batch_is_divided_into_equal_parts_that_the_instance_takes(tokens, mic
     assert (sizes.micro_batch_size, sizes.accumulation) == (expected, 2 * micro_batch // expected)
     assert (sizes.global_batch_size, sizes.lr) == (4 * micro_batch, plan(*batch, world_size=2).lr)
     assert sizes.eval_batch_size == {2048: 4, 100: 1}.get(tokens, 40)
+    assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
 
 
-@pytest.mark.parametrize("machines", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("machines", [1, 16])
 @pytest.mark.parametrize("seq_len", [512, None])  # None: precompiling, which does not open the data
 def test_the_published_recipe_fits_any_number_of_trn1_machines(machines: int, seq_len: int | None):
-    overrides = ["experiment=albert_pretrain", "backend=xla", "instance=trn1.32xlarge"]
-    cfg = cli.load_config(TrainConfig, overrides)
+    cfg = cli.load_config(TrainConfig, ["experiment=albert_pretrain", "backend=xla", "instance=trn1.32xlarge"])
     sizes = make_plan(cfg, world_size=32 * machines, rows=10**6, seq_len=seq_len)
     assert sizes.micro_batch_size * sizes.accumulation * 32 * machines == 4096
     assert sizes.micro_batch_size == 4 or seq_len is None
-
-
-def test_with_a_fixed_number_of_examples_doubling_the_nodes_halves_the_steps():
-    """The ALBERT scaling recipe: 2 nodes x 8 GPUs x 16 take 2,500 steps, 4 nodes 1,250."""
-    fixed = ("global_batch_size=null", "micro_batch_size=16", "max_steps=null", "max_examples=640000")
-    two, four = plan(*fixed, world_size=16), plan(*fixed, world_size=32)
-    assert (two.global_batch_size, two.total_steps) == (256, 2500)
-    assert (four.global_batch_size, four.total_steps) == (512, 1250)
 
 
 def test_the_shortest_length_counts():
     assert plan("max_steps=50", "max_epochs=1").total_steps == 1000 // 32
     assert plan("max_steps=5", "max_epochs=1").total_steps == 5
     assert plan("max_steps=null", "max_epochs=2.5", rows=320).total_steps == 25
+    # The ALBERT scaling recipe: twice the nodes, half the steps.
+    fixed = ("global_batch_size=null", "micro_batch_size=16", "max_steps=null", "max_examples=640000")
+    assert [plan(*fixed, world_size=ranks).total_steps for ranks in (16, 32)] == [2500, 1250]
 
 
 def test_the_learning_rate_scales_with_the_batch_when_asked():

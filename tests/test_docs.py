@@ -8,15 +8,18 @@ added to it, and `s3://BUCKET` is a folder.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -51,19 +54,15 @@ PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
 FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
 PYTHON = r"(?:[A-Z_]+=\S* )*(?:\.venv/bin/)?python -m (?:train|launch|ami)[.\w]* \S"
 COMMAND = re.compile(rf"{PYTHON}|(?:[A-Z_]+=\S* )*torchrun \S.* -m train[.\w]* \S")
-SCHEMAS = {
-    "train": TrainConfig,
-    "train.prepare": PrepareConfig,
-    "train.records": TrainConfig,
-    "train.precompile": TrainConfig,
-    "train.doctor": TrainConfig,
-    "train.bench": BenchConfig,
-    "train.compare": CompareConfig,
-    "launch": LaunchConfig,
-    "ami": AmiConfig,
-}
+SCHEMAS: dict[str, type] = dict.fromkeys(("train", "train.records", "train.precompile", "train.doctor"), TrainConfig)
+SCHEMAS |= {"train.prepare": PrepareConfig, "train.bench": BenchConfig, "train.compare": CompareConfig}
+SCHEMAS |= {"launch": LaunchConfig, "ami": AmiConfig}
 # What stands for things of the reader's own.
 HERE = {"s3://BUCKET/": "bucket/", "=myaccount": "=ec2", "=mysite": "=slurm", "29500": str(free_port())}
+# What needs no process of its own.
+HERE_TOO = [
+    f"train.{name}" for name in "prepare records report shards checkpoints convert predict doctor settings".split()
+]
 BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
 # What makes a run short, by module. The demo's model learns in a second.
 SHORT = {
@@ -76,8 +75,6 @@ SHORT = {
 REQUIRED = {"train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()}
 REQUIRED |= dict.fromkeys(("train.precompile", "train.bench", "train.compare", "train.doctor"), REQUIRED["train"])
 REQUIRED["train.prepare"] = []
-
-
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
@@ -138,7 +135,6 @@ def unquoted(command: str) -> str:
     return re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", command)
 
 
-READ = sorted({command for page in PAGES for command in only_read(page)})
 RUN = [page for page, blocks in BLOCKS.items() if any(not each.needs for each in blocks)]
 
 
@@ -165,13 +161,29 @@ def forked(command: str) -> tuple[list[str], dict[str, str]]:
 def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, made short if it is of this project and alone; a shell runs others."""
     if COMMAND.match(command) and not re.search(r"[|>]", unquoted(command)):
-        return run_forked(*forked(command), folder)
+        words, env = forked(command)
+        return run_here(words, folder) if words[0] in HERE_TOO else run_forked(words, env, folder)
     if command.startswith("baretrain "):  # not every environment has the script
         return run_forked(["-c", BARETRAIN, *shlex.split(command, comments=True)[1:]], ENVIRONMENT, folder)
     for theirs, ours in HERE.items():
         command = command.replace(theirs, ours)
     shell = ["bash", "-o", "pipefail", "-c", command]
     return subprocess.run(shell, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def run_here(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """In this process, which has imported what others would take seconds for."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()  # predictions are written to its buffer
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        code = module_of(words[0]).main(words[1:])
+    out.seek(0)
+    return subprocess.CompletedProcess(words, code, out.read(), err.getvalue())
+
+
+def module_of(name: str) -> ModuleType:
+    package = find_spec(name).submodule_search_locations
+    return import_module(f"{name}.__main__" if package else name)
 
 
 @pytest.fixture(scope="module")
@@ -243,34 +255,27 @@ def run_lines(folder: Path, commands: list[str]) -> None:
             process.terminate()  # one that waits for what failed
 
 
-@pytest.mark.parametrize("command", READ)
-def test_the_settings_and_flags_of_a_command_exist(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_the_settings_and_flags_of_what_is_only_read_exist(
+    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, module, arguments = parse(command)
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    own, of_run = arguments[:at], arguments[at + 1 :]
-    flags = [each for each in own if each.startswith("-")]
-    settings = ["sweep=true" if each == "--sweep" else each for each in own if "=" in each or each == "--sweep"]
+    for command in sorted(set(only_read(page))):
+        _, _, module, arguments = parse(command)
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        own, of_run = arguments[:at], arguments[at + 1 :]
+        flags = [each for each in own if each.startswith("-")]
+        settings = ["sweep=true" if each == "--sweep" else each for each in own if "=" in each or each == "--sweep"]
+        compose_settings(module, settings)
+        compose_settings("train.prepare" if "prepare=true" in own else "train", of_run)
+        if flags or not settings:
+            before = own[: own.index(flags[0])] if flags else own[:1]
+            monkeypatch.setattr(sys, "argv", [module, *(each for each in before if "=" not in each), "--help"])
+            with pytest.raises(SystemExit, match="^0$"):
+                module_of(module).main()
+            said = capsys.readouterr().out
+            assert [each for each in flags if each not in said] == [], command
+
+
+def compose_settings(module: str, settings: list[str]) -> None:
     if settings:
         compose.load_config(SCHEMAS[module], [*REQUIRED.get(module, []), *settings])
-    if of_run:
-        schema = "train.prepare" if "prepare=true" in own else "train"
-        compose.load_config(SCHEMAS[schema], [*REQUIRED[schema], *of_run])
-    if flags or not settings:
-        package = find_spec(module).submodule_search_locations
-        before = own[: own.index(flags[0])] if flags else own[:1]
-        positional = [each for each in before if "=" not in each]
-        monkeypatch.setattr(sys, "argv", [module, *positional, "--help"])
-        with pytest.raises(SystemExit) as ended:
-            import_module(f"{module}.__main__" if package else module).main()
-        assert ended.value.code == 0
-        said = capsys.readouterr().out
-        assert [each for each in flags if each not in said] == []
-
-
-def test_the_list_of_versions_is_what_its_command_prints() -> None:
-    (command,) = re.findall(r"^(python -c .*) > constraints-trn1.txt$", (ROOT / "docs" / "images.md").read_text(), re.M)
-    words = [sys.executable, *shlex.split(command)[1:]]
-    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert printed.stdout == (ROOT / "constraints-trn1.txt").read_text()

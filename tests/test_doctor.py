@@ -233,10 +233,11 @@ NO_EFA = {FI_INFO: ToolOutput("fi_info", 61, "", recorded("fi_info_none.txt"))}
 HALF_OF_EFA = {"gone": ["/sys/class/infiniband/rdmap[0-3]*/*/*"]}
 NO_PLUGIN, PLUGIN = {"says": {LDCONFIG: "\tlibnccl.so (libc6,x86-64)\n"}}, {"/opt/mine/libnccl-net.so": ""}
 TRN2, P4D = read_instance("trn2.48xlarge"), read_instance("p4d.24xlarge")
-STUBS = {"torch_neuronx": "1.0", "neuronx_cc": "1.0"}
+STUBS, NONE = {"torch_neuronx": "1.0", "neuronx_cc": "1.0"}, {"torch_neuronx": ""}
 NATIVE = {"torch_neuronx": "2.13.3.0.1", "torch": "2.13.0", "torch_xla": "", "neuronx_cc": "2.28.7631.0"}
 INDEX, TORCH_NEURONX = "https://pip.repos.neuron.amazonaws.com", "torch-neuronx==2.9.0.2.15.32035"
 NATIVE_CACHE = machine.NATIVE_CACHE[0]
+NEFFS = {"files": {"neffs/.keep": ""}, "env": {NATIVE_CACHE: "ROOT/neffs"}}
 DRIVERS = recorded("dpkg_neuron.txt")
 OLD_RUNTIME, ODD_RUNTIME = (DRIVERS.replace("lib 2.33.10.0", f"lib {version}") for version in ("2.32.31.0", "2.40.1.0"))
 ONLY_TOOLS = ToolOutput("dpkg-query", 1, "aws-neuronx-tools 2.31.15.0\naws-neuronx-dkms \n", "none found")
@@ -252,7 +253,7 @@ NO_LOOP = {"/etc/hosts": "#127.0.1.1 ip-10-0-0-4\n127.0.0.1 localhost # ip-10-0-
 
 CASES = {
     "machine": [
-        case(laptop, "warn", "p4d.24xlarge, but this is a", "--instance trn1.2xlarge", instance=P4D, files=FIRMWARE),
+        case(laptop, "warn", "p4d.24xlarge, but this", "--instance trn1.2xlarge", instance=P4D, files=FIRMWARE)
     ],
     "devices": [
         case(trn1, "bad", "30 Neuron", "has 32", "modprobe -r neuron", **chips(ONE_LESS)),
@@ -274,14 +275,7 @@ CASES = {
     ],
     "held by": [
         # Not 90001, neuron-monitor, which holds nothing.
-        case(
-            trn1,
-            "bad",
-            "113985 (/opt/venv/bin/python -m train",
-            "1 more on 2 of 16",
-            "kill 113985 113986",
-            **chips(HELD),
-        ),
+        case(trn1, "bad", "113985 (/opt/venv/bin/python -m", "1 more on 2 of 16", "kill 113985 113986", **chips(HELD)),
         case(trn1, "bad", "7 (?)", "kill 7", **chips(UNNAMED)),
         case(trn1, "bad", "7 (python -m x)", **chips(UNNAMED), files={"/proc/7/cmdline": "python\0-m\0x\0"}),
         case(trn1, "skip", **chips(None)),
@@ -302,9 +296,7 @@ CASES = {
         case(trn1, "bad", "fi_info is not installed", "/opt/amazon/efa/bin", says={FI_INFO: None}),
         case(trn1, "warn", "a single machine trains without", says={FI_INFO: None}, num_machines=1),
         case(trn1, "bad", "4 of trn1.32xlarge's 8", "InterfaceType=efa", **HALF_OF_EFA),
-        case(
-            laptop, "warn", "0 of g6.12xlarge's 1", instance=read_instance("g6.12xlarge"), num_machines=2
-        ),  # TCP there
+        case(laptop, "warn", "0 of g6.12xlarge's 1", instance=read_instance("g6.12xlarge"), num_machines=2),  # TCP
         case(laptop, "skip", files={"/sys/class/infiniband/mlx5_0/device/vendor": "0x15b3\n"}),  # another maker's
         case(gpus, "warn", "no libnccl-net*.so and would use TCP", "a single machine trains without", **NO_PLUGIN),
         case(gpus, "bad", "aws-ofi-nccl", "LD_LIBRARY_PATH=/opt/amazon/ofi-nccl", num_machines=2, **NO_PLUGIN),
@@ -315,21 +307,13 @@ CASES = {
         case(trn1, "bad", "3.11 to 3.13", "python3.13 -m venv", python=(3, 10, 4)),
         case(trn1, "bad", "3.12 to 3.14", "python3.14", instance=TRN2, python=(3, 11, 7)),
         case(laptop, "bad", "too old", "3.10 or newer", python=(3, 9, 1)),
-        case(trn1, "ok", instance=TRN2, files=ubuntu("26.04"), versions={"torch_neuronx": ""}),
+        case(trn1, "ok", instance=TRN2, files=ubuntu("26.04"), versions=NONE),
         case(trn1, "ok", instance=TRN2, files=ubuntu("24.04"), versions=NATIVE),  # installed all the same
-        case(
-            trn1,
-            "warn",
-            "Ubuntu 24.04: wheels of native PyTorch are for Ubuntu 26.04 alone",
-            "DLAMI",
-            instance=TRN2,
-            files=ubuntu("24.04"),
-            versions={"torch_neuronx": ""},
-        ),
+        case(trn1, "warn", "are for Ubuntu 26.04 alone", "DLAMI", instance=TRN2, files=ubuntu("24.04"), versions=NONE),
     ],
     "packages": [
         case(trn1, "ok", "SDK 2.31.1"),
-        case(trn1, "bad", "torch-neuronx missing", TORCH_NEURONX, INDEX, versions={"torch_neuronx": ""}),
+        case(trn1, "bad", "torch-neuronx missing", TORCH_NEURONX, INDEX, versions=NONE),
         case(trn1, "bad", "neuronx-cc, torch-xla missing", "pip", versions={"neuronx_cc": "", "torch_xla": ""}),
         case(trn1, "warn", "in no SDK", "neuronx-cc==2.26.6360.0", versions={"torch_neuronx": "2.9.0.2.99.1"}),
         case(trn1, "warn", "no SDK ships them", "neuronx-cc==2.26.6360.0", versions={"neuronx_cc": "2.21.33363.0"}),
@@ -374,12 +358,8 @@ CASES = {
         case(trn1, "bad", "limits.conf", "log in again", limits={"nofile": (1024, 4096)}),
         case(laptop, "warn", "1,024 wanted", "nofile 1024", limits={"nofile": (512, 512)}),
     ],
-    "locked memory": [
-        case(trn1, "bad", "64 KiB", "memlock unlimited", limits={"memlock": (65536, 65536)}),
-    ],
-    "processes": [
-        case(trn1, "warn", "ulimit -u 4096", limits={"nproc": (1024, math.inf)}),
-    ],
+    "locked memory": [case(trn1, "bad", "64 KiB", "memlock unlimited", limits={"memlock": (65536, 65536)})],
+    "processes": [case(trn1, "warn", "ulimit -u 4096", limits={"nproc": (1024, math.inf)})],
     "compile cache": [
         case(trn1, "ok", env={CACHE: "ROOT/cache/not/yet/there"}),
         case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"export {CACHE}=", env={CACHE: "gs://bucket/cache"}),
@@ -388,22 +368,11 @@ CASES = {
         case(trn1, "bad", NATIVE_CACHE, instance=TRN2, files={"file": ""}, env={NATIVE_CACHE: "ROOT/file/neffs"}),
         case(trn1, "ok", files=LOCK),  # a young lock is somebody's
         case(trn1, "warn", "1 locks", "--command clear-locks", files=LOCK, now_s=time.time() + 4000),
-        case(
-            trn1, "bad", "cannot be written to", "sudo chown $USER", files={"file": ""}, env={CACHE: "ROOT/file/cache"}
-        ),
+        case(trn1, "bad", "be written to", "sudo chown $USER", files={"file": ""}, env={CACHE: "ROOT/file/cache"}),
     ],
     "disk": [
         case(trn1, "warn", "10 GiB free in the compile cache", "CACHE_URL", free={"/cache": 10 * GIB}),
-        case(
-            trn1,
-            "warn",
-            "10 GiB free in the compile cache",
-            f"export {NATIVE_CACHE}=",
-            instance=TRN2,
-            files={"neffs/.keep": ""},
-            env={NATIVE_CACHE: "ROOT/neffs"},
-            free={"/neffs": 10 * GIB},
-        ),
+        case(trn1, "warn", "10 GiB free", f"export {NATIVE_CACHE}=", instance=TRN2, free={"neffs": 10 * GIB}, **NEFFS),
         case(laptop, "bad", "export TMPDIR=", "/var/tmp", env={"TMPDIR": "/var/tmp"}, free={"/var/tmp": GIB}),
         case(laptop, "bad", "run_dir=", free={"": 3 * GIB}),
         case(laptop, "skip", free={"": None}),
@@ -416,9 +385,7 @@ CASES = {
         case(laptop, "warn", "64 MiB", "--shm-size=8g", free={"shm": 64 * 2**20}),
         case(laptop, "skip", **DARWIN),
     ],
-    "malloc arenas": [
-        case(trn1, "warn", "export MALLOC_ARENA_MAX=64", env={"MALLOC_ARENA_MAX": ""}),
-    ],
+    "malloc arenas": [case(trn1, "warn", "export MALLOC_ARENA_MAX=64", env={"MALLOC_ARENA_MAX": ""})],
     "variables": [
         case(trn1, "bad", "rounds", "unset XLA_USE_BF16", env={"XLA_USE_BF16": "1"}),
         case(trn1, "warn", "unset XRT_WORKERS BUCKET_CAP_MB", env={"BUCKET_CAP_MB": "512", "XRT_WORKERS": "a"}),
@@ -454,12 +421,10 @@ def test_what_a_check_says(tmp_path, check):
 
 
 def test_neuron_ls_of_other_versions_and_chips():
-    (chip,) = machine.read_neuron_ls(recorded("neuron_ls_old.json"))
-    assert (chip.num_cores, chip.holders) == (2, ())
-    (chip,) = machine.read_neuron_ls(recorded("neuron_ls_trn2.json"))
-    assert chip.num_cores == 4  # logical cores: 16 such chips take 64 ranks
-    (chip,) = machine.read_neuron_ls('[{"neuroncore_ids": [6, 7]}]')
-    assert (chip.number, chip.num_cores) == (0, 2)
+    texts = (recorded("neuron_ls_old.json"), recorded("neuron_ls_trn2.json"), '[{"neuroncore_ids": [6, 7]}]')
+    old, trn2, bare = (machine.read_neuron_ls(text)[0] for text in texts)
+    assert (old.num_cores, old.holders, bare.number, bare.num_cores) == (2, (), 0, 2)
+    assert trn2.num_cores == 4  # logical cores: 16 such chips take 64 ranks
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------
@@ -549,15 +514,6 @@ def test_a_line_is_explained_by_its_row_alone_and_a_log_by_all_of_its_lines():
     assert names_of(log) == list(TEXTS)
 
 
-def test_every_row_has_its_source_and_one_or_two_sentences():
-    for cause in CAUSES:
-        assert set(cause) == {"name", "about", "message", "source", "pattern", "cause", "cure"}
-        assert re.fullmatch(r"[\w.-]+/[\w.-]+(#\d+| \S+\.rst)|baretrain itself|no public report", cause["source"]), (
-            cause["name"]
-        )
-        assert 10 < len(cause["cause"]) < 260 and 10 < len(cause["cure"]) < 260
-
-
 def test_ordinary_lines_of_a_log_are_explained_by_nothing():
     ordinary = """step 10: loss 5.42, 16 ranks, world_size=16, learning rate 0.001, no information
     I1206 18:44:12 rank 3: 1,234 tokens/s, 9 of 12 GiB, signal of life, checkpoint 28 saved to s3://bucket/run
@@ -568,11 +524,7 @@ def test_ordinary_lines_of_a_log_are_explained_by_nothing():
     download: s3://bucket/a to ./a, 404 files, 403 of them new
     Epoch 0: 24%|## | 99/404 [00:24<01:15, loss=0.98, memory 28.1 GB]"""
     assert names_of(ordinary) == []
-    assert names_of("\n".join(read_lines("monitor/trn1.jsonl"))) == []
-
-
-def read_lines(name):
-    return (ROOT / "tests" / "recorded" / name).read_text().splitlines()
+    assert names_of(recorded("../monitor/trn1.jsonl")) == []
 
 
 def test_a_hostile_log_is_read_in_bounded_time_and_memory(monkeypatch, capsys):
@@ -593,19 +545,15 @@ def test_a_hostile_log_is_read_in_bounded_time_and_memory(monkeypatch, capsys):
     assert set(sizes) == {MAX_CHARS} and "the disk is full" in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nErrno 28"), encoding="utf-8"))
     assert command.main(["explain", "-"]) == 0
-
-
-def test_of_a_long_message_all_is_read(capsys):
-    """One argument of several thousand characters, as a traceback in JSON."""
+    # One argument of several thousand characters, as a traceback in JSON.
     assert command.main(["explain", f"{'x ' * 2 * MAX_CHARS}Errno 28"]) == 0
-    assert "the disk is full" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("the disk is full") == 2
 
 
 def test_the_page_of_causes_is_made_of_the_table(capsys):
     assert command.main(["causes"]) == 0
     run = "run: python -m train.doctor causes > docs/troubleshooting.md"
     assert capsys.readouterr().out == page() == (ROOT / "docs" / "troubleshooting.md").read_text(), run
-    assert all(cause["message"] in page() and cause["cure"] in page() for cause in CAUSES)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -628,25 +576,24 @@ def test_the_command_runs_here_without_torch():
 
 
 def test_the_screen_keeps_its_columns_and_is_coloured_on_terminals_that_want_it(monkeypatch, capsys):
-    findings = {"a": ok("well"), "b": warn("long " * 40, cure="pip " * 40)}
+    findings = {"a": ok("well"), "b": warn("long " * 40, cure="pip " * 40), "c": bad("wrong", cure="pip")}
     monkeypatch.setattr(checks, "examine", lambda probe, bucket: findings)
     monkeypatch.setenv("COLUMNS", "80")
-    assert command.main([]) == 0
+    assert command.main([]) == 1
     text = capsys.readouterr().out.splitlines()
     assert text[0].index("well") == TEXT_COLUMN and max(map(len, text)) <= 80
     assert any(line.strip().startswith("-> pip") for line in text)
-    assert text[-1] == "1 ok, 1 to look at, 0 to fix"
+    assert text[-1] == "1 ok, 1 to look at, 1 to fix"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     for unwanted in ("", "1"):
         monkeypatch.setenv("NO_COLOR", unwanted)
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        findings["b"] = bad("wrong", cure="pip")
-        assert command.main([]) == 1
+        command.main([])
         assert ("\033[31mBAD" in capsys.readouterr().out) == (not unwanted)
     with pytest.raises(AssertionError):
         Finding("bad", "a red line without a cure")
 
 
-def test_explain_by_command(capsys, monkeypatch):
+def test_explain_by_command(capsys):
     assert command.main(["explain", "NeuronCore(s) not available - Requested:1 Available:0"]) == 0
     assert "kill PID" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -656,6 +603,3 @@ def test_explain_by_command(capsys, monkeypatch):
     assert "ran out of memory" in " ".join(capsys.readouterr().out.split())
     assert command.main(["explain", "the moon is full"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
-    monkeypatch.setattr(sys, "stdin", io.StringIO("...\nOSError: [Errno 28] No space left on device\n"))
-    assert command.main(["explain", "-"]) == 0
-    assert "the disk is full" in capsys.readouterr().out

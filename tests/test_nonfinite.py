@@ -112,14 +112,8 @@ def check_skips(way, value):
     assert not same(wanted[0], wanted[1]) and not same(wanted[1], wanted[2])
     assert clean.backend.skips.counts() == (0, 0)
     num_graphs = compiled()
-    for scale, expected, counts in (
-        (1.0, 0, (0, 0)),
-        (value, 0, (1, 1)),
-        (0.5, 1, (1, 0)),
-        (value, 1, (2, 1)),
-        (value, 1, (3, 2)),
-        (2.0, 2, (3, 0)),
-    ):
+    steps = [(1.0, 0, (0, 0)), (value, 0, (1, 1)), (0.5, 1, (1, 0)), (value, 1, (2, 1)), (value, 1, (3, 2))]
+    for scale, expected, counts in (*steps, (2.0, 2, (3, 0))):
         norm = float(result.step(scale, 1.0))
         assert math.isfinite(norm) == (scale in (1.0, 0.5, 2.0)) and math.isnan(norm) == math.isnan(scale)
         assert same(result.everything(), wanted[expected])
@@ -135,18 +129,6 @@ def check_skips(way, value):
     assert compiled() == num_graphs
 
 
-def check_finite_steps_are_those_without_the_choice(way):
-    """Bit for bit, also as XLA compiles it."""
-    result, wanted = Run(way), Run(way)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nonfinite, "undo_unless", lambda *_: None)
-        for scale in (1.0, 0.5, 2.0):
-            wanted.step(scale, 1.0)
-    for scale in (1.0, 0.5, 2.0):
-        result.step(scale, 1.0)
-    assert same(result.everything(), wanted.everything())
-
-
 HUGE = 1e30  # finite gradients, whose squares are not: a norm of inf
 
 
@@ -160,7 +142,15 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_is_as_if_it_had_
 
 @pytest.mark.parametrize("way", XLA_WAYS)
 def test_finite_steps_on_xla_are_those_without_the_choice(way):
-    check_finite_steps_are_those_without_the_choice(way)
+    """Bit for bit, also as XLA compiles it."""
+    result, wanted = Run(way), Run(way)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nonfinite, "undo_unless", lambda *_: None)
+        for scale in (1.0, 0.5, 2.0):
+            wanted.step(scale, 1.0)
+    for scale in (1.0, 0.5, 2.0):
+        result.step(scale, 1.0)
+    assert same(result.everything(), wanted.everything())
 
 
 @pytest.mark.parametrize(("on_host", "on_device"), [("cpu", "cuda"), ("cpu, lamb", "cuda, lamb")])
@@ -259,7 +249,7 @@ def rank_of_two(folder):
 def all_of_xla():
     for way in XLA_WAYS:
         check_skips(way, math.nan)
-        check_finite_steps_are_those_without_the_choice(way)
+        test_finite_steps_on_xla_are_those_without_the_choice(way)
 
 
 PROGRAMS = {"ranks": rank_of_two, "xla": all_of_xla}

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
 from train.config import InputError
 from train.data.shards.format import ShardSet, map_tensors, parse_manifest, read_manifest
 from train.storage.folders import LocalFolder, canonical_json, sha256_bytes, sha256_json
-from train.storage.schema import BadContent, FileName, RelativePath, is_inside, record
+from train.storage.schema import BadContent, FileName, RelativePath, is_inside
 from train.tasks import build_task
 
 ROOT = Path("/a/folder")
@@ -57,9 +56,7 @@ def test_names_that_lead_astray_are_rejected(name):
         FileName(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["train-00000.safetensors", "train-03of64-00001.safetensors", "model.pt", "ä b (1).csv"]
-)
+@pytest.mark.parametrize("name", ["train-03of64-00001.safetensors", "model.pt", "ä b (1).csv"])
 def test_usual_names_are_names(name):
     assert FileName(name) == name and RelativePath(f"tokenizer/{name}") == f"tokenizer/{name}"
 
@@ -68,13 +65,8 @@ def test_usual_names_are_names(name):
 def test_a_local_folder_neither_reads_nor_writes_nor_removes_beside_itself(tmp_path, name):
     folder, victim = LocalFolder(tmp_path / "in" / "deep"), tmp_path / "out.txt"
     folder.path.mkdir(parents=True)
-    for act in (
-        folder.read,
-        folder.size,
-        folder.remove,
-        lambda it: folder.write(it, b"x"),
-        lambda it: folder.create(it, b"x"),
-    ):
+    writes = (lambda it: folder.write(it, b"x"), lambda it: folder.create(it, b"x"))
+    for act in (folder.read, folder.size, folder.remove, *writes):
         with pytest.raises(BadContent):
             act(name)
     assert not victim.exists()
@@ -122,38 +114,34 @@ def set_in(pick, key, value):
     return lambda body: pick(body).update({key: value})
 
 
+def top(body):
+    return body
+
+
 FORGED = {
-    "an absolute path": (set_in(first, "file", "/etc/hosts.safetensors"), "is not the name of a file"),
-    "a path upwards": (set_in(first, "file", "../../x.safetensors"), "is not the name of a file"),
-    "a file of ours": (set_in(first, "file", "wanted.json"), "not the name of a shard"),
-    "more rows": (lambda body: first(body).update(rows=first(body)["rows"] + 50), "cannot have"),
-    "fewer rows": (lambda body: first(body).update(rows=first(body)["rows"] - 50), "cannot have"),
-    "rows below nothing": (set_in(first, "rows", -1), "not a count"),
-    "a shard twice": (lambda body: body["splits"]["train"].append(first(body)), "is in it 2 times"),
-    "held out and learnt": (lambda body: body["splits"].update(validation=body["splits"]["train"]), "is in it 2 times"),
-    "no training shard": (lambda body: body["splits"].update(train=[]), "with a training shard"),
-    "no shard": (lambda body: body["splits"].update(train=[], validation=[]), "with a training shard"),
-    "a shard of nothing": (set_in(first, "rows", 0), "holds no sequence"),
-    "another split": (lambda body: body["splits"].update(test=[]), "splits are not"),
-    "no sha256": (set_in(first, "sha256", "abc"), "is not a sha256"),
-    "a dtype": (set_in(lambda body: body, "dtype", "object"), "dtype is 'object'"),
-    "seq_len of text": (set_in(lambda body: body, "seq_len", "32"), "seq_len holds '32', not a count"),
-    "seq_len of nothing": (set_in(lambda body: body, "seq_len", 0), "seq_len is 0"),
-    "a special id out of the vocabulary": (
-        set_in(lambda body: body["tokenizer"], "mask_id", 10**6),
-        "special ids up to",
-    ),
-    "a huge vocabulary": (set_in(lambda body: body["tokenizer"], "vocab_size", 10**9), "a vocabulary of 1000000000"),
-    "counts of text": (set_in(lambda body: body["counts"], "unigram_entropy", "x"), "not a number"),
-    "an unknown field": (set_in(first, "url", "http://x"), "'url' is not known"),
-    "no tokenizer": (lambda body: body.pop("tokenizer"), "tokenizer is missing"),
+    "is not the name of a file": set_in(first, "file", "../../x.safetensors"),
+    "not the name of a shard": set_in(first, "file", "wanted.json"),
+    "cannot have": lambda body: first(body).update(rows=first(body)["rows"] + 50),
+    "not a count": set_in(first, "rows", -1),
+    "is in it 2 times": lambda body: body["splits"].update(validation=body["splits"]["train"]),  # learnt and held out
+    "with a training shard": lambda body: body["splits"].update(train=[]),
+    "holds no sequence": set_in(first, "rows", 0),
+    "splits are not": lambda body: body["splits"].update(test=[]),
+    "is not a sha256": set_in(first, "sha256", "abc"),
+    "dtype is 'object'": set_in(top, "dtype", "object"),
+    "seq_len holds '32', not a count": set_in(top, "seq_len", "32"),
+    "seq_len is 0": set_in(top, "seq_len", 0),
+    "special ids up to": lambda body: body["tokenizer"].update(mask_id=10**6),
+    "a vocabulary of 1000000000": lambda body: body["tokenizer"].update(vocab_size=10**9),
+    "not a number": lambda body: body["counts"].update(unigram_entropy="x"),
+    "'url' is not known": set_in(first, "url", "http://x"),
+    "tokenizer is missing": lambda body: body.pop("tokenizer"),
 }
 
 
-@pytest.mark.parametrize("case", FORGED)
-def test_a_forged_manifest_of_data_is_rejected_in_one_line(data, case):
-    change, says = FORGED[case]
-    forge(data, change)
+@pytest.mark.parametrize("says", FORGED)
+def test_a_forged_manifest_of_data_is_rejected_in_one_line(data, says):
+    forge(data, FORGED[says])
     with pytest.raises(InputError, match=says) as rejected:
         read_manifest(data)
     assert is_one_line(rejected.value) and "prepare the data again" in str(rejected.value)
@@ -213,37 +201,22 @@ def test_data_in_s3_overwrites_nothing_outside_the_cache(prepared, bucket, tmp_p
 # ---- shards --------------------------------------------------------------------------------------------------------
 
 
-def put_shard(folder, content):
-    """A first shard with this content, under a manifest with its right length and checksum."""
-    shard = folder / read_manifest(folder).splits["train"][0].file
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda it: {"tokens": it["tokens"], "x": it["pivot"], "y": it["same_document"]}, "does not hold"),
+        (lambda it: {**it, "tokens": it["tokens"].reshape(2 * len(it["pivot"]), -1)}, "does not hold"),
+        (lambda it: {**it, "pivot": it["pivot"].view(np.float16)}, "does not hold"),
+        (lambda it: {**it, "tokens": it["tokens"] | 0x8000}, "its vocabulary has"),
+    ],
+    ids=["other tensors", "another shape", "another dtype", "tokens out of the vocabulary"],
+)
+def test_a_forged_shard_is_rejected_when_it_is_read(data, change, says):
+    """It stands under a manifest with its right length and checksum."""
+    shard = data / read_manifest(data).splits["train"][0].file
+    content = save(change({name: np.array(tensor) for name, tensor in map_tensors(shard).items()}))
     shard.write_bytes(content)
-    facts = {"bytes": len(content), "sha256": sha256_bytes(content)}
-    forge(folder, lambda body: first(body).update(facts))
-
-
-def tensors_of(folder):
-    shard = read_manifest(folder).splits["train"][0]
-    return {name: np.array(tensor) for name, tensor in map_tensors(folder / shard.file).items()}
-
-
-FORGED_SHARDS = {
-    "other tensors": (
-        lambda right: {"tokens": right["tokens"], "x": right["pivot"], "y": right["same_document"]},
-        "does not hold",
-    ),
-    "another shape": (
-        lambda right: {**right, "tokens": right["tokens"].reshape(2 * len(right["pivot"]), -1)},
-        "does not hold",
-    ),
-    "another dtype": (lambda right: {**right, "pivot": right["pivot"].view(np.float16)}, "does not hold"),
-    "tokens out of the vocabulary": (lambda right: {**right, "tokens": right["tokens"] | 0x8000}, "its vocabulary has"),
-}
-
-
-@pytest.mark.parametrize("case", FORGED_SHARDS)
-def test_a_forged_shard_is_rejected_when_it_is_read(data, case):
-    change, says = FORGED_SHARDS[case]
-    put_shard(data, save(change(tensors_of(data))))
+    forge(data, lambda body: first(body).update(bytes=len(content), sha256=sha256_bytes(content)))
     with pytest.raises(InputError, match=says) as rejected:
         ShardSet(data, read_manifest(data), "train").rows(np.arange(2))
     assert is_one_line(rejected.value)
@@ -310,12 +283,10 @@ def test_a_changed_manifest_of_a_checkpoint_is_damaged_or_names_only_files_of_it
     ("key", "value"),
     [
         ("files", {"../model.pt": {"bytes": 1, "sha256": SHA256}}),
-        ("files", {"model.pt": {"bytes": "1", "sha256": SHA256}}),
         ("files", {"model.pt": {"bytes": 1}}),
         ("files", ["model.pt"]),
         ("folder", "/"),
         ("progress", {"steps": 3}),
-        ("progress", {"step": "3"}),
         ("step", -1),
         ("world_size", None),
         ("metric", "good"),
@@ -327,22 +298,7 @@ def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
     assert is_one_line(rejected.value)
 
 
-def test_a_manifest_of_a_checkpoint_is_read_as_it_was_written():
-    manifest = Manifest.from_json(signed_checkpoint(CHECKPOINT))
-    assert json.loads(manifest.to_json()) == CHECKPOINT and manifest.folder == "00000001-0123abcd"
-
-
 def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_path):
     forge(data, lambda body: body["counts"].pop("unigram_entropy"))
     with pytest.raises(InputError, match="has no validation sequences or no unigram_entropy; prepare the data again"):
         build_task(train_config(tmp_path / "run", data))
-
-
-@dataclass
-class Named:
-    x: int
-
-
-def test_a_record_with_keys_that_are_no_texts_is_rejected():
-    with pytest.raises(BadContent, match="1 is not known"):
-        record(Named, {"x": 1, 1: 0, "y": 0})

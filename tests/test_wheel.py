@@ -1,6 +1,7 @@
 """The wheel holds all that an installed baretrain needs, and nothing else."""
 
 import json
+import runpy
 import subprocess
 import sys
 import venv
@@ -81,7 +82,9 @@ def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
 @pytest.mark.parametrize(("words", "code", "says"), [(["--help"], 0, "precompile"), (["trian"], 2, "no command trian")])
 def test_the_commands_are_listed(words, code, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["baretrain", *words])
-    assert baretrain.main() == code
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(baretrain.__file__, run_name="__main__")
+    assert ended.value.code == code
     said = capsys.readouterr()
     assert says in said.out + said.err
 

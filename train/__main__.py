@@ -12,8 +12,12 @@ def main() -> int:
     die_with_torchrun()
     use_console("stderr")
     from train import entry  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
+    from train.telemetry.trackers import unended
 
-    return entry.run_command_line()
+    code = entry.run_command_line()
+    if unended:
+        entry.leave_at_once(code)
+    return code
 
 
 if __name__ == "__main__":

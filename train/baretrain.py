@@ -51,3 +51,7 @@ def main() -> int:
     sys.argv[:2] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -102,4 +102,6 @@ def attempt(cfg: TrainConfig) -> int:
 
 def leave_at_once(code: int) -> NoReturn:
     logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""`python -m train.precompile key=value ...`: fill Neuron's compile cache before a run on Trainium.
+"""`python -m train.precompile key=value ...`: compile the graphs of a run before it starts.
 
-Takes the settings of `python -m train`, on each machine of the run. Neuron's neuron_parallel_compile then runs a few
+Takes the settings of `python -m train`, on each machine of the run. On Trainium, neuron_parallel_compile runs a few
 steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
 side by side. With backend.compile the same short run fills backend.compile_cache, without Neuron's tool.
 
@@ -84,9 +84,14 @@ def run(options: argparse.Namespace) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
         "train.precompile",
-        "Compile every graph of a run on Trainium before it starts. Run it on each machine of the run, with the\n"
-        "settings of the run; under Slurm: srun --ntasks-per-node=1 python -m train.precompile ...",
-        examples=(f"{EXAMPLE} --dry-run", EXAMPLE, f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0"),
+        "Compile every graph of a run before it starts: on Trainium 1, or with backend.compile on GPUs and CPUs.\n"
+        "Run it on each machine of the run, with the settings of the run; under Slurm:\n"
+        "srun --ntasks-per-node=1 python -m train.precompile ...",
+        examples=(
+            f"{EXAMPLE} --dry-run",
+            f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0",
+            "experiment=demo run_dir=runs/x backend.compile=layers backend.compile_cache=kernels --nproc-per-node 1",
+        ),
         exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REJECTED: "arguments rejected"},
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
@@ -152,7 +157,8 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
     """
     return [
-        *(f'run_dir="{run_dir}"', "collect_graphs=true", f"log_every={LOG_EVERY}", "tensorboard=false"),
+        *(f'run_dir="{run_dir}"', "collect_graphs=true", f"log_every={LOG_EVERY}"),
+        *("tensorboard=false", "telemetry.trackers=[]"),
         *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
         "optim.warmup_steps=null",  # a fixed number could be longer than the run
         *("eval_every=null", "early_stop.patience=null"),  # but the evaluation at the end stays, for its graph

@@ -23,7 +23,7 @@ from train.backend.base import peak_device_bytes
 from train.bench.config import BenchConfig
 from train.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 from train.cli import compose as cli
-from train.config import Failure, HubConfig, InputError, TrainConfig
+from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.host import machine
@@ -95,6 +95,7 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
         collect_graphs=False,
         export=False,
         tensorboard=False,
+        telemetry=TelemetryConfig(),
         profile=False,  # it would slow the steps that it traces
         best=BestConfig(),
         early_stop=EarlyStopConfig(),

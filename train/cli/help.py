@@ -38,6 +38,9 @@ def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
 
 def hanging(head: str, text: str, *, indent: int) -> list[str]:
     """Lines of a hanging indent: `head`, and `text` in a column at its right."""
+    if len(head) > WIDTH - indent:
+        above = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
+        return [*above, *hanging("", text, indent=indent)]
     first = f"  {head:{indent - 2}}" if len(head) < indent - 2 else f"  {head}  "
     wrapped = textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
     return wrapped or [first.rstrip()]
@@ -65,13 +68,22 @@ def comment(kind: type, name: str) -> str:
 def shown_default(item: Field) -> str:
     """The default as it is written on the command line; dots for a setting that has none."""
     if callable(item.default_factory):
-        return str(item.default_factory())
+        return plain(item.default_factory())
     value = item.default
     if value is NO_DEFAULT or value == MISSING:
         return "..."
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+    return plain(value)
+
+
+def plain(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {plain(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(plain, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def type_name(hint: Any) -> str:

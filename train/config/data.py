@@ -13,7 +13,7 @@ MAX_MICRO_BATCHES_AHEAD = 1000  # minutes of training, and at a megabyte each a 
 MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
 MAX_DOWNLOADS = 64  # each holds its shard in memory, about 64 MiB twice; a few fill a network card
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by datasets' save_to_disk
-MAX_CACHE_GB = 1e6  # a petabyte, more than the disk of any machine
+MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
 
 
 @dataclass(kw_only=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from train.config.checks import Section, check, check_choice, setting
 
-TRACKERS = ("mlflow", "wandb")
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, prefix="telemetry."):
-    """Trackers that get the lines of a run beside TensorBoard. Keys and passwords are those of the environment."""
+    """Trackers that get the curves of a run. Keys and passwords are those of the environment."""
 
-    trackers: list[str] = field(default_factory=list)  # mlflow, wandb or both; empty: none
+    trackers: list[str] = field(default_factory=list)  # mlflow, wandb, both; tensorboard: as tensorboard=true
     mlflow_uri: str | None = None  # of MLflow's server, http://host:5000; null: MLFLOW_TRACKING_URI
     mlflow_experiment: str | None = None  # null: MLFLOW_EXPERIMENT_NAME, or else Default
     wandb_project: str | None = None  # null: WANDB_PROJECT

@@ -126,6 +126,10 @@ class TrainConfig(Section):
             "best.export=true needs the best checkpoint: set checkpoint.best=true",
         )
         check(
+            self.tensorboard or "tensorboard" not in self.telemetry.trackers,
+            "tensorboard=false and telemetry.trackers=[tensorboard] contradict one another; leave one of them out",
+        )
+        check(
             self.hub.push_to is None or self.export,
             f"hub.push_to={self.hub.push_to} pushes what export=true writes; set export=true",
         )
@@ -135,10 +139,15 @@ class TrainConfig(Section):
             raise Unset("the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)")
 
 
+VARIANTS = {f"{way}": f"backend.compile={way}" for way in ("none", "layers", "model")} | {"xla": "backend=xla"}
+
+
 @dataclass(kw_only=True)
 class VariantsConfig(Section, prefix="compare."):
-    run: list[str] = field(default_factory=list)  # names of the variants to run, the baseline first; empty: all
-    variants: dict[str, str] = field(default_factory=dict)  # by name, the settings in which each differs, as typed
+    run: list[str] = field(default_factory=lambda: ["none", "layers"])  # names of the variants to run, the baseline
+    # first; empty: all of compare.variants
+    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))  # by name, the settings in which each
+    # differs, as typed; more are added to these
     largest_batch: dict[str, int] = field(default_factory=dict)  # by variant, the largest micro batch that fits: one
     # more run with this batch, without accumulation
     ranks: int = setting(1, above=0)  # of this machine; above 1 each run is started by torchrun

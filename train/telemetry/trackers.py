@@ -29,11 +29,12 @@ logger = logging.getLogger("train")
 MOST_LINES = 1000  # that wait to be sent
 END_WAIT_S = 15.0  # for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # at the end, when no line follows
+unended: list[Tracker] = []  # of this process; at its exit the hooks of their libraries may wait without a limit
 TAG = "baretrain.run_id"
 NO_CURVES = ("step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure of each kind that is always there
 MOST_PARAMS, MOST_CHARS = 100, 500  # that MLflow takes at once, and that every version of it takes of a value
-PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # unless they are set: a silent server holds the thread for seconds, and nothing is printed or reported
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -155,6 +156,7 @@ class Tracker:
     unsent: deque[Line] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     status: str | None = None  # how the attempt has ended
     has_warned: bool = False
+    has_ended: bool = False  # in order
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
@@ -203,6 +205,7 @@ class Tracker:
                 self.unsent.popleft()
             if is_over and self.status is not None:
                 self.client.end(self.status)
+                self.has_ended = True
         except Exception as error:  # of any kind: it is the library's, and training goes on
             self._warn(f"{type(error).__name__}: {error}"[:300])
             return False
@@ -241,7 +244,8 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
         os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     name = folder.location.rstrip("/").rpartition("/")[2]
     run = Run(cfg.telemetry, folder.run_id, name, folder.path, flat(cfg))
-    return [Tracker(each, partial(CLIENTS[each], run)) for each in cfg.telemetry.trackers]
+    names = [name for name in cfg.telemetry.trackers if name in CLIENTS]  # the journal writes for TensorBoard
+    return [Tracker(name, partial(CLIENTS[name], run)) for name in names]
 
 
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
@@ -262,3 +266,4 @@ def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
     until_s = time.monotonic() + END_WAIT_S
     for tracker in begun if waits else ():
         tracker.wait(until_s)
+    unended.extend(tracker for tracker in begun if not tracker.has_ended)
