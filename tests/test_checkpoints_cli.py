@@ -4,10 +4,12 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from running import lines
+from running import ROOT, lines
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
 from transformers import AutoModelForMaskedLM
 
@@ -59,6 +61,16 @@ def test_list_shows_what_the_manifests_say_damage_and_what_is_in_quarantine(run_
     assert re.search(r" 6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
     assert aside == f"in quarantine: {name}"
     assert content(run_dir) == before
+
+
+def test_looking_and_tidying_need_no_torch(run_dir):
+    code = (
+        "import sys; from train.checkpoints.__main__ import main; run = sys.argv[1];"
+        "codes = [main([run]), main([run, 'verify']), main([run, 'prune', '--keep', '2', '--yes'])];"
+        "print(codes, [name for name in ('torch', 'boto3', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0] []", done.stderr
 
 
 # ---- verify --------------------------------------------------------------------------------------------------------
@@ -160,6 +172,16 @@ def test_any_step_can_be_exported_also_where_the_data_has_moved(run_dir, prepare
     exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
     saved = torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True)
     assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in exported.items())
+
+
+def test_the_newest_whole_step_is_exported_where_none_was_evaluated(run_dir, capsys):
+    copy_step(run_dir, 3, 8)
+    for step in (3, 6, 8):
+        set_manifest(run_dir, step, metric=None, progress={"best_step": None})
+        set_best(run_dir, step, None)
+    (step_folder(run_dir, 8) / "model.pt").unlink()
+    assert command.chosen(store_of(run_dir), None) == (6, "the newest (none was evaluated)")
+    assert "passed over: step 8: model.pt is missing" in capsys.readouterr().err
 
 
 def set_config(run_dir, before, now):
