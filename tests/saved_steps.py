@@ -26,6 +26,15 @@ def run_dir(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
+def cut_back(run_dir: Path, target: Path, step: int = 3) -> Path:
+    """A copy of a run of six steps that ended at this one."""
+    shutil.copytree(run_dir, target)
+    for later in store_of(target).steps():
+        if later > step:
+            shutil.rmtree(step_folder(target, later))
+    return target
+
+
 def step_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
 

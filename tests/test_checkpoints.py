@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from rejections import rejects
 from running import lines, outcome, train_here
 from saved_steps import copy_step, flip, step_folder, store_of
 
@@ -12,7 +13,6 @@ from train.checkpoints import store as stores
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.store import LocalStore, Retention
-from train.config import InputError
 from train.storage import checksums as manifests
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import sha256_file
@@ -72,8 +72,7 @@ def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, monkeypa
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr(manifests, "sha256_file", stale)
-    with pytest.raises(OSError, match="Stale"):
-        newest_valid(store_of(run_dir))
+    rejects("Stale", newest_valid, store_of(run_dir), error=OSError)
     assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
 
 
@@ -81,8 +80,7 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
     path = step_folder(run_dir, 6) / "manifest.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
     before = path.read_bytes()
-    with pytest.raises(OtherVersion, match="of step 6 is of format 1, this version reads 2"):
-        train_here(run_dir, prepared)
+    rejects("of step 6 is of format 1, this version reads 2", train_here, run_dir, prepared, error=OtherVersion)
     assert store_of(run_dir).steps() == [3, 6] and path.read_bytes() == before
     assert (outcome(run_dir)["kind"], outcome(run_dir)["goes_on"]) == ("other_version", False)
 
@@ -106,8 +104,7 @@ def test_checkpoints_that_are_gone_are_no_reason_to_start_over(run_dir, prepared
     if how == "vanished":
         shutil.rmtree(run_dir / "checkpoints")
     words = "all are in quarantine" if how == "quarantined" else "metrics.jsonl says that step 6 was saved"
-    with pytest.raises(NoneValid, match=words):
-        train_here(run_dir, prepared)
+    rejects(words, train_here, run_dir, prepared, error=NoneValid)
 
 
 def plant(run_dir, name, state):
@@ -170,15 +167,13 @@ def test_the_newest_and_the_best_are_kept(run_dir):
 )
 def test_a_folder_of_another_run_is_rejected_and_left_alone(run_dir, prepared, shards, override, says):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=rf"is of another run \({says}"):
-        train_here(run_dir, prepared, override.replace("another", str(shards)))
+    rejects(rf"is of another run \({says}", train_here, run_dir, prepared, override.replace("another", str(shards)))
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence(run_dir, prepared):
     more = ["max_steps=8", "log_every=2", "seed=7", "optim.lr=1e-3", "global_batch_size=16", "backend.precision=bf16"]
-    with pytest.raises(InputError, match=r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true"):
-        train_here(run_dir, prepared, *more)
+    rejects(r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true", train_here, run_dir, prepared, *more)
     assert train_here(run_dir, prepared, *more, "resume.force=true") == ("done", 8)
     log = (run_dir / "log/rank_0000.txt").read_text()
     assert "resume.force=true" in log
@@ -206,13 +201,6 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
     with pytest.raises(FileNotFoundError):
         store.commit(scratch, ours)
     assert store.manifest(6) == theirs and store.quarantined() == []
-
-
-def test_a_run_folder_that_cannot_be_written_is_rejected(prepared, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    for location in ("/proc/baretrain", str(tmp_path / "file" / "run")):
-        with pytest.raises(InputError, match="cannot write to"):
-            train_here(location, prepared)
 
 
 def test_a_finished_run_is_not_trained_again(run_dir, prepared):

@@ -2,95 +2,80 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
-from forks import launch, run_forked
-from run_results import weights
-from split_engine import HalvesConfig, TwoLayersTask
-from toy import Toy, spec_of
+from rejections import rejects
+from toy import Line, ToyTask, spec_of
 
 from train import parallel
-from train.config import InputError, ParallelConfig
+from train.config import ParallelConfig, check
+from train.parallel.data import DataParallel
 from train.tasks import TASKS
 
-NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
+
+@dataclass(kw_only=True)
+class HalvesConfig(ParallelConfig):
+    name: str = "halves"
+    num_ranks: int = 1
+
+    def replicas(self, world_size):
+        check(world_size == self.num_ranks, f"parallel=halves needs {self.num_ranks} ranks, not {world_size}")
+        return 1
 
 
-def main(folder, engine):
-    """One rank: train in FOLDER/run."""
-    toy = Toy(Path(folder))
-    TASKS["toy"] = spec_of(lambda: TwoLayersTask(toy))
-    parallel.ENGINES["halves"] = "split_engine"  # the one line
-    try:
-        toy.train(
-            parallel=HalvesConfig() if engine == "halves" else ParallelConfig(name=engine),
-            export=True,
-            micro_batch_size=4,
-        )
-    except InputError as error:
-        sys.exit(f"rejected: {error}")
+class Halves(DataParallel):
+    """It computes a micro batch in two halves: losses are sums, so the gradient is that of the whole."""
+
+    was_last: list[bool] = []
+    exported = 0
+
+    def forward_backward(self, batch, *, is_last):
+        self.was_last.append(is_last)
+        with self.sync.micro_batch(is_last=is_last):
+            for first in (0, 1):
+                self._add_gradients({"inputs": {name: rows[first::2] for name, rows in batch["inputs"].items()}})
+
+    def gather_full_model(self):
+        Halves.exported += 1
 
 
-def train(folder, engine, *, ranks):
-    return run_forked(launch(__file__, [str(folder), engine], ranks=ranks), os.environ)
+def build(cfg, optim, backend, model, loss, **options):
+    return Halves(optim, backend, model, loss, **options)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("plain"), "data", ranks=1)
+class CalmTask(ToyTask):
+    def build_model(self):
+        model = Line()
+        model.dropout.p = 0.0  # halves would draw other units
+        return model
 
 
-@pytest.fixture(scope="module")
-def halves(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("halves"), "halves", ranks=2)
+@pytest.fixture
+def calm(toy, monkeypatch):
+    monkeypatch.setitem(TASKS, "toy", spec_of(lambda: CalmTask(toy)))
+    monkeypatch.setitem(parallel.ENGINES, "halves", __name__)  # the one line
+    return toy
 
 
-def trained(folder, engine, *, ranks):
-    done = train(folder, engine, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    return Toy(folder)
+def test_it_is_the_run_of_another_engine_whose_checkpoint_it_goes_on_from(calm):
+    options = {"micro_batch_size": 4, "export": True}
+    calm.train("plain", **options)
+    assert calm.train("halves", parallel=HalvesConfig(), **options) == ("done", 6)
+    assert Halves.was_last == [False, True] * 6 and Halves.exported == 1
+    shutil.copytree(calm.folder / "plain", calm.folder / "resumed")
+    shutil.rmtree(calm.folder / "resumed/checkpoints/step_00000006")
+    calm.train("resumed", parallel=HalvesConfig(), **options)
+    for name in ("halves", "resumed"):
+        for kind, key in (("train", "loss"), ("train", "grad_norm"), ("train", "examples"), ("eval", "loss")):
+            got, wanted = (calm.values(kind, key, each)[-1:] for each in (name, "plain"))
+            assert got == pytest.approx(wanted, rel=1e-5), key
+        assert calm.weights(6, name) == pytest.approx(calm.weights(6, "plain"), rel=1e-5, abs=1e-6)
+    exported = torch.load(calm.folder / "halves/export/model.pt")
+    assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == calm.weights(6, "halves")
 
 
-def test_two_ranks_that_hold_a_layer_each_are_one_that_holds_both(plain, halves):
-    for kind, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss"), ("train", "examples")):
-        assert halves.values(kind, key) == pytest.approx(plain.values(kind, key), rel=1e-5), key
-    assert halves.values("summary", "tokens") == plain.values("summary", "tokens") == [48]
-    before, after = halves.values("eval", "loss")
-    assert after < before
-    for step in (3, 6):
-        saved, wanted = weights(halves.folder / "run", step), weights(plain.folder / "run", step)
-        assert sorted(saved) == sorted(wanted) == sorted(NAMES)
-        for name in NAMES:
-            torch.testing.assert_close(saved[name], wanted[name], rtol=1e-5, atol=1e-6)
-    plan = json.loads((halves.folder / "run/environment.json").read_text())["plan"]
-    assert (plan["micro_batch_size"], plan["accumulation"]) == (4, 2)  # both ranks see the whole batch
-
-
-def test_its_export_is_the_whole_model(halves):
-    exported = torch.load(halves.folder / "run/export/model.pt", weights_only=True)
-    saved = weights(halves.folder / "run")
-    assert all(torch.equal(exported[name], saved[name]) for name in NAMES)
-
-
-@pytest.mark.parametrize(("engine", "ranks"), [("halves", 2), ("data", 1)])
-def test_its_checkpoint_resumes_under_it_and_under_data_parallelism(plain, halves, tmp_path, engine, ranks):
-    shutil.copytree(halves.folder / "run", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_00000006")
-    resumed = trained(tmp_path, engine, ranks=ranks)
-    assert resumed.values("train", "step") == [1, 2, 3, 4, 5, 6, 4, 5, 6]
-    assert resumed.values("train", "loss")[6:] == pytest.approx(plain.values("train", "loss")[3:], rel=1e-5)
-
-
-def test_a_number_of_ranks_that_it_cannot_use_is_rejected(tmp_path):
-    done = train(tmp_path, "halves", ranks=1)
-    assert done.returncode != 0 and "rejected: parallel=halves needs 2 ranks, not 1" in done.stderr
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def test_a_number_of_ranks_that_it_cannot_use_is_rejected(calm):
+    rejects("parallel=halves needs 2 ranks, not 1", calm.train, parallel=HalvesConfig(num_ranks=2))

@@ -1,17 +1,13 @@
 """However a run is split, stopped or taken up again, it is the same run."""
 
-import json
 import os
 import signal
 import subprocess
 
 import pytest
-from forks import launch, start_forked
 from run_results import assert_same_run, assert_same_weights, losses
-from running import ROOT, command, eventually, lines, run, train_config, train_overrides
-
-from train import loop
-from train.attempt.preempt import StopRequest
+from running import ROOT, command, eventually, lines, run, train_here, train_overrides
+from saved_steps import cut_back
 
 
 def test_the_losses_fall_so_that_equality_means_something(finished):
@@ -20,7 +16,7 @@ def test_the_losses_fall_so_that_equality_means_something(finished):
 
 
 def test_accumulation_is_a_big_batch(finished, prepared, tmp_path):
-    loop.run(train_config(tmp_path / "run", prepared, "micro_batch_size=2"), StopRequest())
+    train_here(tmp_path / "run", prepared, "micro_batch_size=2")
     assert_same_run(tmp_path / "run", finished)
 
 
@@ -33,23 +29,12 @@ def test_several_ranks_are_one(finished, prepared, tmp_path):
 
 
 def test_loader_processes_change_nothing(finished, prepared, tmp_path):
-    loop.run(train_config(tmp_path / "run", prepared, "data.num_workers=2"), StopRequest())
+    train_here(tmp_path / "run", prepared, "data.num_workers=2")
     assert losses(tmp_path / "run") == losses(finished)
 
 
-def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
-    options = ["model.hidden_dropout=0.2", "checkpoint.every=2", "max_epochs=9"]
-    loop.run(train_config(tmp_path / "whole", prepared, *options), StopRequest())
-    asked = StopRequest()
-    asked.ask("SIGTERM")  # as if a signal had come during the first step
-    assert loop.run(train_config(tmp_path / "cut", prepared, *options), asked) == ("SIGTERM", 1)
-    assert loop.run(train_config(tmp_path / "cut", prepared, *options), StopRequest()) == ("done", 6)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
-
-
 @pytest.mark.parametrize("optim", ["adamw", "lamb"])
-def test_each_optimizer_resumes_bit_for_bit(toy, optim):
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_with_dropout(toy, optim):
     options = {"optim": {"name": optim}, "micro_batch_size": 4}
     toy.train("whole", **options)
     toy.stopped_at_once("cut", **options)
@@ -58,13 +43,17 @@ def test_each_optimizer_resumes_bit_for_bit(toy, optim):
     assert toy.weights(6, "cut") == toy.weights(6, "whole") != toy.weights(3, "whole")
 
 
-def test_a_resume_on_another_number_of_ranks_is_the_same_run(finished, prepared, tmp_path):
-    asked = StopRequest()
-    asked.ask("SIGTERM")
-    assert loop.run(train_config(tmp_path / "run", prepared), asked)[1] == 1
-    result = run(train_overrides(tmp_path / "run", prepared), ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert_same_run(tmp_path / "run", finished)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_from_its_checkpoint_also_on_another_number_of_ranks(finished, prepared, tmp_path, ranks):
+    run_dir = cut_back(finished, tmp_path / "run")
+    if ranks == 1:
+        train_here(run_dir, prepared)
+        assert losses(run_dir)[6:] == losses(finished)[3:]
+        assert_same_weights(run_dir, finished)
+    else:
+        result = run(train_overrides(run_dir, prepared), ranks=2)
+        assert result.returncode == 0, result.stderr
+        assert losses(run_dir)[6:] == pytest.approx(losses(finished)[3:], rel=2e-5)
 
 
 LONG = ["max_steps=100000", "eval_every=null", "checkpoint.every=100000", "export=false"]
@@ -90,15 +79,3 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(pr
     assert again.returncode == 0, again.stderr
     assert f"resuming from the checkpoint of step {step}" in again.stderr
     assert [line["step"] for line in lines(tmp_path / "run", "train")][-2:] == [step + 1, step + 2]
-
-
-def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_path):
-    arguments = train_overrides(tmp_path / "run", prepared, *LONG, "data.num_workers=1")
-    process = start_forked(launch("train", arguments, ranks=2), os.environ)
-    eventually(lambda: has_steps(tmp_path / "run", 3) or not process.is_alive())
-    process.terminate()
-    process.join()
-    saved = lines(tmp_path / "run", "checkpoint")[-1]["step"]
-    for rank in (0, 1):
-        record = json.loads((tmp_path / f"run/log/exit_rank_000{rank}.json").read_text())
-        assert (record["reason"], record["step"]) == ("SIGTERM", saved)

@@ -9,6 +9,7 @@ from hostile import quick, values
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from rejections import rejects
 
 from launch.calibration import Calibration, measured, read_calibration
 from launch.estimate import ClusterSize, Estimate, all_reduce_s, cells, estimate, gradient_bytes
@@ -40,22 +41,25 @@ def row(result: Estimate, nodes: int) -> ClusterSize:
 # ---- published cases -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nodes", "batch", "measured"), [(1, 16_384, 3_697.71), (16, 1_048_576, 55_617)])
-def test_bert_large_on_trainium_is_as_fast_as_aws_measured(nodes: int, batch: int, measured: float):
-    """aws-neuron-sdk, general/benchmarks/trn1/training_data_encoder.csv, Neuron 2.26: phase 1, 128 tokens, bf16."""
-    result = of(load(*TRN1, f"global_batch_size={batch}", "max_steps=100"), nodes, 32, 128)
+@pytest.mark.parametrize(
+    ("settings", "nodes", "processes", "speed", "tolerance"),
+    [  # aws-neuron-sdk, general/benchmarks/trn1/training_data_encoder.csv, Neuron 2.26: phase 1, bf16
+        ([*TRN1, "global_batch_size=16384"], 1, 32, 3_697.71, 0.1),
+        ([*TRN1, "global_batch_size=1048576"], 16, 32, 55_617, 0.1),
+        # NVIDIA's DeepLearningExamples, on one GPU
+        ([*BERT_LARGE, "instance=p3dn.24xlarge", "instance.devices=1", "global_batch_size=64"], 1, 1, 224, 0.05),
+        ([*BERT_LARGE, "instance=p4de.24xlarge", "instance.devices=1", "global_batch_size=64"], 1, 1, 580, 0.05),
+    ],
+    ids=["trn1", "16 trn1", "V100", "A100"],
+)
+def test_bert_large_is_as_fast_as_the_makers_measured(settings, nodes: int, processes: int, speed, tolerance):
+    """Sequences of 128 tokens."""
+    result = of(load(*settings, "max_steps=100"), nodes, processes, 128)
     at = row(result, nodes)
-    assert at.sequences_per_s == pytest.approx(measured, rel=0.1)
-    assert (at.micro_batch_size, at.world_size) == (16, 32 * nodes)  # AWS's micro batch
-    assert any("28.8% of the peak of bf16" in note for note in result.assumptions)
-
-
-def test_a_v100_and_an_a100_are_as_fast_as_nvidia_measured():
-    """DeepLearningExamples, BERT-large, 128 tokens: 224 and 580 sequences/s on one GPU."""
-    for name, speed_there in (("p3dn.24xlarge", 224), ("p4de.24xlarge", 580)):
-        one = [f"instance={name}", "global_batch_size=64", "max_steps=1", "instance.devices=1"]
-        speed = row(of(load(*BERT_LARGE, *one), 1, 1, 128), 1).sequences_per_s
-        assert speed == pytest.approx(speed_there, rel=0.05)
+    assert at.sequences_per_s == pytest.approx(speed, rel=tolerance)
+    if "backend=xla" in settings:
+        assert (at.micro_batch_size, at.world_size) == (16, 32 * nodes)  # AWS's micro batch
+        assert any("28.8% of the peak of bf16" in note for note in result.assumptions)
 
 
 # ---- what is unknown -----------------------------------------------------------------------------------------------
@@ -115,14 +119,6 @@ def test_bytes_of_gradients_follow_the_precision_that_is_added_up():
         assert gradient_bytes(load(*BERT_LARGE, "global_batch_size=8", "max_steps=1", *half), shape) == plain / 2
 
 
-def test_a_task_says_what_its_head_computes():
-    given = ["task=classify", "data=csv", "instance=p5.48xlarge", "micro_batch_size=8", "max_steps=10"]
-    cfg = load(*BERT_LARGE[:4], *given)
-    many = replace(cfg, data=replace(cfg.data, labels=[str(number) for number in range(10_000)]))
-    seconds = [row(of(each, 1, 1, 128, mfu=0.3), 1).step_s for each in (cfg, many)]
-    assert seconds[0] is not None and seconds[0] < seconds[1]
-
-
 def test_an_all_reduce_takes_the_time_of_its_rings():
     machine = InstanceConfig(device_link_gbyte_per_s=100, network_gbit_per_s=80)
     inside = all_reduce_s(1e9, machine, nodes=1, processes_per_node=8)
@@ -148,11 +144,6 @@ def test_figures_of_a_row_agree_with_one_another():
         assert at.hours == pytest.approx(1000 * at.step_s / 3600)
         assert at.usd_on_demand == pytest.approx(at.hours * at.nodes * 90)
         assert at.usd_spot == pytest.approx(at.usd_on_demand / 3)
-
-
-def test_a_share_of_the_peak_needs_a_peak():
-    with pytest.raises(InputError, match="the peak of instance=local is unknown; give calibrate=RUN"):
-        of(load(*LOCAL, "global_batch_size=64", "max_steps=1"), 1, 2, 32, mfu=0.3)
 
 
 # ---- the speed of a finished run -----------------------------------------------------------------------------------
@@ -207,21 +198,26 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
     at, expected = of(cfg, 1, 8, 32, calibration=run), of(cfg, 1, 8, 32, mfu=min(1.0, run.mfu))
     assert row(at, 1).compute_s == pytest.approx(row(expected, 1).compute_s)
     without = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
-    with pytest.raises(InputError, match="ran on instance=local, and without the peaks of both"):
-        of(cfg, 1, 8, 32, calibration=without)
+    rejects("ran on instance=local, and without the peaks of both", of, cfg, 1, 8, 32, calibration=without)
+    rejects(
+        "the peak of instance=local is unknown; give calibrate=RUN",
+        of,
+        load(*LOCAL, "global_batch_size=64"),
+        1,
+        2,
+        32,
+        mfu=0.3,
+    )
 
 
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([], "it has no summary"),
         (LINES[:-1], "it has no summary: the run has not ended yet"),
         ([END], "its last attempt has 0 train lines, and a speed needs 2"),
-        ([LINES[0], END], "its last attempt has 1 train lines"),
         ([*LINES[:-1], {**END, "world_size": "2"}], "world_size holds '2', not a count"),
         ([trained(10, 25.0), trained(10, 30.0), END], "examples goes from 500 to 500: the run was rolled back"),
         ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s holds None"),
-        ([trained(10, 25.0), {**trained(30, 1.0), "examples": 1e300}, END], "examples goes from 500 to 1e.300: "),
         (
             [trained(10, 25.0), {**trained(30, 30.0), "tokens": 16001}, END],
             "tokens in 1000 sequences on 2 ranks are not",
@@ -230,19 +226,15 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
 )
 def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: str):
     where = write_run(tmp_path / "run", lines)
-    with pytest.raises(InputError, match=f"^calibrate={where}: its metrics.jsonl tells no speed: .*{says}"):
-        read_calibration(where, S3Config())
+    rejects(f"^calibrate={where}: its metrics.jsonl tells no speed: .*{says}", read_calibration, where, S3Config())
 
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path):
-    with pytest.raises(InputError, match="is no run folder: it holds no metrics.jsonl"):
-        read_calibration(str(tmp_path), S3Config())
+    rejects("is no run folder: it holds no metrics.jsonl", read_calibration, str(tmp_path), S3Config())
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
-    with pytest.raises(InputError, match="the size of its model is unknown"):
-        read_calibration(where, S3Config())
+    rejects("the size of its model is unknown", read_calibration, where, S3Config())
     (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")
-    with pytest.raises(InputError, match="nothing in a run's file is looked up"):
-        read_calibration(where, S3Config())
+    rejects("nothing in a run's file is looked up", read_calibration, where, S3Config())
 
 
 FIELDS = st.sampled_from(["examples", "train_s", "tokens", "world_size", "precision", "backend", "kind", "attempt"])

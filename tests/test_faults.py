@@ -1,27 +1,22 @@
 """Whole runs under faults: ranks and launchers killed or stuck, two jobs at once, gradients that are no numbers."""
 
 import json
-import math
 import os
-import shutil
 
 import psutil
 import pytest
 import torch
 from forks import start_changed
+from rejections import rejects
 from run_results import assert_same_weights
 from running import eventually, lines, outcome, run, train_overrides
-from saved_steps import flip
 from toy import NAN, spoilt
 
-from train import entry, loop
+from train import entry
 from train.attempt import attempt
 from train.attempt.preempt import StopRequest
-from train.backend.nonfinite import Skips
-from train.checkpoints.saver import SavesFail
-from train.checkpoints.store import LocalStore
 from train.cli import compose as cli
-from train.config import Failure, InputError, XLAConfig
+from train.config import Failure
 from train.config.attempt import NonfiniteConfig
 from train.run_folder.lease import Lease
 from train.storage.folders import LocalFolder
@@ -86,18 +81,6 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, st
     assert outcome(run_dir)["outcome"] == "done"
 
 
-def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
-    run_dir = shutil.copytree(undisturbed, tmp_path / "run")
-    for name in ("model", "optimizer"):  # of the last two
-        flip(run_dir / f"checkpoints/step_{STEPS if name == 'model' else STEPS - 5:08d}/{name}.pt")
-    result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert f"step {STEPS} is damaged (model.pt has sha256" in result.stderr
-    assert f"step {STEPS - 5} is damaged (optimizer.pt has sha256" in result.stderr
-    assert_same_weights(run_dir, undisturbed, STEPS)
-    assert len(LocalStore(run_dir / "checkpoints").quarantined()) == 2
-
-
 def test_without_torchrun_the_ranks_save_and_leave(start, tmp_path):
     """SIGKILL of torchrun: nobody is left on the devices, and nothing is lost."""
     run_dir, process = tmp_path / "run", start(SLOW, "max_steps=100000", "checkpoint.every=100000")
@@ -135,8 +118,7 @@ def test_a_second_job_on_the_same_folder_is_rejected_and_writes_nothing(toy):
 
     with Lease(LocalFolder(toy.folder / "run"), 600.0):
         before = content()
-        with pytest.raises(InputError, match=f"in use by process {os.getpid()} on"):
-            toy.train()
+        rejects(f"in use by process {os.getpid()} on", toy.train)
         assert content() == before
     assert toy.train() == ("done", 6)
 
@@ -169,55 +151,17 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
     assert losses[:3] == clean[:3] and not set(losses[6:9]) & set(clean)
 
 
-def test_a_checkpoint_of_a_bad_moment_is_as_good_as_another(toy):
-    """Saved after skipped steps, whose loss is no number: the weights are sound."""
-    toy.scale = spoilt([4, 5, 6])
-    assert toy.train(max_steps=8, checkpoint={"every": 5}, log_every=6, eval_every=None) == ("done", 8)
-    assert "back to step 5" in toy.faults()[-1]
-    assert toy.values("train", "loss")[-1] is not None
-    assert toy.saved()[8]["skipped"] == 3
-
-
-def test_xla_goes_back_as_well_without_another_graph(toy, monkeypatch):
-    """A rate that blows the weights up, once: the gradients after it are no numbers. All graphs are in memory then."""
-    options = {"backend": XLAConfig(device="cpu", layers="unrolled"), "max_steps": 8, "eval_every": None}
-    toy.train("before", **options)
-    before, blown = loop.learning_rate, []
-
-    def blow_up_once(step, **settings):
-        if step == 3 and not blown:
-            return blown.append(step) or 1e38
-        return before(step, **settings)
-
-    monkeypatch.setattr(loop, "learning_rate", blow_up_once)
-    assert toy.train(**options) == ("done", 8)
-    assert "back to step 3" in toy.faults()[-1]
-    (summary,) = toy.lines("summary")
-    assert (summary["rollbacks"], summary["graphs"]) == (1, 0)
-    assert math.isfinite(toy.values("eval", "loss")[-1])
-
-
 @pytest.mark.parametrize("rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"])
 def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however_rare_the_lines_are(toy, rare):
     skips = 4 if rare else 3
     toy.scale = lambda call: NAN if call > 4 else 1.0
     said = f"{skips} steps in a row had no finite gradient, .* after 2 rollbacks"
-    with pytest.raises(FloatingPointError, match=said):
-        toy.train(max_steps=50, eval_every=None, **rare)
+    rejects(said, toy.train, error=FloatingPointError, max_steps=50, eval_every=None, **rare)
     assert toy.losses == 4 + 3 * skips
     assert sum("were skipped" in reason for reason in toy.faults()) == (3 if rare else 9)
     ended = toy.outcome()
     assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
     assert ended["checkpoint"] == max(toy.saved())
-
-
-def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(toy, monkeypatch):
-    monkeypatch.setattr(Skips, "known_streak", lambda skips: 0)
-    toy.scale = lambda call: NAN if call > 4 else 1.0
-    said = r"6 steps in a row .* \(nonfinite.max_skips=3; this device counts skips itself .* every log_every=10 steps\)"
-    with pytest.raises(FloatingPointError, match=said):
-        toy.train(max_steps=50, eval_every=None, log_every=10, nonfinite=NonfiniteConfig(max_rollbacks=0))
-    assert toy.losses == 10
 
 
 def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(toy):
@@ -243,20 +187,10 @@ class Killed(BaseException):
 
 def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(toy):
     toy.scale = lambda call: NAN
-    with pytest.raises(FloatingPointError, match="no checkpoint to go back to"):
-        toy.train()
+    rejects("no checkpoint to go back to", toy.train, error=FloatingPointError)
     assert not toy.saved()
     assert entry.attempt(toy.config("again")) == cli.FAILED
     assert "3 steps in a row had no finite gradient" in toy.outcome("again")["reason"]
-
-
-def test_weights_that_are_no_numbers_are_never_saved(toy):
-    """Each save is an alarm, the third ends the run."""
-    hopeless = {"optim": {"lr": 1e39}, "log_every": 1000, "nonfinite": NonfiniteConfig(max_skips=10**6)}
-    with pytest.raises(SavesFail, match=r"\d saves in a row failed, the last: .*; there is no checkpoint"):
-        toy.train(**hopeless, checkpoint={"every": 1}, max_steps=10**5, eval_every=None)
-    assert not toy.saved()
-    assert "is no longer finite" in toy.faults()[0]
 
 
 # ---- what ends a run, and what it then goes on with ------------------------------------------------------------------
@@ -276,8 +210,7 @@ def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(toy, error, ki
 
     toy.scale = fail
     for goes_on in (True, False):
-        with pytest.raises(Failure, match="memory: .*; lower micro_batch_size .*activation_checkpointing=true"):
-            toy.train()
+        rejects("memory: .*; lower micro_batch_size .*activation_checkpointing=true", toy.train, error=Failure)
         ended = toy.outcome()
         assert (ended["kind"], ended["goes_on"]) == (kind, goes_on)
         assert "peak" in ended["reason"] and "micro_batch_size" in ended["reason"], ended
@@ -309,16 +242,16 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
     assert toy.weights(12, "whole") == toy.weights(12, "parts")
 
 
-def test_a_stop_file_is_obeyed_with_a_checkpoint_and_removed(toy):
-    toy.train(max_steps=1)
+@pytest.mark.parametrize(
+    ("options", "said", "kind"),
+    [({}, "the file STOP in the run folder", "stop_file"), ({"max_run_s": 0.5}, "max_run_s=0.5 is over", "max_run_s")],
+    ids=["stop file", "max_run_s"],
+)
+def test_a_stop_file_and_max_run_s_end_a_run_with_a_checkpoint(toy, options, said, kind):
     file = toy.folder / "run/STOP"
-    file.touch()
-    reason, step = toy.train(max_steps=10**6, eval_every=None)
-    assert (reason, toy.outcome()["kind"]) == ("the file STOP in the run folder", "stop_file")
-    assert toy.outcome()["checkpoint"] == step and not file.exists()
-
-
-def test_max_run_s_ends_a_run_with_a_checkpoint(toy):
-    reason, step = toy.train(max_steps=10**6, eval_every=None, max_run_s=0.5)
-    assert (reason, toy.outcome()["kind"]) == ("max_run_s=0.5 is over", "max_run_s")
-    assert toy.outcome()["checkpoint"] == step
+    if kind == "stop_file":
+        toy.train(max_steps=1)
+        file.touch()
+    reason, step = toy.train(max_steps=10**6, eval_every=None, **options)
+    assert (reason, toy.outcome()["kind"], toy.outcome()["checkpoint"]) == (said, kind, step)
+    assert not file.exists()

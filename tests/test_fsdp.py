@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetuning import tuning
+from finetuning import tuned, tuning
 from forks import launch, run_forked
+from rejections import rejects
 from run_results import assert_same_run, grad_norms, losses, moments, weights
-from running import ROOT, lines, run, train_config, train_overrides
+from running import ROOT, lines, run, train_config, train_here, train_overrides
 from safetensors.torch import load_file
+from saved_steps import cut_back, flip, store_of
 from toy import NAN
 from transformers import AutoModel, MPNetConfig
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.backend import open_backend
-from train.cli import compose as cli
+from train.checkpoints.loader import newest_valid, read_weights
+from train.checkpoints.manifest import check_files
 from train.cli.saved import read_config
-from train.config import InputError, TrainConfig
 from train.models.network import Network
 from train.parallel import build_engine
 from train.parallel.pieces import Tensors
@@ -33,6 +32,7 @@ from train.storage.folders import LocalFolder
 from train.tasks import build_task
 
 FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"
+PIPELINE = ["parallel=pipeline", "parallel.stages=2", "parallel.micro_batches=2", "micro_batch_size=6"]
 AGAIN = "backend.activation_checkpointing=true"
 ALBERT: list[str] = []  # one layer that is applied twice, and a head that is tied to the embedding
 BERT = ["model.architecture=bert", "model.embedding_size=null"]  # a layer for each depth
@@ -42,8 +42,7 @@ SPLITS = {
     "albert": ("albert", 2, [FSDP, "micro_batch_size=2"]),
     "bert": ("bert", 4, [FSDP, "parallel.reduce_once=false", "micro_batch_size=1", AGAIN]),
     "lamb": ("lamb", 2, [FSDP, "parallel.reshard_after_forward=false"]),
-    "optimizer": ("bert", 2, [SHARDED, "micro_batch_size=2"]),
-    "optimizer of lamb": ("lamb", 2, [SHARDED]),
+    "optimizer of lamb": ("lamb", 2, [SHARDED, "micro_batch_size=2"]),
 }
 
 
@@ -52,22 +51,23 @@ def plain(tmp_path_factory, prepared):
     """The folder of a run in one process, by its model."""
     folder = tmp_path_factory.mktemp("plain")
     for name, options in MODELS.items():
-        loop.run(train_config(folder / name, prepared, *options), StopRequest())
+        train_here(folder / name, prepared, *options)
     return folder
 
 
-@pytest.fixture(scope="module", params=SPLITS)
-def split(request, tmp_path_factory, prepared):
-    """A run on several ranks, and the name of the model that it trains."""
-    model, ranks, options = SPLITS[request.param]
-    run_dir = tmp_path_factory.mktemp("split") / "run"
-    done = run(train_overrides(run_dir, prepared, *MODELS[model], *options), ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    return run_dir, model
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory, prepared):
+    """The folder of a run on several ranks, by its name."""
+    folder = tmp_path_factory.mktemp("splits")
+    for name, (model, ranks, options) in SPLITS.items():
+        done = run(train_overrides(folder / name, prepared, *MODELS[model], *options), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+    return folder
 
 
-def test_it_is_the_run_of_one_process(split, plain):
-    run_dir, model = split
+@pytest.mark.parametrize(("name", "model"), [(name, model) for name, (model, *_) in SPLITS.items()])
+def test_it_is_the_run_of_one_process(splits, plain, name, model):
+    run_dir = splits / name
     assert losses(run_dir)[-1] < losses(run_dir)[0] - 0.02
     assert_same_run(run_dir, plain / model)
     facts = [json.loads((path / "environment.json").read_text()) for path in (run_dir, plain / model)]
@@ -79,44 +79,63 @@ def test_it_is_the_run_of_one_process(split, plain):
     assert exported and all(torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items())
 
 
-def test_its_checkpoint_is_that_of_one_process_and_resumes_there(split, plain, prepared, tmp_path):
-    run_dir, model = split
-    saved, wanted = (moments(path, 3) for path in (run_dir, plain / model))
+@pytest.mark.parametrize("name", ["albert", "lamb", "optimizer of lamb"])
+def test_its_checkpoint_is_that_of_one_process_and_resumes_there(splits, plain, prepared, tmp_path, name):
+    model = SPLITS[name][0]
+    saved, wanted = (moments(path, 3) for path in (splits / name, plain / model))
     assert list(saved) == list(wanted)
     for number, state in wanted.items():
-        for name, value in state.items():
-            torch.testing.assert_close(saved[number][name], value, rtol=1e-3, atol=2e-5)
-    shutil.copytree(run_dir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_00000006")
-    loop.run(train_config(tmp_path / "run", prepared, *MODELS[model]), StopRequest())
+        for key, value in state.items():
+            torch.testing.assert_close(saved[number][key], value, rtol=1e-3, atol=2e-5)
+    train_here(cut_back(splits / name, tmp_path / "run"), prepared, *MODELS[model])
     assert losses(tmp_path / "run")[6:] == pytest.approx(losses(plain / model)[3:], rel=2e-5)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(2, [FSDP]), (4, [SHARDED])])
-def test_a_run_of_one_process_goes_on_split(plain, prepared, tmp_path, ranks, options):
-    shutil.copytree(plain / "bert", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_00000006")
-    done = run(train_overrides(tmp_path / "run", prepared, *BERT, *options), ranks=ranks)
+@pytest.mark.parametrize("split", [FSDP, SHARDED])
+def test_a_run_of_one_process_goes_on_split(plain, prepared, tmp_path, split):
+    run_dir = cut_back(plain / "bert", tmp_path / "run")
+    done = run(train_overrides(run_dir, prepared, *BERT, split), ranks=2)
     assert "resuming from the checkpoint of step 3" in done.stderr
-    assert losses(tmp_path / "run")[6:] == pytest.approx(losses(plain / "bert")[3:], rel=2e-5)
+    assert losses(run_dir)[6:] == pytest.approx(losses(plain / "bert")[3:], rel=2e-5)
 
 
-def test_the_best_step_is_exported_whole(prepared, tmp_path):
-    """Training diverges, so that the best step is not the last one."""
-    options = [*BERT, "optim.lr=0.3", "optim.warmup_steps=4", "eval_every=1", "checkpoint.every=1"]
-    options += ["checkpoint.best=true", "checkpoint.keep=9", "best.metric=loss", "best.export=true", FSDP]
-    done = run(train_overrides(tmp_path / "run", prepared, *options), ranks=2)
-    assert done.returncode == 0, done.stderr
-    (step,) = re.findall(r"exporting step (\d+), the best", done.stderr)
-    best = weights(tmp_path / "run", int(step))
-    exported = load_file(tmp_path / "run/export/model.safetensors")
-    assert exported and all(torch.equal(value, best[f"network.{name}"]) for name, value in exported.items())
+def test_every_rank_writes_its_rows_under_one_manifest_and_fewer_ranks_resume(splits, plain, prepared, tmp_path):
+    manifest = store_of(splits / "bert").manifest(6)
+    numbers = ("", "_00001", "_00002", "_00003")
+    names = {f"{content}{number}.pt" for content in ("model", "optimizer") for number in numbers}
+    assert manifest.files.keys() == {"ranks.pt", *names}
+    sizes = [manifest.files[name]["bytes"] for name in manifest.files_of("model")]
+    assert max(sizes) < 0.4 * sum(sizes)  # names and tensors of few rows are not divided by four
+    assert json.loads(manifest.to_json())["format"] == 3  # so that a version that knows no parts rejects it
+    run_dir = cut_back(splits / "bert", tmp_path / "run")
+    done = run(train_overrides(run_dir, prepared, *BERT, FSDP, "micro_batch_size=4"), ranks=2)
+    assert "resuming from the checkpoint of step 3" in done.stderr
+    assert losses(run_dir)[6:] == pytest.approx(losses(plain / "bert")[3:], rel=2e-5)
+    assert len(store_of(run_dir).manifest(6).files_of("model")) == 2
+
+
+@pytest.mark.parametrize(("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")])
+def test_without_one_of_its_parts_a_step_is_none(splits, tmp_path, name, fault):
+    run_dir = shutil.copytree(splits / "bert", tmp_path / "run")
+    path = run_dir / "checkpoints/step_00000006" / name
+    flip(path, 100) if fault == "has sha256" else path.unlink()
+    manifest, faults = newest_valid(store_of(run_dir))
+    assert manifest.step == 3 and f"step 6 is damaged ({name} {fault}" in faults[0]
+
+
+def test_a_part_that_the_manifest_does_not_name_is_not_read(splits, tmp_path):
+    folder = shutil.copytree(splits / "bert/checkpoints/step_00000006", tmp_path / "step")
+    manifest = store_of(splits / "bert").manifest(6)
+    wanted = read_weights(folder, manifest)
+    torch.save({next(iter(wanted)): torch.zeros(3)}, folder / "model_00009.pt")
+    check_files(folder, manifest)
+    assert all(torch.equal(value, wanted[name]) for name, value in read_weights(folder, manifest).items())
 
 
 # Each product is rounded to 8 bits, and gathered weights are too: losses of 5 differ by a few thousandths.
 def test_in_bf16_it_is_nearly_the_run_of_one_process(prepared, tmp_path):
     options = [*BERT, "backend.precision=bf16"]
-    loop.run(train_config(tmp_path / "plain", prepared, *options), StopRequest())
+    train_here(tmp_path / "plain", prepared, *options)
     done = run(train_overrides(tmp_path / "split", prepared, *options, FSDP, "micro_batch_size=2"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "plain"), rel=5e-3)
@@ -124,18 +143,31 @@ def test_in_bf16_it_is_nearly_the_run_of_one_process(prepared, tmp_path):
     assert all(weight.dtype == torch.float32 for weight in weights(tmp_path / "split").values())
 
 
-def test_a_classifier_with_a_frozen_layer_and_a_rate_of_its_own_for_the_head(prepared, tmp_path):
-    tweets = ["task=classify", "data=tweets", "optim=finetune", f"data.path={ROOT / 'tests/data/tweets.csv'}"]
-    tweets += ["data.validation_fraction=0.3", "data.lengths=[24,40]", "seq_len=64", "eval_every=2", "max_steps=4"]
-    tweets += ["global_batch_size=12", "micro_batch_size=3", "optim.head_lr=1e-2", "model.freeze_layers=1", *BERT]
-    plain, split = (tuning(tmp_path / name, prepared / "tokenizer", *tweets) for name in ("plain", "split"))
-    loop.run(cli.load_config(TrainConfig, plain), StopRequest())
-    done = run([*split, FSDP], ranks=2)
+TWEETS = ["task=classify", "data=tweets", "optim=finetune", f"data.path={ROOT / 'tests/data/tweets.csv'}"]
+TWEETS += ["data.validation_fraction=0.3", "data.lengths=[24,40]", "seq_len=64", "eval_every=2", "max_steps=4"]
+TWEETS += ["global_batch_size=12", "micro_batch_size=3", "optim.head_lr=1e-2", "model.freeze_layers=1", *BERT]
+TWEETS += ["task.balanced=true", "model.num_layers=4"]
+
+
+@pytest.fixture(scope="module")
+def classifier(prepared, tmp_path_factory):
+    return tuned(tmp_path_factory.mktemp("classifier") / "plain", prepared / "tokenizer", *TWEETS)
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(2, [FSDP]), (4, PIPELINE)], ids=["fsdp", "pipeline"])
+def test_a_classifier_with_a_frozen_layer_and_a_rate_of_its_own_for_the_head(
+    classifier, prepared, tmp_path, ranks, split
+):
+    """Of texts of two lengths, and labels that weigh differently."""
+    done = run([*tuning(tmp_path / "split", prepared / "tokenizer", *TWEETS), *split], ranks=ranks)
     assert done.returncode == 0, done.stderr
     for kind, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss"), ("eval", "f1_macro")):
-        wanted, got = ([line[key] for line in lines(tmp_path / name, kind)] for name in ("plain", "split"))
+        wanted, got = ([line[key] for line in lines(run_dir, kind)] for run_dir in (classifier, tmp_path / "split"))
         assert got == pytest.approx(wanted, rel=4e-4), key
     assert (tmp_path / "split/samples.json").is_file()
+    exported, wanted = (load_file(path / "export/model.safetensors") for path in (tmp_path / "split", classifier))
+    for name, value in exported.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=2e-5)
 
 
 # ---- what a rank holds ---------------------------------------------------------------------------------------------
@@ -241,8 +273,7 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(he
 def test_a_model_without_known_layers_is_rejected():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     network = Network(AutoModel.from_config(MPNetConfig(vocab_size=10, **sizes)))
-    with pytest.raises(InputError, match="the layers of MPNetModel are not known.*choose parallel=data"):
-        network.separate_layers()
+    rejects("the layers of MPNetModel are not known.*choose parallel=data", network.separate_layers)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,6 @@ def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt(tmp_p
     assert wanted_s <= folder.run_s() < wanted_s + (60 if ago_s else 36_000)
 
 
-# ---- stragglers ------------------------------------------------------------------------------------------------------
-
 EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
 TURNS = [[1.0, 1.0, 1.0], *([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]] * 4)]
 # Two ranks on a shared machine: one is up to twice as slow for four lines out of ten, then for six.
@@ -115,11 +113,12 @@ def watched(works, hosts=None, stages=None, **settings):
         (LENGTHS, {"windows": 2}, []),
         (TURNS, {"windows": 2}, []),
         ([[1.0, 1.0, 1.4]] * 9, {"windows": 2}, []),  # a little
+        ([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], {"windows": 5}, [10]),  # measured by the other
         ([*[[1.0] * 5] * 4, *PAIR * 3], {"windows": 3}, [6]),  # whichever is slower
         ([*SHARED, *[[1.0, 2.0]] * 6, *[[1.0, 1.0]] * 6], {"windows": 5}, []),  # by chance anyway
         ([*SHARED, *[[1.0, 3.0]] * 6], {"windows": 5}, [len(SHARED) + 4]),  # slower than ever
     ],
-    ids=["once", "again", "from the start", "lengths", "in turns", "a little", "two", "by chance", "slower than ever"],
+    ids="once again at-start lengths in-turns a-little of-two two by-chance slower-than-ever".split(),
 )
 def test_a_rank_that_becomes_slow_is_named_once_and_again_when_that_is_over(works, settings, alarms):
     assert list(watched(works, factor=1.5, **settings)[0]) == alarms
@@ -134,12 +133,6 @@ def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
     alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)
     assert [text.split(" on ")[0] for text in alarms[6]] == ["rank 3", "rank 4"]
     assert watched([[5.0]] * 9, factor=1.5, windows=2) == ({}, {})  # one alone is measured by none
-
-
-def test_of_two_ranks_the_slow_one_is_measured_by_the_other():
-    alarms, fields = watched([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], windows=5)
-    assert list(alarms) == [10] and "rank 1 on host1" in alarms[10][0]
-    assert fields == {"slowest_rank": 1, "slowest_ratio": 1.6}
 
 
 def test_ranks_are_compared_with_those_of_their_stage_only():

@@ -209,28 +209,6 @@ def test_a_rank_that_is_rejected_ends_those_of_the_other_machine(
         assert "exit code 2" in spoken
 
 
-DOCTOR = "import sys; from train.doctor.__main__ import main; sys.exit(main())"
-
-
-def test_a_slow_network_between_two_machines_is_a_fault(machines, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(DOCTOR)
-    arguments = ["--collectives", "backend.device=cpu", "instance.network_gbit_per_s=1", "--mib", "2"]
-
-    def examine(log: Path) -> tuple[list[int | None], str]:
-        agents = machines.torchrun(script, arguments, env={"COLUMNS": "120"}, log=log)
-        return ended(agents), log.with_suffix(".0").read_text()
-
-    codes, said = examine(tmp_path / "fast")
-    assert codes == [0, 0], said
-    assert "2 on 2 machines, ddp on cpu" in said
-    with machines.slow(1, "100mbit"):
-        codes, said = examine(tmp_path / "slow")
-    assert codes == [1, 1], said
-    assert "BAD   links           slowest of 1: machine0 (rank 0) - machine1 (rank 1), 0.0" in said
-    assert "warn  devices" in said  # gloo's, over the same network
-
-
 def ended(agents: list[ForkServerProcess]) -> list[int | None]:
     """Exit codes."""
     try:

@@ -97,16 +97,13 @@ def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
         (note,) = (note for note in result.assumptions if "GiB of memory a rank" in note)
         return note
 
+    assert "parallel=fsdp with backend=ddp" in advice(load(*LARGE), world_size=2)
+    assert "parallel" not in advice(load(*LARGE), world_size=1)
     assert "of the device's 40" in notes("micro_batch_size=8")
     assert "MORE than the device's 40; lower micro_batch_size" in notes("micro_batch_size=512")
     assert "parallel.shard_optimizer=true or parallel=fsdp" in notes("micro_batch_size=512")
     assert "parallel.reduce_once=false or more ranks" in notes("micro_batch_size=512", "parallel=fsdp")
     assert of().total / GIB == pytest.approx(float(str(of()).split()[1]), rel=0.01)
-
-
-def test_advice_proposes_a_split_to_several_ranks():
-    assert "parallel=fsdp with backend=ddp" in advice(load(*LARGE), world_size=2)
-    assert "parallel" not in advice(load(*LARGE), world_size=1)
 
 
 def test_the_largest_tensor_of_a_sharded_optimizer_is_one_ranks():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from rejections import rejects
 from running import train_config
 
 from train import loop
 from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
-from train.config import InputError
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder
 from train.run_folder.lease import Lease, identity
@@ -59,30 +59,20 @@ def check(folder):
     folder.check_is_ours(RUN, force=False)
 
 
-# ---- which folder is a run's ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "outcome.json",
-        "export/model.safetensors",
         "shard_00000.safetensors",  # of prepared data
-        "metrics.jsonl",
-        "config.yaml",
         "checkpoints/step_00000001/manifest.json",
         ".gitignore",
-        "STOP",
         "log/rank.txt",
         "lease/contract.pdf",
     ],
 )
 def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
     put(folder, name, b"mine")
-    with pytest.raises(
-        InputError, match=r"^run_dir=.*run holds files that are not a run's \(.*\); choose another folder$"
-    ):
-        check(folder)
+    rejects(r"^run_dir=.*run holds files that are not a run's \(.*\); choose another folder$", check, folder)
     kept = {} if name.startswith("lease/") else {name: b"mine"}
     assert content(folder) == kept if name != ".gitignore" else "outcome.json" not in folder.storage.names()
 
@@ -91,8 +81,7 @@ def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
 def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(folder, content):
     with Lease(folder.storage, LIVE_S):
         folder.storage.write("environment.json", content)
-        with pytest.raises(InputError, match=r"holds files that are not a run's \(environment.json\)"):
-            check(folder)
+        rejects(r"holds files that are not a run's \(environment.json\)", check, folder)
 
 
 @DISK_AND_S3
@@ -111,8 +100,7 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     folder.storage.write("metrics.jsonl", b"")
     folder.storage.write("notes.txt", b"mine")
     check(folder)
-    with pytest.raises(InputError, match="is of another run .seed: 0 -> 1"):
-        folder.check_is_ours({**RUN, "seed": 1}, force=False)
+    rejects("is of another run .seed: 0 -> 1", folder.check_is_ours, {**RUN, "seed": 1}, force=False)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])
@@ -122,19 +110,14 @@ def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
     (tmp_path / "run/environment.json").write_text(json.dumps({"identity": RUN}))
-    with pytest.raises(InputError, match=f"holds a link, {link.name}: a run would write through it"):
-        check(RunFolder(str(tmp_path / "run")))
+    rejects(f"holds a link, {link.name}: a run would write through it", check, RunFolder(str(tmp_path / "run")))
     link.unlink()
     (tmp_path / "run/checkpoints").symlink_to(tmp_path)  # on another disk
     check(RunFolder(str(tmp_path / "run")))
 
 
 def test_a_run_dir_out_of_a_variable_that_is_not_set_is_rejected(prepared):
-    with pytest.raises(InputError, match="^run_dir= is empty"):
-        train_config("", prepared)
-
-
-# ---- after it was lost ----------------------------------------------------------------------------------------------
+    rejects("^run_dir= is empty", train_config, "", prepared)
 
 
 def take_over(storage, number=2):
@@ -177,8 +160,7 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
                 lambda: exported.mirror(each) or each.check_owner(),  # noqa: B023
                 lambda: each.mirror() or each.check_owner(),  # noqa: B023
             ):
-                with pytest.raises(LeaseLost, match="is lost: process .* on node-2, since now owns it, with lease 2"):
-                    late()
+                rejects("is lost: process .* on node-2, since now owns it, with lease 2", late, error=LeaseLost)
             each.outcome(end)
             each.outcome(end, is_of_all=True)
             each.exit_file("late", 50)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import shutil
 
-import numpy as np
-import psutil
 import pytest
 import torch
-from forks import launch, start_forked
+from rejections import rejects
 from run_results import assert_same_run, losses
-from running import ROOT, SYLLABLES, eventually, lines, run, train_config, train_overrides
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, RobertaConfig, RobertaModel
+from running import ROOT, lines, run, train_here, train_overrides
+from saved_steps import cut_back
 
 from launch.estimate import cells, estimate
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
-from train.config import InputError, ModelConfig, PipelineConfig, TrainConfig, make_plan
+from train.config import ModelConfig, PipelineConfig, TrainConfig, make_plan
 from train.models.chain import KNOWN, Chain
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
@@ -60,7 +53,7 @@ def alone(tmp_path_factory, prepared):
     """Runs of one rank, by the name of the model."""
     folder = tmp_path_factory.mktemp("alone")
     for name, model in MODELS.items():
-        loop.run(train_config(folder / name, prepared, *model), StopRequest())
+        train_here(folder / name, prepared, *model)
     return {name: folder / name for name in MODELS}
 
 
@@ -72,15 +65,12 @@ def four(tmp_path_factory, prepared):
     return trained(run_dir, prepared, *MODELS["bert"], *options, ranks=4)
 
 
-def test_four_interleaved_stages_are_one_model(alone, four):
+def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_are_measured(alone, four):
     assert_same_run(four, alone["bert"])
-    assert lines(four, "summary")[0]["tokens"] == lines(alone["bert"], "summary")[0]["tokens"]
     facts = [json.loads((run_dir / "environment.json").read_text()) for run_dir in (four, alone["bert"])]
     assert facts[0]["parameters"] == facts[1]["parameters"]
-
-
-def test_the_bubble_and_the_memory_of_each_rank_are_measured(alone, four):
     summary = lines(four, "summary")[0]
+    assert summary["tokens"] == lines(alone["bert"], "summary")[0]["tokens"]
     assert summary["bubble_share_ideal"] == 3 / 11  # 4 stages, 4 micro batches through 2 parts each
     assert all(0 < line["bubble_share"] < 1 for line in (*lines(four, "train"), summary))
     assert len(summary["peak_bytes_of_ranks"]) == 4 and min(summary["peak_bytes_of_ranks"]) > 2**20
@@ -105,39 +95,19 @@ def test_stages_are_one_model(alone, prepared, tmp_path, model, ranks, options):
     assert_same_run(tmp_path / "run", alone[model])
 
 
-def cut_back(run_dir, target):
-    """A copy of a run that ended at its third step."""
-    shutil.copytree(run_dir, target)
-    shutil.rmtree(target / "checkpoints/step_00000006")
-    return target
-
-
 def test_four_stages_resume_as_one_rank_and_back(alone, four, prepared, tmp_path):
     one = cut_back(four, tmp_path / "one")
-    loop.run(train_config(one, prepared, *MODELS["bert"]), StopRequest())
+    train_here(one, prepared, *MODELS["bert"])
     assert losses(one)[6:] == pytest.approx(losses(alone["bert"])[3:], rel=2e-5)
     back = cut_back(alone["bert"], tmp_path / "two")
     trained(back, prepared, *MODELS["bert"], *pipeline(4, 4, "1f1b"), ranks=4)
     assert losses(back)[6:] == pytest.approx(losses(alone["bert"])[3:], rel=2e-5)
 
 
-def test_a_run_that_is_killed_at_one_stage_goes_on_with_the_same_command(prepared, tmp_path):
-    options = [*MODELS["bert"], *pipeline(2, 2, "1f1b"), "checkpoint.every=2", "eval_every=null", "export=false"]
-    arguments, run_dir = train_overrides(tmp_path / "run", prepared, *options, "max_epochs=99"), tmp_path / "run"
-    process = start_forked(launch("train", [*arguments, "max_steps=9999"], ranks=2), os.environ)
-    eventually(lambda: (run_dir / "checkpoints/LATEST").is_file() or not process.is_alive())
-    psutil.Process(process.pid).children()[-1].kill()
-    process.join()
-    step = lines(run_dir, "train")[-1]["step"]
-    again = run([*arguments, f"max_steps={step + 2}"], ranks=2)
-    assert again.returncode == 0 and "resuming from the checkpoint of step" in again.stderr
-    assert lines(run_dir, "train")[-1]["step"] == step + 2
-
-
 # Products are rounded to 8 bits, of other shapes than those of one process: losses of 5 differ by a few thousandths.
 def test_compiled_layers_in_bf16_are_nearly_those_of_one_process(prepared, tmp_path):
     options = [*MODELS["albert"], "backend.precision=bf16", "eval_every=null", "max_steps=2"]
-    loop.run(train_config(tmp_path / "one", prepared, *options), StopRequest())
+    train_here(tmp_path / "one", prepared, *options)
     more = [*options, *pipeline(2, 2, "1f1b"), "backend.compile=layers", "micro_batch_size=2"]
     trained(tmp_path / "two", prepared, *more, ranks=2, module="traced", env={"PYTHONPATH": str(ROOT / "tests")})
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)
@@ -239,8 +209,7 @@ def convolving():
     ids=["too_few_layers", "convolution", "unknown_layers", "no_encoder"],
 )
 def test_a_model_that_cannot_be_cut_is_rejected(model, message):
-    with pytest.raises(InputError, match=message):
-        cut(model, PipelineConfig(stages=3))
+    rejects(message, cut, model, PipelineConfig(stages=3))
 
 
 def estimated(cfg):
@@ -268,57 +237,3 @@ def test_the_published_recipe_is_planned():
         more = [*options.split(), *(["parallel.micro_batches=3"] if "stages" in options else [])]
         cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32", *more])
         assert reason in estimated(cfg).reason
-
-
-LABELS = {"entailment": "ba", "neutral": "na", "contradiction": "ti"}  # what the second sentence repeats
-
-
-def sentence_pairs(folder):
-    """Files as GLUE's, of made-up sentences whose label shows."""
-    rng = random.Random(0)
-
-    def words(count):
-        return ["".join(rng.choices(SYLLABLES, k=2)) for _ in range(count)]
-
-    folder.mkdir()
-    for name, count in {"train": 160, "dev_matched": 40, "dev_mismatched": 20}.items():
-        rows = [["pairID", "sentence1", "sentence2", "gold_label"]]
-        for number in range(count):
-            label, mark = rng.choice(list(LABELS.items()))
-            rows.append([str(number), " ".join(words(4)), " ".join([mark] * 6), label])
-        (folder / f"{name}.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
-    return folder
-
-
-def small_roberta(folder, tokenizer):
-    """An encoder of the recipe's family and no dropout, in the form of the Hub."""
-    shutil.copytree(tokenizer, folder)
-    torch.manual_seed(0)
-    vocab_size = len(AutoTokenizer.from_pretrained(tokenizer))
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-    known = {"vocab_size": vocab_size, "max_position_embeddings": 80, "type_vocab_size": 1}
-    RobertaModel(
-        RobertaConfig(**sizes, **known, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    ).save_pretrained(folder)
-    return folder
-
-
-def test_the_published_recipe_is_the_run_of_one_process(prepared, tmp_path):
-    """2 stages, 2 replicas, from an encoder of the Hub's form. Padded pairs of two lengths, a head at its own rate,
-    frozen embeddings, and labels that weigh differently.
-    """
-    given = ["experiment=mnli_roberta_large", "data=mnli_tsv", f"data.path={sentence_pairs(tmp_path / 'pairs')}"]
-    given += [f"model.pretrained={small_roberta(tmp_path / 'roberta', prepared / 'tokenizer')}", "seq_len=40"]
-    given += ["data.lengths=[24]", "data.num_workers=0", f"data.cache_dir={tmp_path / 'cache'}", "optim.lr=1e-3"]
-    given += ["optim.head_lr=1e-2", "model.freeze_embeddings=true", "task.balanced=true", "watchdog.enabled=false"]
-    given += ["global_batch_size=16", "max_steps=3", "eval_every=3", "checkpoint.every=3", "log_every=1"]
-    given += ["backend.device=cpu", "backend.precision=fp32", "tensorboard=false", *NO_DROPOUT]
-    loop.run(cli.load_config(TrainConfig, [*given, f"run_dir={tmp_path / 'one'}"]), StopRequest())
-    done = run([*given, f"run_dir={tmp_path / 'four'}", *pipeline(2, 4, "interleaved")], ranks=4)
-    assert done.returncode == 0, done.stderr
-    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("loss", "accuracy", "mismatched_accuracy"))):
-        one, four = ([[line[key] for key in keys] for line in lines(tmp_path / n, kind)] for n in ("one", "four"))
-        assert np.array(four) == pytest.approx(np.array(one), rel=1e-3, abs=0.03 if kind == "eval" else 0)
-    exported = [AutoModelForSequenceClassification.from_pretrained(tmp_path / n / "export") for n in ("one", "four")]
-    for (name, ours), theirs in zip(exported[0].state_dict().items(), exported[1].state_dict().values(), strict=True):
-        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-5, msg=name)

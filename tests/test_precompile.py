@@ -22,7 +22,6 @@ from train.host.versions import read_versions
 
 RECORDED = Path(__file__).parent / "recorded" / "precompile"
 FAILED = "MODULE_9219523464496887986+abb26765"  # in one_failed.json
-EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 RUN = ["experiment=albert_pretrain", "backend=xla", "instance=trn1.32xlarge"]
 
 
@@ -68,7 +67,7 @@ def cached(tmp_path, name, module="MODULE_1+2"):
     return folder / "model.hlo_module.pb"
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ["albert_pretrain", "mnli_roberta_large", "demo"])
 def test_the_short_run_is_the_same_run_but_for_its_length(experiment):
     real = cli.load_config(TrainConfig, [f"experiment={experiment}"])
     given = ["max_steps=900", "max_epochs=0.1", "optim.warmup_steps=800", "early_stop.patience=1"]
@@ -84,13 +83,10 @@ def test_the_short_run_is_the_same_run_but_for_its_length(experiment):
     assert not (short.export or short.tensorboard)
 
 
-def test_batches_of_several_lengths_take_more_steps(tool):
+def test_batches_of_several_lengths_take_more_steps_and_some_steps_log(tool):
     given = ["experiment=mnli_roberta_large", "hub.push_to=a/b", "instance=trn1.2xlarge", "backend=xla", "--dry-run"]
     short_run = precompile.build_short_run(precompile.parse([*given, "global_batch_size=32"]), {}, work=tool)
     assert f"max_steps={4 * precompile.STEPS}" in short_run.command and "hub.push_to=null" in short_run.command
-
-
-def test_a_short_run_meets_a_step_that_logs_and_one_that_does_not():
     logs = {step % precompile.LOG_EVERY == 0 for step in range(2, precompile.STEPS)}  # between the first and the last
     assert logs == {True, False}
 
@@ -123,60 +119,56 @@ def test_flags_of_the_user_are_appended_to(tool, monkeypatch, capfd):
     assert f"NEURON_CC_FLAGS={shlex.quote(env['NEURON_CC_FLAGS'])}" in out and "cache: s3://bucket/my cache" in out
 
 
-@pytest.mark.parametrize(("instance", "retries"), [("trn1.2xlarge", "1"), ("trn1.32xlarge", "2")])
-def test_a_small_host_retries_once(instance, retries):
-    assert precompile.environment({}, instance=instance)["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == retries
-
-
-def test_a_cache_on_nfs_is_rejected_before_anything_runs(tool, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("set_up", "said"),
+    [
+        ({"NEURON_CC_FLAGS": "--cache_dir=/shared/home/me/cache"}, "/shared/home/me/cache is on nfs4"),
+        ({"PATH": "/usr/bin:/bin"}, read_versions().sdk.install),
+        ({"LOCAL_RANK": "0"}, "without torchrun"),
+    ],
+    ids=["a cache on NFS", "without Neuron's packages", "under torchrun"],
+)
+def test_what_cannot_work_is_rejected_before_anything_runs(tool, monkeypatch, capfd, set_up, said):
     mountinfo = RECORDED / "mountinfo_nfs.txt"
     monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mountinfo))
-    monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=/shared/home/me/cache")
-    assert precompile.main(RUN) == cli.REJECTED
-    assert not calls(tool)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "/shared/home/me/cache is on nfs4" in line
-
-
-@pytest.mark.parametrize("missing", [True, False], ids=["without Neuron's packages", "under torchrun"])
-def test_it_says_how_it_is_to_be_started(tool, monkeypatch, capfd, missing):
-    if missing:
-        (tool.parent / "bin/neuron_parallel_compile").unlink()
-    else:
-        monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in set_up.items():
+        monkeypatch.setenv(name, value)
     assert precompile.main(RUN) == cli.REJECTED
     (line,) = capfd.readouterr().err.splitlines()
-    assert (read_versions().sdk.install if missing else "without torchrun") in line and not calls(tool)
-
-
-def test_a_dry_run_prints_the_command_and_runs_nothing(tool, capfd):
-    (tool.parent / "bin/neuron_parallel_compile").unlink()  # not needed either
-    assert precompile.main(["--dry-run", *RUN, "--nnodes=2", "--node-rank=1", "--master-addr=head"]) == cli.DONE
-    out = capfd.readouterr().out
-    assert "--nnodes=2 --node-rank=1 --master-addr=head --master-port=29500 --nproc-per-node=32" in out
-    assert "NEURON_CC_FLAGS=" in out and "world size 64" in out
-    assert not calls(tool) and not list((tool.parent / "tmp").iterdir())
-
-
-def test_failed_graphs_are_compiled_again(tool, capfd):
-    results(tool, "one_failed", "compiled_again")
-    assert precompile.main(RUN) == cli.DONE
-    assert [call["command"] for call in calls(tool)] == ["collect-and-compile", "compile"]
-    out = capfd.readouterr().out
-    assert "1 of 3 graphs failed; round 1 of 1" in out and "3 graphs compiled" in out  # another run's graph not counted
+    assert said in line and not calls(tool)
 
 
 @pytest.mark.parametrize(
-    ("rounds", "later"), [(0, []), (1, ["one_failed"]), (2, ["one_failed", "one_failed"]), (1, [])]
+    ("rounds", "later", "code"),
+    [
+        (1, ["compiled_again"], cli.DONE),
+        (0, [], cli.FAILED),
+        (2, ["one_failed", "one_failed"], cli.FAILED),
+        (1, [], cli.FAILED),  # the second round has no results, as if the tool passed over what it knows to fail
+    ],
 )
-def test_what_fails_for_good_is_named(tool, capfd, rounds, later):
-    """The last case: the second round has no results, as if the tool passed over what it knows to have failed."""
+def test_failed_graphs_are_compiled_again_and_what_fails_for_good_is_named(tool, capfd, rounds, later, code):
     results(tool, "one_failed", *later)
-    assert precompile.main([*RUN, f"--retries={rounds}"]) == cli.FAILED
+    assert precompile.main([*RUN, f"--retries={rounds}"]) == code
     assert [call["command"] for call in calls(tool)] == ["collect-and-compile", *["compile"] * rounds]
-    err = capfd.readouterr().err
-    assert "1 of 3 graphs failed" in err and err.count("MODULE_") == 1 and FAILED in err
-    assert (tool.parent / "tmp" / err.split()[-1] / "attempt_0").is_dir()  # kept to look into
+    out, err = capfd.readouterr()
+    if code == cli.DONE:
+        assert "1 of 3 graphs failed; round 1 of 1" in out and "3 graphs compiled" in out  # another run's not counted
+    else:
+        assert "1 of 3 graphs failed" in err and err.count("MODULE_") == 1 and FAILED in err
+        assert (tool.parent / "tmp" / err.split()[-1] / "attempt_0").is_dir()  # kept to look into
+
+
+def test_a_short_run_that_fails_is_not_taken_for_a_failed_graph(tool, capfd):
+    (tool / "status").write_text("1")
+    results(tool, "one_failed")
+    assert precompile.main(RUN) == cli.FAILED
+    assert len(calls(tool)) == 1 and "the short run failed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("instance", "retries"), [("trn1.2xlarge", "1"), ("trn1.32xlarge", "2")])
+def test_a_small_host_retries_once(instance, retries):
+    assert precompile.environment({}, instance=instance)["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == retries
 
 
 def test_a_graph_that_the_cache_holds_compiled_did_not_fail(tool, tmp_path):
@@ -187,23 +179,14 @@ def test_a_graph_that_the_cache_holds_compiled_did_not_fail(tool, tmp_path):
     assert len(calls(tool)) == 1
 
 
-def test_a_short_run_that_fails_is_not_taken_for_a_failed_graph(tool, capfd):
-    (tool / "status").write_text("1")
-    results(tool, "one_failed")
-    assert precompile.main(RUN) == cli.FAILED
-    assert len(calls(tool)) == 1 and "the short run failed" in capfd.readouterr().err
-
-
-def test_no_results_mean_all_cached_or_nothing_collected(tool, tmp_path, capfd):
+def test_no_results_mean_all_cached_or_nothing_collected_and_those_of_another_shape_are_passed_over(
+    tool, tmp_path, capfd
+):
     for name, code, words in (("log", cli.FAILED, "no graph was collected"), ("done", cli.DONE, "no new graph")):
         cached(tmp_path, f"model.{name}")
         assert precompile.main(RUN) == code
         assert words in "".join(capfd.readouterr())
-
-
-def test_results_of_another_shape_are_passed_over_aloud(tool, tmp_path, capfd):
-    cached(tmp_path, "model.done")
-    (tool / "0.json").write_text('{"compilation_summary": {}, "compilation_report": {"graph": true}}')
+    (tool / "2.json").write_text('{"compilation_summary": {}, "compilation_report": {"graph": true}}')
     assert precompile.main(RUN) == cli.DONE
     assert "is not as neuron_parallel_compile wrote it" in capfd.readouterr().out
 

@@ -7,10 +7,10 @@ import os
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from forks import launch, run_forked
+from rejections import rejects
 
 from train.attempt.preempt import StopRequest
 from train.config import Failure, InputError
@@ -25,8 +25,7 @@ def test_a_single_process_agrees_with_itself():
     assert ONE.sum([1, True, 2.5]) == [1.0, 1.0, 2.5]
     assert ONE.all_gather_object("a") == ONE.gather("a") == ["a"]
     assert ONE.agree(lambda: 3) == ONE.run_on_rank0(lambda: 3) == 3
-    with pytest.raises(InputError, match="no such file"):
-        ONE.agree(reject)
+    rejects("no such file", ONE.agree, reject)
 
 
 def reject():
@@ -53,9 +52,6 @@ def test_a_machine_full_of_ranks_loads_eight_at_a_time():
             entered.setdefault(rank.barriers, []).append(local_rank)
         assert rank.barriers == 3  # the same number on all ranks
     assert [len(ranks) for _, ranks in sorted(entered.items())] == [8, 8, 4]
-
-
-# ---- several ranks, each a process -----------------------------------------------------------------------------------
 
 
 def message(call, *arguments):

@@ -21,7 +21,6 @@ from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.run_folder.folder import RunFolder
-from train.run_folder.lease import Lease
 from train.run_folder.outcome import Outcome
 from train.storage.folders import open_folder
 from train.storage.s3 import S3Folder
@@ -130,29 +129,6 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
     assert len(one_save) <= 38, "\n".join(one_save)
 
 
-def test_no_step_is_saved_before_its_metrics(bucket, prepared, on_machine, monkeypatch):
-    """The machine and its disk are lost after the save of step 3; the run resumes elsewhere with every line. An outage
-    is of one upload, which is then given up.
-    """
-
-    def die(checkpoints, num_asked):
-        if checkpoints.recorder.progress.step == 5:
-            checkpoints.saver.wait()
-            bucket.proxy.set(Fault("reset"))
-            raise KeyboardInterrupt
-        return checkpoints.recorder.progress.step == 3
-
-    bucket.proxy.set(Fault("status", match="PUT .*/metrics.jsonl", times=7))
-    with monkeypatch.context() as machine, pytest.raises(KeyboardInterrupt):
-        machine.setattr(CheckpointManager, "is_due", die)
-        train(bucket, prepared)
-    bucket.proxy.set()
-    bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")  # this process holds it for ever
-    on_machine("second")
-    assert train(bucket, prepared) == ("done", 6)
-    assert [line["step"] for line in lines_of(bucket, "train")] == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_uploaded(bucket, prepared, monkeypatch):
     """By hand, as docs/faults.md says. No step is done twice, and the next start knows how the last one ended."""
 
@@ -243,21 +219,6 @@ def test_the_records_of_an_attempt_are_gone_while_the_next_one_runs(bucket, monk
     assert not records & set(bucket.keys())
 
 
-def test_an_outcome_that_s3_did_not_take_counts_until_another_machine_has_had_the_run(bucket, monkeypatch):
-    def start(host):
-        monkeypatch.setattr("platform.node", lambda: host)
-        with Lease(open_folder(bucket.location("run"), bucket.config()), 60.0) as lease:
-            return opened(bucket, lease.previous)
-
-    for other, kind in (("a", "x"), ("b", None)):
-        folder = start("a")
-        bucket.proxy.set(Fault("status"))
-        folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True))
-        bucket.proxy.set()
-        assert start(other).previous.get("kind") == kind
-    assert start("a").previous == {}  # the attempt on b was killed
-
-
 MAY_NOT_DELETE = Fault("status", match="^DELETE", code=403, error="AccessDenied")
 
 
@@ -314,18 +275,6 @@ def test_a_mirror_that_comes_while_one_is_under_way_waits_for_it(bucket, monkeyp
     monkeypatch.setattr(S3Folder, "replace", replace_slowly)
     folder.mirror()
     second.join()
-    assert bucket.get("run/metrics.jsonl") == b"1\n2\n"
-
-
-def test_only_what_has_changed_goes_up(bucket):
-    folder = opened(bucket)
-    folder.metrics.write_text("1\n")
-    folder.config.write_text("a: 1\n")
-    folder.mirror()
-    folder.metrics.write_text("1\n2\n")
-    bucket.proxy.set()
-    folder.mirror()
-    assert [line_of(seen) for seen in bucket.proxy.requests()] == [f"PUT /{bucket.name}/run/metrics.jsonl"]
     assert bucket.get("run/metrics.jsonl") == b"1\n2\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forks import free_port, start_forked
-from run_results import losses
 from running import run, train_overrides
 from s3_fixtures import Bucket
-from saved_steps import flip
 from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Rejecting, left
 from torch import nn
 
 from train.backend.ddp import DDP
-from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read_weights
-from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted, check_files
+from train.checkpoints.loader import fitting, read_optimizer, read_weights
+from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
@@ -32,56 +29,7 @@ from train.parallel.pieces import piece
 from train.storage.folders import open_folder
 from train.storage.schema import FileName
 
-BERT = ["model.architecture=bert", "model.embedding_size=null"]
-FSDP = [*BERT, "parallel=fsdp"]
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory, prepared):
-    """A run of four ranks, with checkpoints at 3 and 6."""
-    run_dir = tmp_path_factory.mktemp("four") / "run"
-    done = run(train_overrides(run_dir, prepared, *FSDP, "micro_batch_size=2"), ranks=4)
-    assert done.returncode == 0, done.stderr
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(four, tmp_path):
-    return shutil.copytree(four, tmp_path / "run")
-
-
-def store_of(run_dir):
-    return LocalStore(run_dir / "checkpoints")
-
-
-def test_every_rank_writes_its_rows_under_one_manifest(four):
-    manifest = store_of(four).manifest(6)
-    numbers = ("", "_00001", "_00002", "_00003")
-    names = {f"{content}{number}.pt" for content in ("model", "optimizer") for number in numbers}
-    assert manifest.files.keys() == {"ranks.pt", *names}
-    sizes = [manifest.files[name]["bytes"] for name in manifest.files_of("model")]
-    assert max(sizes) < 0.4 * sum(sizes)  # names and tensors of few rows are not divided by four
-    assert json.loads(manifest.to_json())["format"] == 3  # so that a version that knows no parts rejects it
-    assert left(store_of(four)) == []
-
-
-def test_it_resumes_on_fewer_ranks(run_dir, prepared):
-    shutil.rmtree(run_dir / "checkpoints/step_00000006")
-    done = run(train_overrides(run_dir, prepared, *FSDP, "micro_batch_size=4"), ranks=2)
-    assert "resuming from the checkpoint of step 3" in done.stderr
-    assert losses(run_dir)[6:] == pytest.approx(losses(run_dir)[3:6], rel=2e-5)
-    assert len(store_of(run_dir).manifest(6).files_of("model")) == 2
-
-
-@pytest.mark.parametrize(("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")])
-def test_without_one_of_its_parts_a_step_is_none(run_dir, name, fault):
-    path = run_dir / "checkpoints/step_00000006" / name
-    flip(path, 100) if fault == "has sha256" else path.unlink()
-    manifest, faults = newest_valid(store_of(run_dir))
-    assert manifest.step == 3 and f"step 6 is damaged ({name} {fault}" in faults[0]
-
-
-# ---- in S3 ---------------------------------------------------------------------------------------------------------
+FSDP = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
 
 
 def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(bucket: Bucket, prepared, tmp_path):
@@ -101,9 +49,6 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(buc
     assert sorted(key.rpartition("/")[2] for key in sixth) == sorted([FILE, *store.manifest(6).files])
     again = run(arguments, ranks=2)
     assert "resuming from the checkpoint of step 6" in again.stderr
-
-
-# ---- a rank that fails ---------------------------------------------------------------------------------------------
 
 
 class Divided(Replica):
@@ -181,8 +126,6 @@ def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
         )
 
 
-# ---- files from elsewhere ------------------------------------------------------------------------------------------
-
 ROWS = torch.arange(6.0).reshape(3, 2)
 
 
@@ -226,15 +169,6 @@ def test_a_part_that_is_none_or_lacks_moments_is_rejected(tmp_path):
     assert "optimizer_00001.pt: no moments of parameter 1" in rejected(tmp_path, contents, read_optimizer)
     contents["optimizer_00001.pt"] = {"state": {0: {"m": ROWS}, 1: {"m": ROWS}}}
     assert "optimizer_00001.pt: 'm' is in optimizer.pt as well" in rejected(tmp_path, contents, read_optimizer)
-
-
-def test_a_file_that_the_manifest_does_not_name_is_not_read(four, tmp_path):
-    folder = shutil.copytree(four / "checkpoints/step_00000006", tmp_path / "step")
-    manifest = store_of(four).manifest(6)
-    wanted = read_weights(folder, manifest)
-    torch.save({next(iter(wanted)): torch.zeros(3)}, folder / "model_00009.pt")
-    check_files(folder, manifest)
-    assert all(torch.equal(value, wanted[name]) for name, value in read_weights(folder, manifest).items())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training through PyTorch/XLA on the CPU: the same run as on finished, in as many graphs as it should take.
+"""Training through PyTorch/XLA on the CPU: the same run as without it, in as many graphs as it should take.
 
 Counts are taken in processes of their own: within one, a second run finds the graphs of the first.
 """
@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_results import losses
-from running import lines, run, train_config, train_overrides
+from run_results import assert_same_weights, losses
+from running import lines, run, train_here, train_overrides
+from saved_steps import cut_back
 from transformers import AutoModelForMaskedLM
 
 from train import loop
@@ -24,20 +25,23 @@ pytest.importorskip("torch_xla")
 # seen in losses of 5, and 1e-5 in gradient norms. The bounds are ten times that.
 LOSS, NORM = 3e-5, 1e-4
 XLA = ["backend=xla"]
+UNROLLED, AGAIN = [*XLA, "backend.layers=unrolled"], "backend.activation_checkpointing=true"
+ONE_STEP = ["max_steps=1", "optim.warmup_steps=1", "export=false"]
 
 
-def assert_same_curve(result, wanted, *, start=0):
-    for key, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
-        values = [
-            [line[key] for line in lines(run_dir, "train") if line["step"] > start] for run_dir in (result, wanted)
-        ]
+def assert_same_curve(result, wanted, *, steps=6):
+    """Of the last steps, and the same last evaluation."""
+    for kind, key, number, tolerance in (
+        ("train", "loss", steps, LOSS),
+        ("train", "grad_norm", steps, NORM),
+        ("eval", "loss", 1, LOSS),
+    ):
+        values = [[line[key] for line in lines(run_dir, kind)[-number:]] for run_dir in (result, wanted)]
         assert values[0] == pytest.approx(values[1], rel=tolerance)
-    values = [[line["loss"] for line in lines(run_dir, "eval") if line["step"] > start] for run_dir in (result, wanted)]
-    assert values[0] == pytest.approx(values[1], rel=LOSS)
 
 
 def train(run_dir, prepared, *overrides):
-    loop.run(train_config(run_dir, prepared, *overrides), StopRequest())
+    train_here(run_dir, prepared, *overrides)
     return run_dir
 
 
@@ -57,10 +61,13 @@ def with_lamb(tmp_path_factory, prepared):
     return train(tmp_path_factory.mktemp("lamb") / "run", prepared, "optim=lamb")
 
 
-def test_the_run_is_that_of_ddp(xla, finished):
+def test_the_run_is_that_of_ddp_and_its_export_the_trained_model(xla, finished):
     assert losses(xla)[-1] < losses(xla)[0] - 0.05
     assert_same_curve(xla, finished)
     assert lines(xla, "summary")[0]["backend"] == "xla"
+    assert (xla / "samples.json").is_file()  # computed on the host
+    exported, saved = AutoModelForMaskedLM.from_pretrained(xla / "export").state_dict(), state(xla)["model"]
+    assert [name for name, tensor in exported.items() if not torch.equal(tensor, saved[f"network.{name}"])] == []
 
 
 FUNCTIONALIZATION_OFF = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}  # as Neuron has it
@@ -90,26 +97,25 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "graphs"),
     [
-        ["backend.layers=unrolled", "micro_batch_size=4"],
-        ["backend.layers=unrolled", "micro_batch_size=4", "backend.precision=bf16_stochastic"],
-        ["optim=lamb"],
+        (["optim=lamb"], 2),
+        (["backend.layers=unrolled", "micro_batch_size=4", "backend.precision=bf16_stochastic"], 3),
     ],
-    ids=lambda options: " ".join(options),
+    ids=["lamb", "unrolled, accumulating, bf16 weights"],
 )
-def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb, prepared, tmp_path, options):
+def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb, prepared, tmp_path, options, graphs):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
     assert result.returncode == 0, result.stderr
-    assert lines(tmp_path / "run", "summary")[0]["graphs"] == (3 if "micro_batch_size=4" in options else 2)
+    assert lines(tmp_path / "run", "summary")[0]["graphs"] == graphs
     if "bf16" in options[-1]:
         assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2**-8)
     else:
-        assert_same_curve(tmp_path / "run", with_lamb if "optim=lamb" in options else finished)
+        assert_same_curve(tmp_path / "run", with_lamb)
 
 
 def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
-    bert = ["model.architecture=bert", "model.embedding_size=null", "model.hidden_dropout=0"]
+    bert = ["model.architecture=bert", "model.embedding_size=null", "model.hidden_dropout=0", "eval_every=6"]
     train(tmp_path / "ddp", prepared, *bert)
     train(tmp_path / "xla", prepared, *bert, *XLA)  # a graph too many would end it
     assert_same_curve(tmp_path / "xla", tmp_path / "ddp")
@@ -123,16 +129,15 @@ def test_two_ranks_are_one_with_the_double_batch(finished, prepared, tmp_path):
     assert (summary["world_size"], summary["graphs"]) == (2, 3)  # backward, update, evaluation
 
 
-@pytest.mark.parametrize(("first", "second"), [("xla", "ddp"), ("ddp", "xla")])
-def test_a_checkpoint_goes_on_with_the_other_backend(finished, prepared, tmp_path, first, second):
-    asked = StopRequest()
-    asked.ask("SIGTERM")
-    assert loop.run(train_config(tmp_path / "run", prepared, f"backend={first}"), asked)[1] == 1
-    train(tmp_path / "run", prepared, f"backend={second}")
-    assert_same_curve(tmp_path / "run", finished, start=1)
+@pytest.mark.parametrize(("first", "second"), [("xla", "finished"), ("finished", "xla")])
+def test_a_checkpoint_goes_on_with_the_other_backend(request, prepared, tmp_path, first, second):
+    first, wanted = request.getfixturevalue(first), request.getfixturevalue(second)
+    backend = lines(wanted, "summary")[0]["backend"]
+    train(cut_back(first, tmp_path / "run"), prepared, f"backend={backend}")
+    assert_same_curve(tmp_path / "run", wanted, steps=3)
     # To the file it makes no difference who wrote it: the same names, types and settings.
     for part in ("model", "optimizer"):
-        assert layout(state(tmp_path / "run")[part]) == layout(state(finished)[part])
+        assert layout(state(tmp_path / "run")[part]) == layout(state(first)[part])
 
 
 def layout(value):
@@ -147,58 +152,26 @@ def layout(value):
 
 
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
-    options = [*XLA, "model.hidden_dropout=0.2", "checkpoint.every=2"]
+    options = [*XLA, "model.hidden_dropout=0.2", "checkpoint.every=2", "max_steps=4", "eval_every=4", "export=false"]
     train(tmp_path / "whole", prepared, *options)
-    asked = StopRequest()
-    asked.ask("SIGTERM")
-    assert loop.run(train_config(tmp_path / "cut", prepared, *options), asked) == ("SIGTERM", 1)
-    assert loop.run(train_config(tmp_path / "cut", prepared, *options), StopRequest()) == ("done", 6)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    for name, tensor in state(tmp_path / "cut")["model"].items():
-        assert torch.equal(tensor, state(tmp_path / "whole")["model"][name]), name
+    train(cut_back(tmp_path / "whole", tmp_path / "cut", 2), prepared, *options)
+    assert losses(tmp_path / "cut")[4:] == losses(tmp_path / "whole")[2:]
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole", 4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["backend.layers=unrolled", "backend.activation_checkpointing=true"],
-        ["micro_batch_size=2", "backend.batches_per_execution=2"],
-    ],
-    ids=lambda options: " ".join(options),
-)
-def test_how_it_is_computed_does_not_change_what(xla, prepared, tmp_path, options):
-    train(tmp_path / "run", prepared, *XLA, *options)
-    assert_same_curve(tmp_path / "run", xla)
-
-
-@pytest.mark.parametrize(
-    ("precision", "optim"),
-    [
-        ("bf16", "adamw"),
-        ("bf16_master", "adamw"),
-        ("bf16_stochastic", "adamw"),
-        ("bf16_stochastic", "lamb"),
-    ],
-)
-def test_bf16_policies_train_and_keep_the_optimizer_in_fp32(finished, with_lamb, prepared, tmp_path, precision, optim):
-    train(tmp_path / "run", prepared, *XLA, f"backend.precision={precision}", f"optim={optim}")
-    wanted = losses(with_lamb if optim == "lamb" else finished)
-    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=2**-8)  # bf16's bits
-    assert losses(tmp_path / "run") != pytest.approx(wanted, rel=LOSS)
+@pytest.mark.parametrize("precision", ["bf16", "bf16_master", "bf16_stochastic"])
+def test_bf16_policies_train_keep_the_optimizer_in_fp32_and_go_on_in_it(finished, prepared, tmp_path, precision):
+    train(tmp_path / "run", prepared, *XLA, f"backend.precision={precision}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2**-8)  # bf16's bits
+    assert losses(tmp_path / "run") != pytest.approx(losses(finished), rel=LOSS)
     saved = state(tmp_path / "run")
     weights = {tensor.dtype for tensor in saved["model"].values() if tensor.is_floating_point()}
     assert weights == {torch.bfloat16 if precision == "bf16_stochastic" else torch.float32}
     moments = [entry[name] for entry in saved["optimizer"]["state"].values() for name in ("exp_avg", "exp_avg_sq")]
     assert {moment.dtype for moment in moments} == {torch.float32}
-
-
-def test_a_run_in_bf16_weights_goes_on_in_fp32(prepared, tmp_path):
-    asked = StopRequest()
-    asked.ask("SIGTERM")
-    loop.run(train_config(tmp_path / "run", prepared, *XLA, "backend.precision=bf16_stochastic"), asked)
-    train(tmp_path / "run", prepared)
-    assert {tensor.dtype for tensor in state(tmp_path / "run")["model"].values()} >= {torch.float32}
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    train(cut_back(tmp_path / "run", tmp_path / "fp32"), prepared)
+    assert losses(tmp_path / "fp32")[6:] == pytest.approx(losses(finished)[3:], rel=2**-8)
+    assert layout(state(tmp_path / "fp32")["model"]) == layout(state(finished)["model"])
 
 
 def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
@@ -206,24 +179,35 @@ def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
     from train.backend.xla import XLA as Backend
 
     values, original = [], Backend.optimizer_step
-    monkeypatch.setattr(Backend, "optimizer_step", lambda *args: (original(*args), values.append(read()))[0])
-    train(run_dir, prepared, *XLA, "eval_every=6", "checkpoint.every=6", "export=false", *options)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Backend, "optimizer_step", lambda *args: (original(*args), values.append(read()))[0])
+        train(run_dir, prepared, *XLA, "eval_every=6", "checkpoint.every=6", "export=false", *options)
     return values
 
 
-def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(prepared, tmp_path, monkeypatch):
+def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(xla, prepared, tmp_path, monkeypatch):
+    """And the sizes of the prefetch reach torch_xla's loader; neither changes what is learnt."""
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
+    import torch_xla.distributed.parallel_loader as parallel_loader
+
+    sizes, original = set(), parallel_loader.MpDeviceLoader.__init__
+
+    def note(self, loader, device, **kwargs):
+        sizes.add((kwargs["loader_prefetch_size"], kwargs["device_prefetch_size"]))
+        original(self, loader, device, **kwargs)
 
     def executed():
         xm.wait_device_ops()
         return metrics.metric_data("ExecuteTime")[0]
 
-    four = ["micro_batch_size=2"]
-    for name, options, wanted in (("a", four, 4), ("b", [*four, "backend.batches_per_execution=4"], 1)):
-        counts = read_after_each_step(monkeypatch, executed, tmp_path / name, prepared, "log_every=6", *options)
+    monkeypatch.setattr(parallel_loader.MpDeviceLoader, "__init__", note)
+    two = ["micro_batch_size=4", "backend.loader_prefetch=5", "backend.device_prefetch=3", "log_every=6"]
+    for name, options, wanted in (("a", two, 2), ("b", [*two, "backend.batches_per_execution=2"], 1)):
+        counts = read_after_each_step(monkeypatch, executed, tmp_path / name, prepared, *options)
         assert [after - before for before, after in itertools.pairwise(counts)] == [wanted] * 5
+        assert lines(tmp_path / name, "eval")[-1]["loss"] == pytest.approx(lines(xla, "eval")[-1]["loss"], rel=LOSS)
+    assert sizes == {(5, 3)}
 
 
 def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monkeypatch):
@@ -240,15 +224,7 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monke
     assert reads[5][1] == reads[0][1]
 
 
-def test_the_export_is_the_trained_model(xla):
-    assert (xla / "samples.json").is_file()  # computed on the host
-    exported = AutoModelForMaskedLM.from_pretrained(xla / "export").state_dict()
-    saved = state(xla)["model"]
-    for name, tensor in exported.items():
-        assert torch.equal(tensor, saved[f"network.{name}"]), name
-
-
-@pytest.mark.parametrize(("backend", "value"), [("xla", 0.0), ("xla", math.nan), ("ddp", math.nan)])
+@pytest.mark.parametrize(("backend", "value"), [("xla", 0.0), ("ddp", math.nan)])
 def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, monkeypatch, backend, value):
     """Everything that is read from the device is 0, or worse, as when Neuron only collects."""
     from train.backend.ddp import DDP
@@ -260,8 +236,7 @@ def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, 
             kind, "to_host", lambda self, tensors, read=original: [t * 0 + value for t in read(self, tensors)]
         )
     options = [f"backend={backend}", "collect_graphs=true", "export=false", "checkpoint.every=2"]
-    reason, step = loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest())
-    assert (reason, step) == ("done", 6)
+    assert train_here(tmp_path / "run", prepared, *options) == ("done", 6)
     assert not (tmp_path / "run" / "checkpoints").exists()
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert {json.loads(line)["kind"] for line in text.splitlines()} == {"train"}
@@ -269,25 +244,20 @@ def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, 
 
 def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepared, tmp_path):
     """Were others dropped in the second computation, gradients would differ from the kept ones'."""
-    options = [*XLA, "model.hidden_dropout=0.2", "max_steps=1", "optim.warmup_steps=1", "export=false"]
+    options = [*XLA, "model.hidden_dropout=0.2", *ONE_STEP]
     train(tmp_path / "kept", prepared, *options)
-    train(tmp_path / "again", prepared, *options, "backend.activation_checkpointing=true")
+    train(tmp_path / "again", prepared, *options, AGAIN)
     assert_same_curve(tmp_path / "again", tmp_path / "kept")
 
 
-# ---- that a setting takes effect: equal numbers would not show that it was ignored ---------------------------------
-
-
-UNROLLED, AGAIN = [*XLA, "backend.layers=unrolled"], "backend.activation_checkpointing=true"
-
-
+# That a setting takes effect: equal numbers would not show that it was ignored.
 @pytest.mark.parametrize(
     ("options", "calls"),
-    [(XLA, 2), (UNROLLED, 5), ([*UNROLLED, AGAIN], 10), (["backend=ddp", AGAIN], 10)],  # a loop: forward and backward
-    ids=["looped", "unrolled", "unrolled again", "ddp again"],
+    [(XLA, 2), ([*UNROLLED, AGAIN], 6), (["backend=ddp", AGAIN], 6)],  # a loop: forward and backward
+    ids=["looped", "unrolled again", "ddp again"],
 )
 def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path, monkeypatch, options, calls):
-    """In a step of depth 5."""
+    """In a step of depth 3."""
     from transformers.models.albert.modeling_albert import AlbertLayer
 
     trained, original = [], AlbertLayer.forward
@@ -297,8 +267,7 @@ def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path,
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(AlbertLayer, "forward", forward)
-    once = ["model.num_layers=5", "max_steps=1", "optim.warmup_steps=1", "export=false"]
-    train(tmp_path / "run", prepared, *once, *options)
+    train(tmp_path / "run", prepared, "model.num_layers=3", *ONE_STEP, *options)
     assert len(trained) == calls
 
 
