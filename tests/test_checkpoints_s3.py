@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from rejections import rejects
@@ -311,3 +312,10 @@ def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
     assert len(list(store.local.glob("fetched/*"))) == 1
     store.collect_garbage(ended_below=9)
     assert not list(store.local.glob("*/*"))
+
+
+def test_a_checkpoint_larger_than_the_free_disk_is_rejected_before_it_is_fetched(store, monkeypatch):
+    save(store, 6)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB free"):
+        store.fetch(6)

@@ -25,12 +25,14 @@ SAVING = ["backend=ddp", "checkpoint.every=1", "eval_every=2", "max_steps=4", "d
 LARGE = "model.intermediate_size=2048"  # tensors that are worth a team
 
 
-def test_idle_threads_of_a_command_soon_leave_the_processor(tmp_path):
+@pytest.mark.parametrize(("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_idle_threads_of_a_command_soon_leave_the_processor(given, spins, tmp_path):
     free = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     words = [sys.executable, "-m", "train", f"run_dir={tmp_path}/run", f"data.path={tmp_path}/none"]
     words += ["max_steps=1", "micro_batch_size=1"]
-    done = subprocess.run(words, cwd=ROOT, env={**free, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
-    assert "GOMP_SPINCOUNT = '1000'" in done.stderr  # as libgomp read it
+    env = {**free, "OMP_DISPLAY_ENV": "verbose", **given}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # as libgomp read it
 
 
 def large_operation() -> int:

@@ -15,8 +15,6 @@ from running import lines, run, train_here, train_overrides
 from saved_steps import cut_back
 from transformers import AutoModelForMaskedLM
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.config import XLAConfig
 
 pytest.importorskip("torch_xla")
