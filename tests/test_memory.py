@@ -77,8 +77,10 @@ def test_an_evaluation_that_predicts_more_than_training_counts():
     high = "task.eval_mask_rate=0.9"
     assert of(high).activations == of().activations  # it keeps no activations of layers
     cfg, shape = load(*LARGE, high), replace(PUBLISHED["bert-large-uncased"], num_hidden_layers=1)
-    scores = 4 * round(0.9 * 128) * shape.vocab_size  # of 4 sequences
-    assert activation_bytes(cfg, shape, cfg.parallel.held(1), 4 * 128, 128, 2) == scores * (2 + 8)
+    score_bytes = round(0.9 * 128) * shape.vocab_size * (2 + 8)  # of a sequence
+    assert activation_bytes(cfg, shape, cfg.parallel.held(1), 4 * 128, 128, 2) == 4 * score_bytes
+    cfg = load(*LARGE, high, "eval_batch_size=9", "parallel=pipeline", "parallel.stages=2")
+    assert activation_bytes(cfg, shape, cfg.parallel.held(2), 4 * 128, 128, 2) == 9 * score_bytes
 
 
 def test_the_fullest_stage_of_a_pipeline_is_the_one_that_counts():

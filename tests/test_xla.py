@@ -275,7 +275,7 @@ def test_on_trainium_layers_are_a_loop_only_if_asked_for_which_warns(log, layers
 
     backend, made = SimpleNamespace(cfg=XLAConfig(layers=layers), is_neuron=True), []
     Backend._arrange_layers(backend, SimpleNamespace(loop_layers=lambda make: made.append(make) or True))
-    assert bool(made) == ("while loop" in log.text) == (layers == "scan")
+    assert bool(made) == ("makes a loop" in log.text) == (layers == "scan")
 
 
 def test_the_prefetch_sizes_reach_the_loader(prepared, tmp_path, monkeypatch):

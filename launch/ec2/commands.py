@@ -118,7 +118,7 @@ def quota_flags(parser: Parser) -> None:
     parser.add_argument("instance", metavar="TYPE", help="as trn1.32xlarge")
     parser.add_argument("--nodes", metavar="N", type=int, default=1, help="machines (1)")
     parser.add_argument("--market", choices=MARKETS[:2], default=MARKETS[0], help="a capacity block needs no quota")
-    parser.add_argument("--regions", metavar="A,B", type=region_list, default=[], help="to ask in")
+    parser.add_argument("--regions", metavar="A,B", type=region_list, default=[], help="regions to ask in")
 
 
 def quota(options: argparse.Namespace, s3: S3Config) -> int:

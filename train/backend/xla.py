@@ -169,7 +169,7 @@ class XLA(Backend):
         is_looped = False
         if self.cfg.layers == "scan" or (self.cfg.layers == "auto" and not self.is_neuron):
             if self.is_neuron:
-                logger.warning("backend.layers=scan makes a while loop, which Neuron's compiler does not list")
+                logger.warning("backend.layers=scan makes a loop that Neuron's compiler does not list; leave it out")
 
             def make_loop(layer: nn.Module, depth: int) -> Any:
                 return scanned(layer, depth, _scan_impl_pytree, device_type="xla")

@@ -14,7 +14,7 @@ TRACKERS = ("tensorboard", "mlflow", "wandb")
 class TelemetryConfig(Section, prefix="telemetry."):
     """Trackers that get the curves of a run. Keys and passwords are those of the environment."""
 
-    trackers: list[str] = field(default_factory=list)  # mlflow, wandb, both; tensorboard: as tensorboard=true
+    trackers: list[str] = field(default_factory=list)  # any of tensorboard (as tensorboard=true), mlflow, wandb
     mlflow_uri: str | None = None  # of MLflow's server, http://host:5000; null: MLFLOW_TRACKING_URI
     mlflow_experiment: str | None = None  # null: MLFLOW_EXPERIMENT_NAME, or else Default
     wandb_project: str | None = None  # null: WANDB_PROJECT

@@ -139,7 +139,7 @@ class TrainConfig(Section):
             raise Unset("the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)")
 
 
-VARIANTS = {f"{way}": f"backend.compile={way}" for way in ("none", "layers", "model")} | {"xla": "backend=xla"}
+VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers", "model")} | {"xla": "backend=xla"}
 
 
 @dataclass(kw_only=True)

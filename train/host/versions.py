@@ -59,9 +59,12 @@ class Native:
         torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
         if release(neuronx) not in map(release, self.torch_neuronx):
             wanted, here = " or ".join(self.torch_neuronx), neuronx or "none"
-            return [f"torch-neuronx {wanted} is that of trn2 and trn3, and this machine has {here}; {self.install}"]
+            return [f"torch-neuronx {wanted} is for trn2 and trn3, and this machine has {here}; {self.install}"]
         if release(neuronx) != release(torch):
             return [f"torch-neuronx {neuronx} needs torch of the same release, and torch is {torch}; {self.install}"]
+        compiler = versions.get("neuronx-cc", "")
+        if compiler.partition(".")[0] in ("0", "1"):
+            return [f"neuronx-cc {compiler} is the index's empty stub; pip uninstall neuronx-cc && {self.install}"]
         return []
 
 

@@ -94,7 +94,7 @@ def layers_of_rank(shape: Shape, held: Held) -> int:
 
 def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, value_bytes: int) -> float:
     """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`; those
-    of an evaluation of as many tokens, if they are more.
+    of an evaluation, if they are more.
     """
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     # The first layers are those that are frozen, so that the fullest stage may have none of them.
@@ -106,8 +106,10 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
         layers = num_layers * layer
     layers += held.buffers * tokens * hidden * STATE_BYTES
     head = cfg.task.head_size(seq_len)
-    logits = tokens / seq_len * shape.vocab_size * (value_bytes + LOGIT_BYTES) * held.activations  # of one prediction
-    return max(layers + logits * head.predictions, logits * head.eval_predictions)  # an evaluation keeps no layers
+    rows, prediction = tokens / seq_len, shape.vocab_size * (value_bytes + LOGIT_BYTES)
+    in_training = layers + rows * held.activations * head.predictions * prediction
+    # An evaluation keeps no layers, and a pipeline's is of the whole batch at once.
+    return max(in_training, (cfg.eval_batch_size or rows) * head.eval_predictions * prediction)
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:

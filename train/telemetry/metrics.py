@@ -116,10 +116,10 @@ class Recorder:
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
         self.console.bar.close()
-        if self.profiler is not None:
-            self.profiler.close()
         if self.journal is not None:
             self.journal.close(error)
+        if self.profiler is not None:  # last: after a fault of the device it may fail as well
+            self.profiler.close()
 
     def begin_step(self) -> None:
         if self.profiler is not None:

@@ -100,12 +100,14 @@ class HostTimer:
             self.tracing.start()
 
     def end_step(self, _wait_s: float) -> str:
-        """What they took, if the step was traced, in words for a fault line."""
+        """What they took, if the step was traced and had any, in words for a fault line."""
         if self.tracing is None:
             return ""
         self.close()
         taken_s = on_host_s(self.tracing.events(), self.timed)
         self.tracing = None
+        if not taken_s:  # they are those of an evaluation
+            return ""
         names = ", ".join(sorted(self.timed))
         return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"
 
