@@ -145,6 +145,16 @@ class Machines:
         with relaying(listener, port) as address:
             yield address
 
+    @contextmanager
+    def slow(self, number: int, rate: str) -> Iterator[None]:
+        """One machine sends at this rate, as "100mbit". tbf needs the burst, or it chokes on segments of 64 KB."""
+        qdisc = ("dev", LINK, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+        inside(self.pids[number], "tc", "qdisc", "add", *qdisc)
+        try:
+            yield
+        finally:
+            inside(self.pids[number], "tc", "qdisc", "del", "dev", LINK, "root")
+
 
 @contextmanager
 def three_machines(folder: Path) -> Iterator[Machines]:
