@@ -148,3 +148,13 @@ def test_the_site_is_searched_and_turns_dark(chromium: Any, site: str) -> None:
     assert chromium.execute_script(scheme) == "slate"
     chromium.find_element("css selector", "[data-md-component=search-query]").send_keys("node-rank")
     assert "Several machines by hand" in WebDriverWait(chromium, 30).until(lambda page: page.execute_script(FOUND))
+
+
+def test_the_checks_see_a_page_that_is_broken(chromium: Any, tmp_path: Path) -> None:
+    body = "<p style='width: 900px; color: #999'>wide and faint</p><img alt='gone' src='gone.png'>"
+    (tmp_path / "page.html").write_text(f"<main style='background: #fff'>{body}<script>nowhere()</script></main>")
+    browser.show(chromium, tmp_path / "page.html", width=400)
+    assert len(chromium.get_log("browser")) == 2
+    assert chromium.execute_script(UNDRAWN) == ["gone"]
+    assert [each.split(":")[0] for each in chromium.execute_script(FAULTS)] == ["the page is 908 wide", "P ends at 908"]
+    assert chromium.execute_script(FAINT) == ["2.8 P: wide and faint"]

@@ -181,6 +181,21 @@ def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, s
     assert_loads(store, 6)
 
 
+def test_putting_aside_that_stops_half_way_is_done_again(bucket, store):
+    """Two manifests then name the files of one step."""
+    save(store, 3)
+    save(store, 6)
+    damage(bucket, 6, "model.pt", "bit")
+    bucket.proxy.set(Fault("status", match="^DELETE", code=501, error="Stopped"))
+    rejects("Stopped", newest_valid, store)
+    assert store.steps() == [3, 6] and len(store.quarantined()) == 1
+    bucket.proxy.set()
+    assert newest_valid(store)[0].step == 3
+    assert store.steps() == [3] and len(store.quarantined()) == 2
+    store.collect_garbage(ended_below=9)
+    assert len(files_of(bucket, 6)) == 3 + 2
+
+
 # ---- two owners -----------------------------------------------------------------------------------------------------
 
 

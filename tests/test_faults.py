@@ -1,7 +1,9 @@
 """Whole runs under faults: ranks and launchers killed or stuck, two jobs at once, gradients that are no numbers."""
 
 import json
+import math
 import os
+import shutil
 
 import psutil
 import pytest
@@ -10,13 +12,16 @@ from forks import start_changed
 from rejections import rejects
 from run_results import assert_same_weights
 from running import eventually, lines, outcome, run, train_overrides
+from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
-from train import entry
+from train import entry, loop
 from train.attempt import attempt
 from train.attempt.preempt import StopRequest
+from train.backend.nonfinite import Skips
+from train.checkpoints.saver import SavesFail
 from train.cli import compose as cli
-from train.config import Failure
+from train.config import Failure, XLAConfig
 from train.config.attempt import NonfiniteConfig
 from train.run_folder.lease import Lease
 from train.storage.folders import LocalFolder
@@ -79,6 +84,18 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, st
     assert summary["steps_lost"] == sum(fault["steps_lost"] for fault in faults)
     assert 0 < summary["goodput"] < 1
     assert outcome(run_dir)["outcome"] == "done"
+
+
+def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "run")
+    for name in ("model", "optimizer"):  # of the last two
+        flip(run_dir / f"checkpoints/step_{STEPS if name == 'model' else STEPS - 5:08d}/{name}.pt")
+    result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert f"step {STEPS} is damaged (model.pt has sha256" in result.stderr
+    assert f"step {STEPS - 5} is damaged (optimizer.pt has sha256" in result.stderr
+    assert_same_weights(run_dir, undisturbed, STEPS)
+    assert len(store_of(run_dir).quarantined()) == 2
 
 
 def test_without_torchrun_the_ranks_save_and_leave(start, tmp_path):
@@ -151,6 +168,25 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
     assert losses[:3] == clean[:3] and not set(losses[6:9]) & set(clean)
 
 
+def test_xla_goes_back_as_well_without_another_graph(toy, monkeypatch):
+    """A rate that blows the weights up, once: the gradients after it are no numbers. All graphs are in memory then."""
+    options = {"backend": XLAConfig(device="cpu", layers="unrolled"), "max_steps": 8, "eval_every": None}
+    toy.train("before", **options)
+    before, blown = loop.learning_rate, []
+
+    def blow_up_once(step, **settings):
+        if step == 3 and not blown:
+            return blown.append(step) or 1e38
+        return before(step, **settings)
+
+    monkeypatch.setattr(loop, "learning_rate", blow_up_once)
+    assert toy.train(**options) == ("done", 8)
+    assert "back to step 3" in toy.faults()[-1]
+    (summary,) = toy.lines("summary")
+    assert (summary["rollbacks"], summary["graphs"]) == (1, 0)
+    assert math.isfinite(toy.values("eval", "loss")[-1])
+
+
 @pytest.mark.parametrize("rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"])
 def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however_rare_the_lines_are(toy, rare):
     skips = 4 if rare else 3
@@ -162,6 +198,15 @@ def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however
     ended = toy.outcome()
     assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
     assert ended["checkpoint"] == max(toy.saved())
+
+
+def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(toy, monkeypatch):
+    monkeypatch.setattr(Skips, "known_streak", lambda skips: 0)
+    toy.scale = lambda call: NAN if call > 4 else 1.0
+    said = r"6 steps in a row .* \(nonfinite.max_skips=3; this device counts skips itself .* every log_every=10 steps\)"
+    options = {"max_steps": 50, "eval_every": None, "log_every": 10, "nonfinite": NonfiniteConfig(max_rollbacks=0)}
+    rejects(said, toy.train, error=FloatingPointError, **options)
+    assert toy.losses == 10
 
 
 def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(toy):
@@ -191,6 +236,15 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(
     assert not toy.saved()
     assert entry.attempt(toy.config("again")) == cli.FAILED
     assert "3 steps in a row had no finite gradient" in toy.outcome("again")["reason"]
+
+
+def test_weights_that_are_no_numbers_are_never_saved(toy):
+    """Each save is an alarm, the third ends the run."""
+    hopeless = {"optim": {"lr": 1e39}, "log_every": 1000, "nonfinite": NonfiniteConfig(max_skips=10**6)}
+    with pytest.raises(SavesFail, match=r"\d saves in a row failed, the last: .*; there is no checkpoint"):
+        toy.train(**hopeless, checkpoint={"every": 1}, max_steps=10**5, eval_every=None)
+    assert not toy.saved()
+    assert "is no longer finite" in toy.faults()[0]
 
 
 # ---- what ends a run, and what it then goes on with ------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -130,6 +131,18 @@ def test_a_part_that_the_manifest_does_not_name_is_not_read(splits, tmp_path):
     torch.save({next(iter(wanted)): torch.zeros(3)}, folder / "model_00009.pt")
     check_files(folder, manifest)
     assert all(torch.equal(value, wanted[name]) for name, value in read_weights(folder, manifest).items())
+
+
+def test_the_best_step_is_exported_whole(prepared, tmp_path):
+    """Training diverges, so that the best step is not the last one."""
+    options = [*BERT, "optim.lr=0.3", "optim.warmup_steps=4", "eval_every=1", "checkpoint.every=1"]
+    options += ["checkpoint.best=true", "checkpoint.keep=9", "best.metric=loss", "best.export=true", FSDP]
+    done = run(train_overrides(tmp_path / "run", prepared, *options), ranks=2)
+    assert done.returncode == 0, done.stderr
+    (step,) = re.findall(r"exporting step (\d+), the best", done.stderr)
+    best = weights(tmp_path / "run", int(step))
+    exported = load_file(tmp_path / "run/export/model.safetensors")
+    assert exported and all(torch.equal(value, best[f"network.{name}"]) for name, value in exported.items())
 
 
 # Each product is rounded to 8 bits, and gathered weights are too: losses of 5 differ by a few thousandths.

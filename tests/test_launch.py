@@ -129,6 +129,37 @@ def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they
         ranks[0].arrive()
 
 
+def started(store: dist.Store, launch: Launched) -> rendezvous.Rendezvous:
+    """A rank that has found the store."""
+    here = rendezvous.Rendezvous(launch, HANG_S, "")
+    here.store = store
+    return here
+
+
+def arrives(here: rendezvous.Rendezvous) -> dist.Store | None:
+    try:
+        return here.arrive()
+    except rendezvous.Absent:
+        return None
+
+
+def test_a_process_never_joins_those_that_its_predecessor_met():
+    """torchrun keeps the store over restarts, and rank 0 may be the last to be started again."""
+    store = dist.HashStore()
+    ranks = [started(store, Launched(rank, 2)) for rank in (0, 1)]
+    assert [arrives(rank) is not None for rank in (*ranks, *ranks)] == [False, False, True, True]
+    second = started(store, Launched(1, 2))
+    assert arrives(second) is arrives(second) is None
+    first = started(store, Launched(0, 2))
+    assert arrives(first) is None
+    second = started(store, Launched(1, 2))  # once more, before the roster is written
+    assert arrives(second) is None
+    ours, theirs = arrives(first), arrives(second)
+    assert ours is not None and theirs is not None
+    ours.set("address", "a port")
+    assert theirs.get("address") == b"a port"
+
+
 def test_ranks_on_trainium_join_where_they_have_met(monkeypatch):
     """PyTorch/XLA's own way to a store, with one rank on the CPU; not run on hardware."""
     from train.backend import xla

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from forks import start_changed
+from forks import launch, start_changed, start_forked
 from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
@@ -326,6 +326,20 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_call():
     assert process.stdout.readline() == b"here\n"
     eventually(lambda: process.terminate() or process.poll() is not None)  # the first ones are one request
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_path):
+    arguments = train_overrides(
+        tmp_path / "run", prepared, "max_steps=100000", "max_epochs=null", "eval_every=null", "data.num_workers=1"
+    )
+    process = start_forked(launch("train", arguments, ranks=2), os.environ)
+    eventually((tmp_path / "run/metrics.jsonl").is_file)
+    process.terminate()
+    process.join()
+    saved = lines(tmp_path / "run", "checkpoint")[-1]["step"]
+    for rank in (0, 1):
+        record = json.loads((tmp_path / f"run/log/exit_rank_000{rank}.json").read_text())
+        assert (record["reason"], record["step"]) == ("SIGTERM", saved)
 
 
 def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_none_again(imds, tmp_path, prepared):

@@ -21,6 +21,7 @@ from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.run_folder.folder import RunFolder
+from train.run_folder.lease import Lease
 from train.run_folder.outcome import Outcome
 from train.storage.folders import open_folder
 from train.storage.s3 import S3Folder
@@ -217,6 +218,21 @@ def test_the_records_of_an_attempt_are_gone_while_the_next_one_runs(bucket, monk
     monkeypatch.setenv("RANK", "0")
     assert opened(bucket).previous["kind"] == "x"
     assert not records & set(bucket.keys())
+
+
+def test_an_outcome_that_s3_did_not_take_counts_until_another_machine_has_had_the_run(bucket, monkeypatch):
+    def start(host):
+        monkeypatch.setattr("platform.node", lambda: host)
+        with Lease(open_folder(bucket.location("run"), bucket.config()), 60.0) as lease:
+            return opened(bucket, lease.previous)
+
+    for other, kind in (("a", "x"), ("b", None)):
+        folder = start("a")
+        bucket.proxy.set(Fault("status"))
+        folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True))
+        bucket.proxy.set()
+        assert start(other).previous.get("kind") == kind
+    assert start("a").previous == {}  # the attempt on b was killed
 
 
 MAY_NOT_DELETE = Fault("status", match="^DELETE", code=403, error="AccessDenied")

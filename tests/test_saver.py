@@ -1,7 +1,9 @@
 """Saves beside the training: of the moment they were asked for, one at a time, and an alarm when they fail."""
 
 import errno
+import json
 import os
+import re
 import shutil
 import threading
 from collections import namedtuple
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from running import train_config
+from running import outcome, run, train_config, train_here, train_overrides
 from torch import nn
 
 from train.backend.ddp import DDP
@@ -333,3 +335,19 @@ def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
     assert toy.faults()[0] == f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
     monkeypatch.setattr(LocalStore, "begin", begin)
     assert toy.train(**options) == ("done", 6)
+
+
+def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
+    run_dir, options = tmp_path / "run", ["checkpoint.max_failures=2", "max_steps=20", "max_epochs=9"]
+    options += ["checkpoint.every=1", "eval_every=null", "export=false"]
+    train_here(run_dir, prepared, *options, "max_steps=1")
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "metrics.jsonl").unlink()  # which says that there was one
+    (run_dir / "checkpoints").write_text("in the way")
+    done = run(train_overrides(run_dir, prepared, *options), ranks=2)
+    assert done.returncode == 1
+    ended = outcome(run_dir)
+    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
+    assert re.search("saves in a row failed, the last: .*/checkpoints.*; there is no checkpoint", ended["reason"])
+    reasons = [json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"] for rank in range(2)]
+    assert reasons[0] == reasons[1] and "saves in a row failed" in reasons[0]  # two, or three by the time of the vote

@@ -12,6 +12,7 @@ from launch.preflight import run_preflight
 from launch.record import Record, read_history
 from launch.slurm import batch as module
 from launch.slurm.batch import Batch
+from launch.supervise import Decision
 from train.config import S3Config
 
 
@@ -55,6 +56,15 @@ def test_a_cancelled_job_that_does_not_stop_before_the_limit_does_not_come_back(
     batch.record.append_event("cancelled")
     batch.is_overdue = True
     batch.meanwhile()
+    assert not requests(tmp_path)
+
+
+def test_a_job_that_was_requeued_too_often_ends(batch, tmp_path):
+    answering(tmp_path, "exit 0")
+    for _ in range(batch.cluster.idle_attempts - 1):
+        batch.record.append_event("requeued")
+    decision = batch.requeue(Decision("requeue", "failed", "no node is fit"))
+    assert (decision.next, decision.outcome) == ("end", "failed") and "cluster.idle_attempts" in decision.reason
     assert not requests(tmp_path)
 
 

@@ -252,6 +252,19 @@ def test_names_of_splits_that_are_taken_are_rejected(cfg):
         rejects("cannot be the name of a split", open_tables, with_data(cfg, more_validation={name: "x"}), Words())
 
 
+def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, monkeypatch):
+    launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    codes, context = [], multiprocessing.get_context("fork")  # ranks have one parent, as torchrun's
+    for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
+        rank = context.Process(target=once_per_machine, args=(tmp_path, "key", prepare))
+        rank.start()
+        rank.join()
+        codes.append(rank.exitcode)
+    assert codes == [9, 0, 0]
+
+
 def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(tmp_path, monkeypatch):
     launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():

@@ -14,6 +14,7 @@ from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.config import CheckpointConfig
+from train.run_folder.lease import LeaseLost
 from train.storage import folders
 from train.storage.folders import open_folder
 
@@ -119,6 +120,15 @@ def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog)
     (line,) = [line for line in caplog.messages if line.startswith("saving step 6: s3://")]
     assert "S3 answers 503" in line and "tried again for up to" in line
     assert len({key.split("/")[3] for key in bucket.keys("run/checkpoints/") if key.endswith(".pt")}) == 1
+
+
+def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
+    def lost():
+        raise LeaseLost("another job owns it now")
+
+    unsent.saver.folder.check_owner = lost
+    assert "LeaseLost" in saved(unsent.saver, 9, unsent.trained)
+    assert copies(store) == []
 
 
 @pytest.mark.parametrize(
