@@ -87,7 +87,7 @@ def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(
 @DISK_AND_S3
 def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by_its_lease(folder):
     check(folder)
-    for name in ("log/rank_0001.txt", "log/exit_rank_0001.json", ".write-test-17"):  # of ranks that came before rank 0
+    for name in ("log/rank_0001.txt", "log/exit_rank_0001.json", ".write-test-a_1"):  # of ranks that came before rank 0
         put(folder, name)
     check(folder)
     with Lease(folder.storage, LIVE_S):

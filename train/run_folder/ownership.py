@@ -21,7 +21,7 @@ ENVIRONMENT = "environment.json"
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # Files that ranks other than 0 write before rank 0 has taken the folder, and the files of a new disk.
 NEUTRAL = re.compile(
-    rf"{LEASE_FILE.pattern}|log/(rank|exit_rank|stacks_rank)_\d{{4,}}\.(txt|json)|\.write-test-\d+|lost\+found"
+    rf"{LEASE_FILE.pattern}|log/(rank|exit_rank|stacks_rank)_\d{{4,}}\.(txt|json)|\.write-test-\w+|lost\+found"
 )
 KINDS: dict[str, Any] = {
     "number": int,

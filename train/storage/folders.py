@@ -163,11 +163,9 @@ def local_path(location: str) -> Path:
 
 def make_folder(path: Path) -> Path:
     """Create `path` with its parents and show that it can be written to; InputError if not."""
-    probe = path / f".write-test-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(prefix=".write-test-", dir=path).close()  # has no name, or one that no other rank takes
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
