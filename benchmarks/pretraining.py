@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import Result
+from train.backend.ddp import DDP
 from train.cli import compose as cli
-from train.config import ModelConfig, TrainConfig
+from train.config import BackendConfig, ModelConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import SPLITS, TokenizerInfo, write_manifest, write_shard
@@ -203,6 +204,7 @@ def activations(shape_name: str, precision: str) -> Result:
         cfg = native_config(folder, shape, precision, 1)
         inputs = ready_batches(folder, shape, 1)[0]["inputs"]
     ours = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
+    DDP(BackendConfig(device="cpu", precision=precision)).setup_model(ours)
     theirs = transformers_model(cfg.model, shape.vocab_size)
     for label, model in {"ours": ours, "transformers": theirs}.items():
         with Kept(model.parameters()) as kept, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

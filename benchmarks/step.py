@@ -64,7 +64,7 @@ class Bare:
         cfg = native_config(folder, shape, precision, 1)
         torch.manual_seed(0)
         self.model = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
-        self.model.to(DEVICE)
+        DDP(cfg.backend).setup_model(self.model)
         self.optimizer = build_optimizer(cfg.optim, self.model.parameters(), adamw={"fused": True})
         ready = (batch["inputs"] for batch in ready_batches(folder, shape, 8))
         self.batches = cycle([{name: value.to(DEVICE) for name, value in inputs.items()} for inputs in ready])

@@ -92,18 +92,28 @@ def test_a_batch_without_padding_needs_no_mask(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])
-@pytest.mark.parametrize("way", ["autocast", "weights"])
+@pytest.mark.parametrize("way", ["autocast", "products", "weights"])
 def test_padding_is_not_seen_in_bf16(architecture, way):
     model, (ids, real, segments) = build("label", sizes(architecture)), batch()
     exact = model(ids, real, segments)
     if way == "weights":
         model.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+    if way == "products":
+        model.attend_by_products()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way != "weights"):
         result = model(ids, real, segments)
         other = model(torch.where(real.bool(), ids, 9), real, segments)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, other)
     assert (result - exact).abs().max() < 0.3 * exact.abs().max()
+
+
+def test_attention_is_by_products_on_cpus_in_bf16_alone():
+    """PyTorch's SDPA is slow there."""
+    for precision, way in (("fp32", "sdpa"), ("bf16", "eager")):
+        model = build("label", sizes("bert"))
+        DDP(BackendConfig(device="cpu", precision=precision)).setup_model(model)
+        assert model.network.config._attn_implementation == way
 
 
 def outcome(model, inputs, compute=lambda: None):

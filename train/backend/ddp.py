@@ -109,6 +109,8 @@ class DDP(Backend):
         guards.tie(model, tied)
         guards.check_tied(model, tied)
         self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
+        if self.device.type == "cpu" and self.precision == "bf16":
+            model.attend_by_products()  # SDPA's backward pass takes four times as long there (benchmarks/README.md)
         if self.compiler is not None:
             self.compiler.compile(model)
             self.compiler.expect(lengths)

@@ -6,7 +6,8 @@ States are those of mixed precision as ZeRO counts them (https://arxiv.org/abs/1
 Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1): a layer keeps 34 bytes for each
 token and hidden unit in 16 bits, of which 2 are masks of dropout and 32 are 16 numbers; 8 of these are the feed-forward
 part's for a width of 4 hidden sizes. The scores of attention, 5 bytes a pair of tokens and head there, are not kept:
-PyTorch's SDPA computes them again. What lives for a moment of the backward pass is not counted.
+PyTorch's SDPA computes them again. Neither what CPUs keep of them in bf16 nor what lives for a moment of the backward
+pass is counted.
 """
 
 from __future__ import annotations

@@ -69,6 +69,10 @@ class Network(nn.Module):
         frozen = sum(not any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
         return shape.train_flops(head, seq_len=seq_len, frozen=frozen)
 
+    def attend_by_products(self) -> None:
+        """Compute attention by products of matrices, which keep its scores for the backward pass, instead of SDPA."""
+        self.network.set_attn_implementation("eager")
+
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
         """Keep only the input of each layer for the backward pass. InputError if no layer is known.
 
