@@ -24,13 +24,20 @@ def mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def hash_uniform(*coordinates: int | np.ndarray) -> np.ndarray:
-    """Uniform float64 numbers in [0, 1), one for each point of the broadcast coordinates (integers)."""
+def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
+    """64 random bits, uint64, for each point of the broadcast coordinates (integers); `state`: those of the coordinates
+    before them.
+    """
+    state = np.atleast_1d(np.asarray(state, np.uint64))
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
-        state = np.zeros((1,), np.uint64)
         for coordinate in coordinates:
             state = mix(state + GOLDEN * (np.asarray(coordinate).astype(np.uint64) + np.uint64(1)))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return state
+
+
+def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
+    """Uniform float64 numbers in [0, 1), of the bits of `hash_bits`."""
+    return (hash_bits(*coordinates, state=state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def text_uniform(text: str, seed: int) -> tuple[float, float]:

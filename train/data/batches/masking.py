@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from train.data.random_bits import hash_uniform
+from train.data.random_bits import hash_bits, hash_uniform
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
 LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # which of a position's random numbers
@@ -55,11 +55,11 @@ class Masker:
         batch_size, seq_len = tokens.shape
         line = np.arange(batch_size)[:, None]
         keys = (self.seed, epochs[:, None], rows[:, None])
+        at_tokens = hash_bits(*keys, np.arange(seq_len))
         candidate = ~self.special[tokens]
         unit = self._units(tokens, candidate)
-        tile = self._tiles(hash_uniform(*keys, np.arange(seq_len), LENGTHS))[line, unit]
-        priority = hash_uniform(*keys, np.arange(seq_len), PRIORITY)[line, tile]
-        order = np.argsort(np.where(candidate, priority, 2.0), axis=1, kind="stable")
+        tile = self._tiles(hash_bits(LENGTHS, state=at_tokens))[line, unit]
+        order = first_in_order(hash_bits(PRIORITY, state=at_tokens)[line, tile], candidate, self.max_predictions + 1)
 
         budget = np.rint(candidate.sum(1) * self.mask_rate).astype(np.int64).clip(1, self.max_predictions)
         chosen = order[:, : self.max_predictions]
@@ -73,8 +73,9 @@ class Masker:
         positions = np.where(used, positions, 0)
         labels = np.where(used, tokens[line, positions], IGNORE_INDEX)
 
-        kind = hash_uniform(*keys, positions, KIND)
-        drawn = self.replacements[(hash_uniform(*keys, positions, REPLACEMENT) * len(self.replacements)).astype(int)]
+        at_slots = at_tokens[line, positions]
+        kind = hash_uniform(KIND, state=at_slots)
+        drawn = self.replacements[(hash_uniform(REPLACEMENT, state=at_slots) * len(self.replacements)).astype(int)]
         hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, drawn, labels))
         input_ids = tokens.copy()
         lines, slots = np.nonzero(used)
@@ -90,11 +91,24 @@ class Masker:
             begins = candidate & (self.word_start[tokens] | after_special)
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
-    def _tiles(self, uniform: np.ndarray) -> np.ndarray:
+    def _tiles(self, bits: np.ndarray) -> np.ndarray:
         """[B, units] number of the run that each unit belongs to; run lengths n have probability ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
-        lengths = 1 + np.searchsorted(np.cumsum(weights / weights.sum())[:-1], uniform, side="right")
+        lengths = np.ones(bits.shape, np.int64)
+        for share in np.cumsum(weights / weights.sum())[:-1]:
+            lengths += bits >= np.uint64(share * 2.0**64)
         ends = np.cumsum(lengths, axis=1)
-        first_of_run = np.zeros((len(uniform), uniform.shape[1] + 1), np.int64)
-        first_of_run[np.arange(len(uniform))[:, None], ends.clip(max=uniform.shape[1])] = 1
+        first_of_run = np.zeros((len(bits), bits.shape[1] + 1), np.int64)
+        first_of_run[np.arange(len(bits))[:, None], ends.clip(max=bits.shape[1])] = 1
         return np.cumsum(first_of_run[:, :-1], axis=1)
+
+
+def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
+    """[B, count or S] positions: candidates by `priority` [B, S] uint64, equal ones from left to right, then others."""
+    seq_len = priority.shape[1]
+    bits = np.uint64((seq_len - 1).bit_length())  # the last ones make way for the position: numbers, which sort fast
+    keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
+    if count < seq_len:
+        keys = np.partition(keys, count - 1, axis=1)[:, :count]
+    keys.sort(axis=1)
+    return (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
