@@ -141,7 +141,7 @@ bench: $(PEERS)/.ready
 # Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
 bench-smoke: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --compile
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --contestants ours trainer_eager ours_compiled trainer_compiled
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3

@@ -1,12 +1,13 @@
 """Our training loop and the Hugging Face Trainer, each beside a bare PyTorch step, step by step in one process.
 
-    python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--compile]
+    python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--contestants ...]
 
 "bare" is our optimised step with no loop around it and its batches ready in memory; "ours" is `train.loop.run`;
 "trainer" is transformers' Trainer on transformers' own model class with its defaults. Between any two steps of a loop
 one bare step is taken: ratios are of neighbours in time, medians of a round's pairs, and survive a machine that is
-shared. --compile adds both compiled. The share of the peak is the model's arithmetic a second against that of the
-fastest product of two matrices, around the rounds. --activations counts what is kept for the backward pass instead.
+shared. Other contestants are both compiled, and the Trainer with its model's "eager" attention. The share of the peak
+is the model's arithmetic a second against that of the fastest product of two matrices, around the rounds. --activations
+counts what is kept for the backward pass instead.
 """
 
 from __future__ import annotations
@@ -130,11 +131,14 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles
     return pairs
 
 
-def run_trainer(folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False) -> Pairs:
+def run_trainer(
+    folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False, attention: str = "sdpa"
+) -> Pairs:
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     torch.manual_seed(0)
-    model = transformers_model(native_config(folder, shape, precision, steps).model, shape.vocab_size)
+    model: Any = transformers_model(native_config(folder, shape, precision, steps).model, shape.vocab_size)
+    model.set_attn_implementation(attention)
     rows = [row for batch in ready_batches(folder, shape, steps + 1) for row in plain_rows(batch)]
     pairs = Pairs(Bare(folder, shape, precision))
 
@@ -166,6 +170,7 @@ CONTESTANTS = {
     "trainer": run_trainer,
     "ours_compiled": partial(run_ours, compiles=True),
     "trainer_compiled": partial(run_trainer, compiles=True),
+    "trainer_eager": partial(run_trainer, attention="eager"),
 }
 
 
@@ -206,14 +211,14 @@ def main() -> None:
     parser = harness.parser(__doc__, rounds=3, steps=10)
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
-    parser.add_argument("--compile", action="store_true", help="compiled contestants beside the plain ones")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["ours", "trainer"])
     parser.add_argument("--activations", action="store_true", help="count saved activations instead of timing")
     options = parser.parse_args()
     for precision in options.precision:
         if options.activations:
             print(json.dumps(activations(options.shape, precision)))
         else:
-            names = list(CONTESTANTS) if options.compile else ["ours", "trainer"]
+            names = options.contestants
             print(json.dumps(compare(options.shape, precision, options.rounds, options.steps, names), indent=1))
 
 

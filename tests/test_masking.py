@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 from running import SEQ_LEN, train_config
@@ -25,6 +27,24 @@ def tokens():
 def draw(tokens, epoch=0, first_row=0, **changes):
     rows = first_row + np.arange(len(tokens))
     return masker(**changes)(tokens, np.full(len(tokens), epoch), rows)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "changes", "digest"),
+    [
+        (S, {}, "7be078895dfd"),
+        (S, {"word_start": WORD_START, "max_predictions": S}, "296e38589c13"),
+        (7, {"max_ngram": 1, "max_predictions": 2}, "ad37a0c8ca58"),
+        (3000, {"mask_rate": 0.4, "max_predictions": 1000}, "32735151103a"),
+    ],
+)
+def test_masks_are_those_of_earlier_versions(seq_len, changes, digest):
+    """A resumed run would read others."""
+    tokens = np.random.default_rng(0).integers(5, V, (20, seq_len)).astype(np.uint16)
+    tokens[:, 0] = 2
+    result = draw(tokens, epoch=3, first_row=10**6, **changes)
+    content = b"".join(part.tobytes() for part in (result.input_ids, result.positions, result.labels))
+    assert hashlib.sha256(content).hexdigest()[:12] == digest
 
 
 @pytest.mark.parametrize("word_start", [None, WORD_START], ids=["tokens", "words"])

@@ -258,6 +258,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     if first is None:
         raise InputError(f"{options.input} holds no row")
     predictor.load({name: getattr(options, name) for name in OPTIONS}, backend.device, backend.autocast)
+    backend.place(predictor.model)
     columns = predictor.task.csv_columns
     is_csv = path is not None and path.suffix == ".csv"
     with tqdm(unit=" sequences", unit_scale=True, disable=None) as bar, written_whole(path) as file:

@@ -105,17 +105,25 @@ class DDP(Backend):
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
-        model.to(self.device)
+        self.place(model)
         guards.tie(model, tied)
         guards.check_tied(model, tied)
         self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
-        if self.device.type == "cpu" and self.precision == "bf16":
-            model.attend_by_products()  # SDPA's backward pass takes four times as long there (benchmarks/README.md)
         if self.compiler is not None:
             self.compiler.compile(model)
             self.compiler.expect(lengths)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
+
+    def place(self, model: nn.Module) -> None:
+        """Move a model to the device. On a CPU in bf16 it then computes attention by products, as the backward pass of
+        PyTorch's SDPA takes four times as long there (benchmarks/README.md).
+        """
+        from train.models.network import Network  # late: it imports transformers
+
+        model.to(self.device)
+        if self.device.type == "cpu" and self.precision == "bf16" and isinstance(model, Network):
+            model.attend_by_products(torch.bfloat16)
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +23,7 @@ from train.models.model_sizes import shape_of
 Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
 Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask or None) -> hidden
 HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
+MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a head and pair of tokens, in each layer
 # Architectures that use a mask [B, 1, 1, S] as it is: some add it to the scores, others read 0 and 1 from it. All
 # other architectures get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
@@ -38,6 +40,7 @@ class Network(nn.Module):
         super().__init__()
         self.network, self.new = network, new
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
+        self.mask_dtype: torch.dtype | None = None  # that of scores; None: that of the weights
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
         """The segments as an argument, for architectures that distinguish them."""
@@ -51,7 +54,7 @@ class Network(nn.Module):
         """
         kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
         if kind in ADDING:
-            return (1 - real[:, None, None].to(dtype)) * HIDDEN
+            return (1 - real[:, None, None].to(self.mask_dtype or dtype)) * HIDDEN
         return real[:, None, None].to(dtype) if kind in CHOOSING else real
 
     def head_parameters(self) -> list[nn.Parameter]:
@@ -69,9 +72,14 @@ class Network(nn.Module):
         frozen = sum(not any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
         return shape.train_flops(head, seq_len=seq_len, frozen=frozen)
 
-    def attend_by_products(self) -> None:
-        """Compute attention by products of matrices, which keep its scores for the backward pass, instead of SDPA."""
-        self.network.set_attn_implementation("eager")
+    def attend_by_products(self, dtype: torch.dtype) -> None:
+        """Compute attention by plain products in `dtype`, which keep its scores for the backward pass, instead of SDPA.
+        Models for long sequences, whose scores would fill the memory, stay as they are.
+        """
+        positions = getattr(self.network.config, "max_position_embeddings", None) or 0
+        if positions <= MOST_POSITIONS:
+            self.network.set_attn_implementation("eager")
+            self.mask_dtype = dtype
 
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
         """Keep only the input of each layer for the backward pass. InputError if no layer is known.

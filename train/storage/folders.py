@@ -165,7 +165,9 @@ def make_folder(path: Path) -> Path:
     """Create `path` with its parents and show that it can be written to; InputError if not."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(prefix=".write-test-", dir=path).close()  # has no name, or one that no other rank takes
+        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # a name that no other rank takes
+        os.close(handle)  # before it is removed: NFS renames files that are open
+        Path(probe).unlink()
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
