@@ -1,6 +1,6 @@
 """Our training loop and the Hugging Face Trainer, each beside a bare PyTorch step, step by step in one process.
 
-    python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--contestants ...]
+    python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--contestants]
 
 "bare" is our optimised step with no loop around it and its batches ready in memory; "ours" is `train.loop.run`;
 "trainer" is transformers' Trainer on transformers' own model class with its defaults. Between any two steps of a loop
