@@ -18,6 +18,7 @@ from train.cli import compose as cli
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
+from train.models.network import Network
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
 from train.tasks import predictor
@@ -190,6 +191,17 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
     for line, row in zip(lines, rows, strict=True):
         wanted = {one["label"]: one["score"] for one in theirs([row["body"]])[0]}
         assert line["probabilities"] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_in_bf16_on_a_cpu_attention_is_that_of_an_evaluation(folder, tmp_path, monkeypatch):
+    made = []
+    real = Network.attend_by_products
+    monkeypatch.setattr(Network, "attend_by_products", lambda *args: (made.append(args[1]), real(*args)))
+    (tmp_path / "new.jsonl").write_text('{"text": "a word"}\n')
+    for precision in ("fp32", "bf16"):
+        words = [folder, "--input", tmp_path / "new.jsonl", "--device", "cpu", "--precision", precision]
+        assert predict.main([*map(str, words)]) == 0
+    assert made == [torch.bfloat16]
 
 
 def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(folder, tmp_path, capsys):
