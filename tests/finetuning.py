@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forks import DEVICE
 from running import TINY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +19,7 @@ from train.cli import compose as cli
 from train.config import TrainConfig
 from train.tasks import Task, build_task
 
-FP32 = ["--device", "cpu", "--precision", "fp32"]  # flags of predict
+FP32 = ["--device", DEVICE, "--precision", "fp32"]  # flags of predict
 
 
 def tuning(run_dir: Path, tokenizer: Path, *overrides: str) -> list[str]:
@@ -34,7 +35,7 @@ def tuning(run_dir: Path, tokenizer: Path, *overrides: str) -> list[str]:
         "optim.lr=3e-3",
         "log_every=1",
         "tensorboard=false",
-        "backend.device=cpu",
+        f"backend.device={DEVICE}",
         "backend.precision=fp32",
         *overrides,
     ]

@@ -24,6 +24,7 @@ from services.process import free_port as free_port
 ROOT = Path(__file__).parent.parent
 NOWHERE = Path(os.devnull)
 TORCHRUN = "torch.distributed.run"
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # cuda: what trains does so on GPUs
 HEAVY = [
     "torch",
     TORCHRUN,
@@ -76,6 +77,8 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Pat
     sys.path[0:0] = ["", *env.get("PYTHONPATH", "").split(os.pathsep)]
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if DEVICE == "cuda":  # cannot be opened in a fork
+        os.execve(sys.executable, [sys.executable, *(words if words[0] == "-c" else ["-m", *words])], env)
     multiprocessing.set_start_method(None, force=True)  # which is that of the server else
     module, *sys.argv[1:] = words
     if module == "-c":
@@ -91,6 +94,8 @@ def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0)
         assert result is not None and result.origin is not None
         program = result.origin
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--master-port={free_port()}"]
+    if DEVICE == "cuda":
+        return [TORCHRUN, *options, str(Path(__file__).parent / "sharing_gpus.py"), program, *arguments]
     return [TORCHRUN, *options, "--start-method=fork", "--run-path", program, *arguments]
 
 

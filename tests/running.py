@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forks import DEVICE, TORCHRUN, free_port, launch, run_forked
 from forks import ROOT as ROOT
-from forks import TORCHRUN, free_port, launch, run_forked
 
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
@@ -74,7 +74,7 @@ def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
         "eval_every=3",
         "checkpoint.every=3",
         "tensorboard=false",
-        "backend.device=cpu",
+        f"backend.device={DEVICE}",
         "backend.precision=fp32",
         *overrides,
     ]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from finetuning import tuned
-from forks import run_forked
+from forks import DEVICE, run_forked
 from rejections import rejects
 from run_results import assert_same_run, losses
 from running import ROOT, lines, run, train_config, train_overrides
@@ -64,7 +64,17 @@ def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     ],
 )
 def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, graphs):
-    """Counted as torch.compile traces them, without building kernels."""
+    assert traced_and_expected(architecture, **freezing) == (graphs, graphs)
+
+
+@pytest.mark.parametrize(("architecture", "graphs"), [("albert", 4), ("bert", 2)])
+def test_where_norms_are_in_fp32_a_layer_may_see_two_types(architecture, graphs):
+    """As on CUDA: ALBERT's layer is first applied to a product in bf16, BERT's first one to a norm."""
+    assert traced_and_expected(architecture, norms_widen=True) == (graphs, graphs)
+
+
+def traced_and_expected(architecture, *, norms_widen=False, **freezing):
+    """The number of graphs that torch.compile traces, without building kernels, and that of the budget."""
     cfg = ModelConfig(architecture=architecture, hidden_size=8, num_layers=3, num_heads=2, max_positions=8, **freezing)
     model = build_masked_lm(cfg, vocab_size=9, pad_id=0, seq_len=8)
     ids = torch.ones(2, 8, dtype=torch.long)
@@ -75,18 +85,23 @@ def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, grap
         return graph.forward
 
     torch.compiler.reset()
-    expected = model.compile_layers(partial(torch.compile, backend=build, fullgraph=True, dynamic=False))
-    for _ in range(2):
-        model.train()(ids, ids, ids)
-        with torch.no_grad():
-            model.eval()(ids, ids, ids)
-    assert len(traced) == expected == graphs
+    compiles = partial(torch.compile, backend=build, fullgraph=True, dynamic=False)
+    expected = model.compile_layers(compiles, norms_widen=norms_widen)
+    for module in model.modules():
+        if norms_widen and isinstance(module, torch.nn.LayerNorm):
+            module.register_forward_hook(lambda _module, _inputs, output: output.float())
+    with torch.autocast("cpu", torch.bfloat16, enabled=norms_widen):
+        for _ in range(2):
+            model.train()(ids, ids, ids)
+            with torch.no_grad():
+                model.eval()(ids, ids, ids)
+    return len(traced), expected
 
 
 @compiles
 def test_a_compiled_model_resumes_bit_for_bit_with_dropout(toy):
     """The masks of compiled dropout follow the run's random state."""
-    options = {"backend": BackendConfig(device="cpu", precision="fp32", compile="model"), "eval_every": None}
+    options = {"backend": BackendConfig(device=DEVICE, precision="fp32", compile="model"), "eval_every": None}
     toy.train("whole", **options)
     toy.stopped_at_once("cut", **options)
     assert toy.train("cut", **options) == ("done", 6)

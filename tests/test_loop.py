@@ -248,6 +248,9 @@ def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_
     assert (toy.outcome()["outcome"], toy.outcome()["goes_on"]) == ("refused", False)
 
 
+TF32_ON_A_CPU = BackendConfig(device="cpu", precision="tf32")
+
+
 def rejection(toy, **changes):
     with pytest.raises(InputError) as error:
         toy.train(**changes)
@@ -258,12 +261,12 @@ def test_an_exit_record_is_of_this_attempt_and_says_why_it_was_rejected(toy):
     toy.train(max_steps=1)
     record = toy.folder / "run/log/exit_rank_0000.json"
     assert json.loads(record.read_text())["reason"] == "done"
-    assert "no CUDA device" in rejection(toy, backend=BackendConfig(device="cuda"))
-    assert "rejected: backend.device=cuda" in json.loads(record.read_text())["reason"]
+    assert "tf32 needs a CUDA device" in rejection(toy, backend=TF32_ON_A_CPU)
+    assert "rejected: backend.precision=tf32" in json.loads(record.read_text())["reason"]
 
 
 def test_a_run_that_never_took_a_step_does_not_keep_its_folder(toy):
-    rejection(toy, backend=BackendConfig(device="cuda"))
+    rejection(toy, backend=TF32_ON_A_CPU)
     assert toy.train(seed=9) == ("done", 6)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forks import DEVICE
 from running import ROOT, run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +50,7 @@ class Run:
     def __init__(self, way):
         if way in DDP_WAYS:
             precision = "fp16" if "fp16" in way else "auto"
-            self.backend = DDP(BackendConfig(device="cpu", timeout_s=60, precision=precision))
+            self.backend = DDP(BackendConfig(device=DEVICE, timeout_s=60, precision=precision))
             self.backend.skips_on_device, adamw, name = DDP_WAYS[way]
         else:
             from train.backend.xla import XLA

@@ -1,4 +1,4 @@
-"""Precisions of GPUs. fp16 runs on the CPU as well, which is how its scaled losses are tested."""
+"""Precisions of GPUs, and their clock. fp16 runs on the CPU as well, which is how its scaled losses are tested."""
 
 import json
 import math
@@ -6,22 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forks import DEVICE
 from rejections import rejects
 from toy import NAN
 from toy import toy as toy
 
-from train.backend.ddp import DDP
+from train.backend.ddp import DDP, CudaWork
 from train.config import BackendConfig, InstanceConfig
 from train.config.attempt import NonfiniteConfig
 from train.predict import precision_of
 
-FP16 = BackendConfig(device="cpu", precision="fp16")
+FP16 = BackendConfig(device=DEVICE, precision="fp16")
 SMALL = 2.0**-10  # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
 
 
 def test_fp16_learns_what_fp32_learns(toy):
     toy.scale = lambda call: SMALL
-    for name, backend in (("fp32", BackendConfig(device="cpu", precision="fp32")), ("fp16", FP16)):
+    for name, backend in (("fp32", BackendConfig(device=DEVICE, precision="fp32")), ("fp16", FP16)):
         assert toy.train(name, max_steps=20, eval_every=20, backend=backend) == ("done", 20)
     # The model's outputs, about 1, are rounded to 11 bits (2**-11), and 20 steps of Adam move the weights by 0.2.
     for key, tolerance in (("loss", 0.01), ("grad_norm", 0.03)):
@@ -72,7 +73,7 @@ def killed():
 
 def test_a_checkpoint_without_a_scale_goes_on_in_fp16_and_back(toy):
     for precision, steps in (("fp32", 3), ("fp16", 6), ("fp32", 9)):
-        toy.train(max_steps=steps, backend=BackendConfig(device="cpu", precision=precision))
+        toy.train(max_steps=steps, backend=BackendConfig(device=DEVICE, precision=precision))
     assert [line["step"] for line in toy.lines("train") if "loss_scale" in line] == [4, 5, 6]
     assert all(map(math.isfinite, toy.weights(9)))
 
@@ -112,6 +113,37 @@ def test_tf32_is_for_those_who_name_it_and_rejected_where_there_is_none(cuda):
     rejects(r"precision=tf32 needs .* and this is a CPU; set", DDP, BackendConfig(device="cpu", precision="tf32"))
     cuda.capability = (7, 5)
     rejects(r"is one of 7\.5; set backend\.precision=fp32", DDP, BackendConfig(device="cuda", precision="tf32"))
+
+
+class Event:
+    """A CUDA event that the device has not reached: it is recorded after 2 s more each time."""
+
+    number = 0
+
+    def __init__(self, *, enable_timing):
+        self.reached = False
+
+    def record(self):
+        Event.number += 1
+        self.at_ms = 2000 * Event.number
+
+    def synchronize(self):
+        self.reached = True
+
+    def elapsed_time(self, end):
+        if not end.reached:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return end.at_ms - self.at_ms
+
+
+def test_work_is_timed_though_the_device_is_behind(monkeypatch):
+    """Seen on an H100 that was busy: the step of a log line ended with this error."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    work = CudaWork()
+    assert work.take_s() == 0
+    with work.timed():
+        pass
+    assert (work.take_s(), work.take_s()) == (2, 0)
 
 
 def test_the_peak_of_tf32_is_half_of_that_of_bf16():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forks import DEVICE
 from running import outcome, run, train_config, train_here, train_overrides
 from torch import nn
 
@@ -45,7 +46,7 @@ class HeldStore(LocalStore):
 
 
 def backend():
-    return DDP(BackendConfig(device="cpu", precision="fp32"))
+    return DDP(BackendConfig(device=DEVICE, precision="fp32"))
 
 
 def saver_of(store, *, check_owner=lambda: None, **settings):
@@ -59,14 +60,14 @@ def replica(model, optimizer):
 
 def built(*, width=16, adamw=None):
     """A small model and its optimizer, one step from the start."""
-    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+    model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)).to(DEVICE)
     optimizer = build_optimizer(OptimConfig(), model.parameters(), adamw=adamw)
     step(model, optimizer)
     return model, optimizer
 
 
 def step(model, optimizer):
-    model(torch.randn(4, 8)).square().sum().backward()
+    model(torch.randn(4, 8).to(DEVICE)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -128,7 +129,7 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
     """It is no failure, before more work is at risk than may be lost."""
     store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.01, max_failures=2)
-    wanted = trained[0][0].weight.detach().clone()
+    wanted = trained[0][0].weight.detach().cpu().clone()
     save(saver, 3, trained)
     step(*trained)
     save(saver, 6, trained)
@@ -293,7 +294,9 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
     store, trained = LocalStore(tmp_path), built()
     saver = saver_of(store)
     assert saved(saver, 3, trained) is None
-    num_bytes = sum(tensor.nbytes for tensor in tensors(*trained)) + torch.get_rng_state().nbytes
+    num_bytes = sum(tensor.nbytes for tensor in tensors(*trained)) + sum(
+        state.nbytes for state in saver.backend.rng_state().values()
+    )
     monkeypatch.setattr(DDP, "save", lambda *_: pytest.fail("written"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) - 1))
     assert f"No space left on device: {num_bytes * 1.1 / 1e9:.3g} GB are needed" in saved(saver, 6, trained)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forks import launch, run_forked
+from forks import DEVICE, launch, run_forked
 from run_results import grad_norms, losses, weights
 from running import run, train_overrides
 from torch import nn
@@ -47,12 +47,12 @@ class Reducing:
 
     def __init__(self, backend, way, *, accumulation=1):
         backend = copy.copy(backend)
-        cfg = BackendConfig(device="cpu", **WAYS[way])
+        cfg = BackendConfig(device=DEVICE, **WAYS[way])
         backend.compresses, backend.flat_sync = cfg.grad_compression == "bf16", slow_links.flat_sync_for(cfg, "fp32")
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 1))
         backend.setup_model(self.model)
-        self.rank = backend.world.rank
+        self.device, self.rank = backend.device, backend.world.rank
         self.sync = backend.grad_sync(self.model, accumulation=accumulation)
 
     def step(self, number, *scales):
@@ -61,7 +61,7 @@ class Reducing:
         for micro, scale in enumerate(scales or (1.0,), start=1):
             with self.sync.micro_batch(is_last=micro == len(scales or (1,))):
                 rows = torch.randn(1, SIDE, generator=torch.Generator().manual_seed(100 * number + self.rank))
-                (self.sync.module(rows).square().sum() * scale).backward()
+                (self.sync.module(rows.to(self.device)).square().sum() * scale).backward()
         divisor = self.sync.finish()
         gradient = torch.cat([weight.grad.flatten() for weight in self.model.parameters()]).clone()
         self.model.zero_grad(set_to_none=True)
@@ -71,7 +71,7 @@ class Reducing:
 def reduce_all_ways(path):
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": str(rank % PER_MACHINE), "LOCAL_WORLD_SIZE": str(PER_MACHINE)}
-    backend = DDP(BackendConfig(device="cpu", timeout_s=60))
+    backend = DDP(BackendConfig(device=DEVICE, timeout_s=60))
     plain = Reducing(backend, "plain")
     wanted, (divisor, *_) = zip(*map(plain.step, range(STEPS)), strict=True)
     answer = {"divisor": float(divisor)}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import running
 import torch
+from forks import DEVICE
 from torch import Tensor, nn
 
 from train import loop, ranks
@@ -125,7 +126,7 @@ class Toy:
     def config(self, name: str = "run", **changes: Any) -> TrainConfig:
         """Six steps of eight rows, saved and evaluated after the third and the last. `changes`: a section is a dict."""
         settings: dict[str, Any] = {"global_batch_size": 8, "max_steps": 6, "log_every": 1, "eval_every": 3}
-        settings |= {"export": False, "tensorboard": False, "backend": BackendConfig(device="cpu", precision="fp32")}
+        settings |= {"export": False, "tensorboard": False, "backend": BackendConfig(device=DEVICE, precision="fp32")}
         settings |= changes
         sections = {
             "checkpoint": CheckpointConfig(every=3),

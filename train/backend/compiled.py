@@ -36,10 +36,18 @@ class TorchCompiler:
     """Compiles a model in place, counts its graphs and times them."""
 
     def __init__(
-        self, cfg: BackendConfig, facts: dict[str, Any], cache: KernelCache | None, *, compiles_with: str = "inductor"
+        self,
+        cfg: BackendConfig,
+        facts: dict[str, Any],
+        cache: KernelCache | None,
+        *,
+        compiles_with: str = "inductor",
+        norms_widen: bool = False,
     ) -> None:
-        """`facts`: what makes compiled code of the same model another one. `compiles_with` names torch's compiler."""
-        self.compiles_with = compiles_with
+        """`facts`: what makes compiled code of the same model another one. `compiles_with` names torch's compiler.
+        `norms_widen`: see `Network.compile_layers`.
+        """
+        self.compiles_with, self.norms_widen = compiles_with, norms_widen
         self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
         self.facts, self.cache = {**facts, "compile": cfg.compile, "cuda_graphs": cfg.cuda_graphs}, cache
         self.graphs_per_length = 0  # known with the model
@@ -63,7 +71,7 @@ class TorchCompiler:
             model.compile(**self.options())
             self.graphs_per_length = WHOLE_MODEL_GRAPHS
         else:
-            self.graphs_per_length = model.compile_layers(self.optimised)
+            self.graphs_per_length = model.compile_layers(self.optimised, norms_widen=self.norms_widen)
 
     def expect(self, lengths: int) -> None:
         """Set the number of graphs that batches of so many lengths need."""

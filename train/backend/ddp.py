@@ -101,7 +101,8 @@ class DDP(Backend):
             cache = KernelCache(cfg.compile_cache, s3, may_write=writes, must_write=must_keep)
         processor = torch.backends.cpu.get_cpu_capability()
         facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
-        return TorchCompiler(cfg, facts, cache)
+        norms_widen = self.device.type == "cuda" and self.precision in AUTOCAST
+        return TorchCompiler(cfg, facts, cache, norms_widen=norms_widen)
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
@@ -242,7 +243,7 @@ class DDPSync(GradSync):
 
 
 class CudaWork(Work):
-    """Seconds of this rank's own work, timed by the device. `take_s` is called once the device has been waited for."""
+    """Seconds of this rank's own work, timed by the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,6 +258,9 @@ class CudaWork(Work):
         self.events.append(events)
 
     def take_s(self) -> float:
+        """Seconds since the last call; waits for the end of what they have timed."""
+        if self.events:
+            self.events[-1][1].synchronize()
         taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
         self.events.clear()
         return taken_s

@@ -28,7 +28,7 @@ class BackendConfig(Section, prefix="backend."):
     hierarchical_reduction: bool = False  # add gradients up inside each machine first, then between first ranks
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
     compile: str = setting("none", among=("none", "layers", "model"))  # what torch.compile makes kernels of
-    cuda_graphs: bool = False  # send a compiled graph's kernels to a GPU in one call; with compile. Not run on hardware
+    cuda_graphs: bool = False  # send a compiled graph's kernels to a GPU in one call; with compile
     compile_cache: str | None = None  # a folder or s3://bucket/prefix that keeps compiled graphs for other machines and
     # for a run that starts again; as trusted as the code itself. None: only this machine's own disk
     max_graphs: int | None = setting(None, above=0)  # for steps and evaluations; each one more is a warning, and on

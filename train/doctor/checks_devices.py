@@ -1,4 +1,4 @@
-"""Checks of devices, the processes that hold them, ranks and EFA interfaces. Not run on Trainium, GPU or EFA hardware.
+"""Checks of devices, the processes that hold them, ranks and EFA interfaces. Not run on Trainium or EFA hardware.
 
 Outputs are parsed as the tools document them: `neuron-ls --json-output` (Neuron system tools guide), `nvidia-smi
 --query-gpu` and `--query-compute-apps` (nvidia-smi --help-query-gpu), `fi_info` (libfabric's manual).

@@ -1,6 +1,6 @@
 """What a rank sets on its machine before it joins the others: network card, open files, EFA, processors. No torch here.
 
-What the user or the launcher has set stays as it is. Not run on EFA, GPU or Neuron hardware.
+What the user or the launcher has set stays as it is. Not run on EFA or Neuron hardware, nor on several GPUs.
 """
 
 from __future__ import annotations

@@ -89,9 +89,10 @@ class Network(nn.Module):
         for layer in self.known_layers():
             layer.forward = recomputed(layer.forward, checkpoint, layer)
 
-    def compile_layers(self, optimised: Callable[[Any], Any]) -> int:
+    def compile_layers(self, optimised: Callable[[Any], Any], *, norms_widen: bool = False) -> int:
         """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
-        training and one in evaluation for each kind of layer. InputError if no layer is known.
+        training and one in evaluation for each kind of layer. `norms_widen`: autocast returns norms in fp32, as on
+        CUDA. InputError if no layer is known.
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
         training, evaluation = set(), set()
@@ -102,6 +103,9 @@ class Network(nn.Module):
             # Behind frozen layers, the input of the first trained one needs no gradient.
             training.add((kind, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
+        config = self.network.config
+        if norms_widen and config.num_hidden_layers > 1 and hasattr(config, "embedding_size"):
+            return len(training) + len(evaluation) + 2  # the first layer gets a product, in 16 bits, the others norms
         return len(training) + len(evaluation)
 
     def known_layers(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """Readings of one machine's hardware while a run trains: utilisation, memory, FLOP/s and errors.
 
     neuron   neuron-monitor, see `train.telemetry.monitor_neuron`; not run on hardware
-    nvidia   NVML; not run on hardware
+    nvidia   NVML
     cpu      no device; of the host, as with the others, psutil
 
 A thread of one process per machine reads about once a second, which costs the training nothing. Values without a source
@@ -159,7 +159,7 @@ def host_reading() -> Reading:
 
 
 def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
-    """Yield readings of the first GPUs that CUDA shows, by NVML, which counts no FLOPs. Not run on hardware."""
+    """Yield readings of the first GPUs that CUDA shows, by NVML, which counts no FLOPs."""
     pynvml.nvmlInit()
     note = Notes()
     errors_before: dict[int, int] = {}  # uncorrected memory errors, by GPU
