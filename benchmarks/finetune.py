@@ -5,6 +5,7 @@
     trainer   transformers' Trainer, DataCollatorWithPadding (a batch is as long as its longest text), random order
     grouped   the same with train_sampling_strategy=group_by_length
     workers   grouped with a process that loads
+    workers_eager  workers with attn_implementation="eager"
     grouped_compiled  grouped with torch_compile
     buckets   python -m train with batches of the lengths --lengths and --seq-len
     buckets_workers  buckets with a process that loads
@@ -40,7 +41,7 @@ from benchmarks.harness import ROOT, Result, measure_table, num_cpus, run_timed,
 # No torch here: at a start the kernel counts the parent's memory as the peak of its child.
 
 THEIRS, OURS = (
-    ("trainer", "grouped", "workers", "grouped_compiled"),
+    ("trainer", "grouped", "workers", "workers_eager", "grouped_compiled"),
     ("buckets", "buckets_workers", "compiled"),
 )
 VARIANTS = (*THEIRS, *OURS)

@@ -93,7 +93,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
         "per_device_eval_batch_size": ours["eval_batch_size"],
         "train_sampling_strategy": "random" if variant == "trainer" else "group_by_length",
         "torch_compile": variant == "grouped_compiled",
-        "dataloader_num_workers": int(variant == "workers"),
+        "dataloader_num_workers": int(variant.startswith("workers")),
         "optim": "adamw_torch_fused",
         "learning_rate": optim["lr"],
         "adam_beta1": optim["betas"][0],
@@ -127,7 +127,9 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     facts, meter = json.loads((folder / "facts.json").read_text()), Meter()
     transformers.set_seed(seed)
     auto = transformers.AutoModelForSequenceClassification
-    model = auto.from_pretrained(folder / "start", dtype=torch.float32, trust_remote_code=False)
+    attention = "eager" if variant == "workers_eager" else "sdpa"
+    how = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
+    model = auto.from_pretrained(folder / "start", **how)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
 
     class Clock(transformers.TrainerCallback):
