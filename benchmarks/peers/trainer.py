@@ -128,8 +128,9 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     transformers.set_seed(seed)
     auto = transformers.AutoModelForSequenceClassification
     attention = "eager" if variant == "workers_eager" else "sdpa"
-    how = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
-    model = auto.from_pretrained(folder / "start", **how)
+    model = auto.from_pretrained(
+        folder / "start", dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
 
     class Clock(transformers.TrainerCallback):
