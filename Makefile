@@ -5,7 +5,7 @@
 # make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them, and MLflow's server
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
-# make test-gpu    the same on a machine with GPUs, which ranks share where there are fewer
+# make test-gpu    what trains, on GPUs, which ranks share where there are fewer
 # make test    run the tests that need no service      make test-services    those with Slurm, S3, EC2, images, several machines
 # make docs    README and docs as a site with search, build/site/index.html
 # make lint    style and types        make bench    the benchmarks (make bench-smoke: each in its smallest form)
@@ -87,6 +87,7 @@ test-services: setup
 	@$(PYTEST) -m services $(TEST_ARGS)
 
 test-gpu: setup
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no GPU here; make test runs the tests on CPUs")'
 	@TEST_DEVICE=cuda $(PYTEST) $(TEST_ARGS) $(NEWEST_TESTS:%=tests/test_%.py)
 
 # What is deprecated there is an error. To renew the environment: rm .venv/newest/.ready

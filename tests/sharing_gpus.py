@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from train.backend import ddp
+del sys.argv[0]
+sys.path[0] = str(Path(sys.argv[0]).parent)
+
+from train.backend import ddp  # noqa: E402  of the tree that the program belongs to
 
 pick = ddp.pick_device
 count = torch.cuda.device_count()
-rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])  # a test may change them later
+ddp.pick_device = lambda name, *_: pick(name, rank % count, min(num_ranks, count))
 if count < num_ranks:
-    ddp.pick_device = lambda name, rank, num_ranks: pick(name, rank % count, min(num_ranks, count))
     os.environ |= {"NCCL_HOSTID": str(rank // count), "NCCL_SOCKET_IFNAME": "lo"}
-del sys.argv[0]
-sys.path[0] = str(Path(sys.argv[0]).parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

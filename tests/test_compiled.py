@@ -67,15 +67,26 @@ def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, grap
     assert traced_and_expected(architecture, **freezing) == (graphs, graphs)
 
 
-@pytest.mark.parametrize(("architecture", "graphs"), [("albert", 4), ("bert", 2)])
-def test_where_norms_are_in_fp32_a_layer_may_see_two_types(architecture, graphs):
-    """As on CUDA: ALBERT's layer is first applied to a product in bf16, BERT's first one to a norm."""
-    assert traced_and_expected(architecture, norms_widen=True) == (graphs, graphs)
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "graphs"),
+    [
+        ("albert", {}, 4),
+        ("albert", {"num_layers": 1}, 2),
+        ("electra", {}, 4),
+        ("electra", {"freeze_layers": 1}, 4),  # the frozen one gets the product
+        ("electra", {"embedding_size": 8}, 2),  # needs no projection
+        ("bert", {}, 2),
+    ],
+)
+def test_where_norms_are_in_fp32_a_layer_may_see_two_types(architecture, sizes, graphs):
+    """As on CUDA: ALBERT's and ELECTRA's first layer is applied to a product in bf16, BERT's to a norm."""
+    assert traced_and_expected(architecture, norms_widen=True, **sizes) == (graphs, graphs)
 
 
-def traced_and_expected(architecture, *, norms_widen=False, **freezing):
+def traced_and_expected(architecture, *, norms_widen=False, **settings):
     """The number of graphs that torch.compile traces, without building kernels, and that of the budget."""
-    cfg = ModelConfig(architecture=architecture, hidden_size=8, num_layers=3, num_heads=2, max_positions=8, **freezing)
+    sizes = {"hidden_size": 8, "num_layers": 3, "num_heads": 2, "max_positions": 8, **settings}
+    cfg = ModelConfig(architecture=architecture, **sizes)
     model = build_masked_lm(cfg, vocab_size=9, pad_id=0, seq_len=8)
     ids = torch.ones(2, 8, dtype=torch.long)
     traced = []

@@ -84,7 +84,7 @@ def test_an_interrupted_run_continues_bit_for_bit(train, best, tmp_path):
 def test_on_xla_each_length_has_graphs_to_train_to_accumulate_and_to_evaluate(overrides, tmp_path):
     """In a process of its own: within one, a second run finds the graphs of the first."""
     pytest.importorskip("torch_xla")
-    done = run(overrides(tmp_path / "run", "backend=xla", "eval_every=6", "max_steps=10"))
+    done = run(overrides(tmp_path / "run", "backend=xla", "backend.device=cpu", "eval_every=6", "max_steps=10"))
     assert done.returncode == 0, done.stderr
     summary = lines(tmp_path / "run", "summary")[0]
     assert summary["graphs"] == 2 * 3  # no text here needs the third length

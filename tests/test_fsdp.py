@@ -209,7 +209,8 @@ def hold(out, prepared, *options):
     }
     before = whole(backend.world.all_gather_object(engine.state()))
     drawn = task.train_data().draw(np.arange(4)[None] + 4 * backend.world.rank)
-    batch = {"inputs": {name: value[0] for name, value in drawn["inputs"].items()}, "count": drawn["count"][0]}
+    inputs = {name: value[0].to(backend.device) for name, value in drawn["inputs"].items()}
+    batch = {"inputs": inputs, "count": drawn["count"][0]}
     engine.loss = lambda model, inputs: task.loss(model, inputs) * (NAN if backend.world.rank == 1 else 1.0)
     norms = []
     for backend.skips_on_device in (False, True):  # as CPUs skip, and as GPUs do

@@ -104,7 +104,7 @@ def test_it_learns_on_two_ranks_and_on_xla_as_on_one(tree, settings, trained, tm
         for ours, theirs in zip(one, two, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
     pytest.importorskip("torch_xla")
-    run(tree, *settings, "backend=xla", f"run_dir={tmp_path / 'xla'}")
+    run(tree, *settings, "backend=xla", "backend.device=cpu", f"run_dir={tmp_path / 'xla'}")
     assert losses(tmp_path / "xla") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 

@@ -28,6 +28,7 @@ MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a
 # other architectures get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
+PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")  # of ALBERT's and ELECTRA's embeddings to the width
 
 
 class Network(nn.Module):
@@ -95,17 +96,19 @@ class Network(nn.Module):
         CUDA. InputError if no layer is known.
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
+        layers = self.known_layers()
+        # The first application of a layer may get a product, in 16 bits, where all others get norms.
+        projects = norms_widen and any(name.endswith(PROJECTIONS) for name, _ in self.network.named_modules())
+        first_again = len(layers) < self.network.config.num_hidden_layers
         training, evaluation = set(), set()
-        for layer in self.known_layers():
+        for layer in layers:
             weights = list(layer.parameters())
             kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
-            evaluation.add(kind)
-            # Behind frozen layers, the input of the first trained one needs no gradient.
-            training.add((kind, any(weight is first for weight in weights)))
+            for narrow in {True, not first_again} if projects and layer is layers[0] else {False}:
+                evaluation.add((kind, narrow))
+                # Behind frozen layers, the input of the first trained one needs no gradient.
+                training.add((kind, narrow, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
-        config = self.network.config
-        if norms_widen and config.num_hidden_layers > 1 and hasattr(config, "embedding_size"):
-            return len(training) + len(evaluation) + 2  # the first layer gets a product, in 16 bits, the others norms
         return len(training) + len(evaluation)
 
     def known_layers(self) -> list[Any]:
