@@ -5,9 +5,10 @@ States are those of mixed precision as ZeRO counts them (https://arxiv.org/abs/1
 
 Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1): a layer keeps 34 bytes for each
 token and hidden unit in 16 bits, of which 2 are masks of dropout and 32 are 16 numbers; 8 of these are the feed-forward
-part's for a width of 4 hidden sizes. The scores of attention, 5 bytes a pair of tokens and head there, are not kept:
-PyTorch's SDPA computes them again. Neither what CPUs keep of them in bf16 nor what lives for a moment of the backward
-pass is counted.
+part's for a width of 4 hidden sizes. Autocast keeps 8 bytes more: the two sums that norms read are in fp32, and
+queries, keys and values each have a copy of their input in 16 bits. CPUs, whose norms stay in bf16, keep fewer. The
+scores of attention, 5 bytes a pair of tokens and head there, are not kept: PyTorch's SDPA computes them again. Neither
+what CPUs keep of them in bf16 nor what lives for a moment of the backward pass is counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ GIB = 2**30
 STATE_BYTES = 4  # of fp32: weights, gradients, and each of two moments
 WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # and those that have no fp32 weights, or bf16 ones beside them
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # of a number that products read; 2 in the other precisions
-MASKS_PER_LAYER, ATTENTION_VALUES = 2, 8  # bytes and numbers of a layer for each token and hidden unit
+AUTOCAST = ("bf16", "fp16")
+MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # bytes and numbers of a layer for each token and hidden unit
 LOGIT_BYTES = 8  # of a score of the vocabulary, beside the product's own: its copy in fp32, and log-softmax
 
 
@@ -71,7 +73,7 @@ def memory_of(
     trained = unfrozen * here / every
     value = PRODUCT_BYTES.get(precision, 2)
     gathered = {
-        "nothing": here if precision in ("bf16", "fp16") else 0,
+        "nothing": here if precision in AUTOCAST else 0,
         "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
         "model": here,
     }
@@ -84,7 +86,7 @@ def memory_of(
         gradients=STATE_BYTES * (trained * held.gradients + sums),
         moments=2 * STATE_BYTES * moments,
         copies=value * gathered[held.gathers],
-        activations=activation_bytes(cfg, shape, held, micro_batch_size * seq_len, seq_len, value),
+        activations=activation_bytes(cfg, shape, held, micro_batch_size * seq_len, seq_len, precision),
     )
 
 
@@ -93,14 +95,16 @@ def layers_of_rank(shape: Shape, held: Held) -> int:
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 
-def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, value_bytes: int) -> float:
+def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, precision: str) -> float:
     """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`; those
     of an evaluation, if they are more.
     """
     hidden, ffn = shape.hidden_size, shape.intermediate_size
+    value_bytes = PRODUCT_BYTES.get(precision, 2)
+    other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # The first layers are those that are frozen, so that the fullest stage may have none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
-    layer = tokens * (hidden * (MASKS_PER_LAYER + ATTENTION_VALUES * value_bytes) + 2 * ffn * value_bytes)
+    layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + 2 * ffn * value_bytes)
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer
     else:
