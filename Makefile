@@ -1,5 +1,5 @@
 # make setup   .venv with all that is needed to train and test on a CPU
-# make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
+# make demo    pretrain a small ModernBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
 # make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them, and MLflow's server
@@ -55,7 +55,7 @@ demo: setup
 demo-tweets: setup
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model.init_from=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
-	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model=albert_demo model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
+	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model=modernbert_demo model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
 	@$(BIN)/python -m train.report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
 
 demo-slurm: setup

@@ -37,7 +37,7 @@ CASES = {  # name -> ranks and settings beside the demo's
 def settings(data: Path, run_dir: Path, steps: int, more: list[str]) -> list[str]:
     plain = [f"data.path={data}", f"run_dir={run_dir}", f"max_steps={steps}", "log_every=5", "eval_examples=32"]
     device = ["backend=ddp", "backend.device=cpu", "backend.precision=fp32", "tensorboard=false"]
-    return ["experiment=demo", *plain, *device, *more]
+    return ["experiment=demo", "model=albert_tiny", *plain, *device, *more]
 
 
 def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:

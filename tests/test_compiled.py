@@ -61,6 +61,7 @@ def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
         ("bert", {"freeze_layers": 2}, 4),
         ("bert", {"freeze_layers": 3}, 2),
         ("albert", {"freeze_embeddings": True}, 2),
+        ("modernbert", {}, 4),  # the first layer has no norm in front
     ],
 )
 def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, graphs):

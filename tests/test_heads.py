@@ -334,7 +334,8 @@ def test_embeddings_alone_and_the_whole_encoder_can_be_frozen():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "freeze"), [("albert", 0), ("bert", 0), ("bert", 1), ("distilbert", 0), ("roberta", 1)]
+    ("architecture", "freeze"),
+    [("albert", 0), ("bert", 0), ("bert", 1), ("distilbert", 0), ("roberta", 1), ("modernbert", 1)],
 )
 @pytest.mark.parametrize("head", HEADS)
 def test_flops_are_those_that_torch_counts(head, architecture, freeze):

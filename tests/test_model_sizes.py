@@ -43,7 +43,7 @@ def test_defaults_are_those_of_transformers(architecture: str):
 def test_parameters_are_counted_as_in_the_model(architecture: str, head: HeadSize, auto):
     shape = replace(DEFAULTS[architecture], hidden_size=96, intermediate_size=384, num_hidden_layers=3, vocab_size=500)
     shape = replace(shape, embedding_size=32) if shape.is_albert else shape
-    sizes = {name: getattr(shape, name) for name in NAMES} | {"num_attention_heads": 4}
+    sizes = {name: getattr(shape, name) for name in NAMES} | {"num_attention_heads": 4, "pad_token_id": 0}
     if architecture == "distilbert":
         sizes |= {"dim": 96, "hidden_dim": 384, "n_layers": 3, "n_heads": 4}
     if shape.is_albert:

@@ -79,7 +79,7 @@ def test_the_head_of_albert_sees_the_asked_positions_its_decoder_is_the_embeddin
     torch.testing.assert_close(ACT2FN["gelu_pytorch_tanh"](x), ACT2FN["gelu_new"](x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["albert", "bert", "roberta"])
+@pytest.mark.parametrize("architecture", ["albert", "bert", "roberta", "modernbert"])
 def test_flops_are_those_that_torch_counts(architecture):
     model = build(architecture, hidden_size=64, num_heads=2)
     # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.

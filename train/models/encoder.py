@@ -30,6 +30,7 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
 POSITION_BASE, POSITION_SIZE = 100.0, 2.0
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # these count positions from pad_token_id + 1
@@ -181,6 +182,8 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
             ) from error
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
+        outside = (name for name in SPECIAL_IDS if (getattr(defaults, name, None) or 0) >= sizes["vocab_size"])
+        sizes |= dict.fromkeys(outside)  # those of the architecture's own tokenizer
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # other fields may follow from these
         if cfg.initializer_range is not None:
             check(

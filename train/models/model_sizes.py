@@ -37,18 +37,31 @@ class Shape:
         return self.model_type == "albert"
 
     @property
+    def is_modern(self) -> bool:
+        """Whether it is a ModernBERT: a gate in the feed-forward part, no biases, no table of positions or segments."""
+        return self.model_type == "modernbert"
+
+    @property
+    def ffn_products(self) -> int:
+        """Products of the feed-forward part of a layer."""
+        return 3 if self.is_modern else 2
+
+    @property
     def embedding_width(self) -> int:
         return self.embedding_size if self.is_albert else self.hidden_size
 
     def embedding_parameters(self) -> int:
         width = self.embedding_width
+        if self.is_modern:
+            return (self.vocab_size + 1) * width  # and the weight of a LayerNorm
         rows = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
         return (rows + 2) * width  # and the weight and bias of a LayerNorm
 
     def layer_parameters(self) -> int:
         hidden, ffn = self.hidden_size, self.intermediate_size
-        attention = 4 * (hidden**2 + hidden)
-        return attention + 2 * hidden * ffn + ffn + hidden + 4 * hidden  # two products with biases, two LayerNorms
+        weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden  # and of two LayerNorms
+        biases = 0 if self.is_modern else 7 * hidden + ffn
+        return weights + biases
 
     def trained_parameters(self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0) -> int:
         """Parameters that have a gradient. The few thousand of the scores of labels are left out."""
@@ -62,7 +75,8 @@ class Shape:
         if head.predictions:  # a dense layer, a LayerNorm, and the bias of the scores; the embedding is their weight
             width = self.embedding_width
             total += hidden * width + 3 * width + self.vocab_size
-        return total + (hidden**2 + hidden if head.labels else 0)  # a pooler, or a dense layer
+        dense = head.labels or (self.is_modern and head.token_labels)  # or a pooler
+        return total + (hidden**2 + hidden if dense else 0)
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
         """Floating point operations to train on one sequence of `seq_len` tokens, padding included. The lowest `frozen`
@@ -73,12 +87,13 @@ class Shape:
         torch.utils.flop_counter in the tests.
         """
         hidden, width = self.hidden_size, self.embedding_width
-        layer = 6 * (4 * hidden**2 + 2 * hidden * self.intermediate_size) + 12 * seq_len * hidden
+        layer = 6 * (4 * hidden**2 + self.ffn_products * hidden * self.intermediate_size) + 12 * seq_len * hidden
         encoder = (self.num_hidden_layers - frozen * 2 / 3) * layer
         projection = 6 * width * hidden if self.is_albert else 0
         tokens = head.predictions * 6 * width * (hidden + self.vocab_size)
         label = 6 * hidden * (hidden + head.labels) if head.labels else 0
-        token_labels = seq_len * 6 * hidden * head.token_labels
+        dense = hidden if self.is_modern and head.token_labels else 0
+        token_labels = seq_len * 6 * hidden * (dense + head.token_labels)
         return seq_len * (encoder + projection) + tokens + label + token_labels
 
 
@@ -89,6 +104,7 @@ DEFAULTS = {  # of architectures in transformers
     "xlm-roberta": Shape("xlm-roberta", 30_522, 768, 3072, 12),
     "camembert": Shape("camembert", 30_522, 768, 3072, 12),
     "distilbert": Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
+    "modernbert": Shape("modernbert", 50_368, 768, 1152, 22, 8192, type_vocab_size=0),
 }
 LIKE_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
 OTHERS = {  # sizes of published models that are not the dataclass's defaults
