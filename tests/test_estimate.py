@@ -102,7 +102,7 @@ def test_a_number_of_machines_that_does_not_fit_says_why():
 def test_the_vocabulary_of_the_data_counts():
     cfg = load("experiment=demo", "instance=p5.48xlarge")
     guessed, known = of(cfg, 1, 1, 64, rows=9999), of(cfg, 1, 1, 64, rows=9999, vocab_size=2000)
-    assert "a vocabulary of 30,000, the default of albert" in guessed.assumptions
+    assert "a vocabulary of 50,368, the default of modernbert" in guessed.assumptions
     assert not any("vocabulary" in note for note in known.assumptions)
     slow, fast = row(guessed, 1).step_s, row(known, 1).step_s
     assert slow is not None and fast is not None and slow > 1.3 * fast

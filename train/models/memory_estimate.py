@@ -104,7 +104,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # The first layers are those that are frozen, so that the fullest stage may have none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
-    ffn_values = 2 * (shape.ffn_products - 1)  # what goes into the activation and comes out, each twice beside a gate
+    ffn_values = 2 * (shape.ffn_products - 1)  # into the activation and out of it; both twice where it is gated
     layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer

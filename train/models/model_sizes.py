@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def is_modern(self) -> bool:
-        """Whether it is a ModernBERT: a gate in the feed-forward part, no biases, no table of positions or segments."""
+        """Whether it is a ModernBERT: a gated feed-forward part, no biases, no table of positions or segments."""
         return self.model_type == "modernbert"
 
     @property
