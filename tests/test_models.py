@@ -83,7 +83,7 @@ def test_the_head_of_albert_sees_the_asked_positions_its_decoder_is_the_embeddin
 def test_flops_are_those_that_torch_counts(architecture):
     model = build(architecture, hidden_size=64, num_heads=2)
     # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.
-    model.network.set_attn_implementation("eager")
+    model.network.config._attn_implementation = "eager"  # by its method some versions of ModernBERT cannot change it
     counter = FlopCounterMode(display=False)
     ids, segments, positions = batch(1)
     with counter:
