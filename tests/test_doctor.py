@@ -368,7 +368,7 @@ CASES = {
         case(trn1, "bad", "no folder", instance=TRN2, env={NATIVE_CACHE: "s3://bucket/neffs"}),
         case(trn1, "bad", NATIVE_CACHE, instance=TRN2, files={"file": ""}, env={NATIVE_CACHE: "ROOT/file/neffs"}),
         case(trn1, "ok", files=LOCK),  # a young lock is somebody's
-        case(trn1, "warn", "1 locks", "--command clear-locks", files=LOCK, now_s=time.time() + 4000),
+        case(trn1, "warn", "1 locks", "--command clear-locks", files=LOCK, now_s=time.time() + 1e6),
         case(trn1, "bad", "be written to", "sudo chown $USER", files={"file": ""}, env={CACHE: "ROOT/file/cache"}),
     ],
     "disk": [
