@@ -182,8 +182,9 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
             ) from error
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        outside = (name for name in SPECIAL_IDS if (getattr(defaults, name, None) or 0) >= sizes["vocab_size"])
-        sizes |= dict.fromkeys(outside)  # those of the architecture's own tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # of the architecture's own tokenizer
+        outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
+        sizes |= dict.fromkeys(outside)
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # other fields may follow from these
         if cfg.initializer_range is not None:
             check(
