@@ -19,6 +19,7 @@ from traced import without_kernels
 
 from train import loop, precompile
 from train.attempt.preempt import StopRequest
+from train.backend import auto_compile, compiled
 from train.backend.compiled import KernelCache
 from train.cli.command import DONE, REJECTED
 from train.config import BackendConfig, ModelConfig, S3Config
@@ -47,7 +48,7 @@ def test_compiled_layers_train_as_plain_ones(plain, prepared, tmp_path):
     result = run(settings, ranks=2, module="traced", env={"PYTHONPATH": str(ROOT / "tests")})
     assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "run", plain)
-    assert summary(tmp_path / "run")["graphs"] == 2 and summary(tmp_path / "run")["compile_s"] > 0
+    assert summary(tmp_path / "run")["graphs"] == 3 and summary(tmp_path / "run")["compile_s"] > 0
     assert summary(plain).get("graphs", 0) == 0
     assert not lines(tmp_path / "run", "fault") and "graph" not in result.stderr
 
@@ -68,23 +69,19 @@ def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, grap
     assert traced_and_expected(architecture, **freezing) == (graphs, graphs)
 
 
+@pytest.mark.parametrize("norms", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("architecture", "sizes", "graphs"),
-    [
-        ("albert", {}, 4),
-        ("albert", {"num_layers": 1}, 2),
-        ("electra", {}, 4),
-        ("electra", {"freeze_layers": 1}, 4),  # the frozen one gets the product
-        ("electra", {"embedding_size": 8}, 2),  # needs no projection
-        ("bert", {}, 2),
-    ],
+    [("albert", {}, 2), ("electra", {}, 2), ("electra", {"freeze_layers": 1}, 4), ("bert", {}, 2)],
 )
-def test_where_norms_are_in_fp32_a_layer_may_see_two_types(architecture, sizes, graphs):
-    """As on CUDA: ALBERT's and ELECTRA's first layer is applied to a product in bf16, BERT's to a norm."""
-    assert traced_and_expected(architecture, norms_widen=True, **sizes) == (graphs, graphs)
+def test_a_layer_sees_one_type_whatever_norms_return(architecture, sizes, graphs, norms):
+    """As on CUDA, where autocast has norms in fp32: ALBERT's and ELECTRA's first layer is applied to a product in
+    bf16, all others to a norm.
+    """
+    assert traced_and_expected(architecture, norms=norms, **sizes) == (graphs, graphs)
 
 
-def traced_and_expected(architecture, *, norms_widen=False, **settings):
+def traced_and_expected(architecture, *, norms=None, **settings):
     """The number of graphs that torch.compile traces, without building kernels, and that of the budget."""
     sizes = {"hidden_size": 8, "num_layers": 3, "num_heads": 2, "max_positions": 8, **settings}
     cfg = ModelConfig(architecture=architecture, **sizes)
@@ -98,16 +95,64 @@ def traced_and_expected(architecture, *, norms_widen=False, **settings):
 
     torch.compiler.reset()
     compiles = partial(torch.compile, backend=build, fullgraph=True, dynamic=False)
-    expected = model.compile_layers(compiles, norms_widen=norms_widen)
-    for module in model.modules():
-        if norms_widen and isinstance(module, torch.nn.LayerNorm):
-            module.register_forward_hook(lambda _module, _inputs, output: output.float())
-    with torch.autocast("cpu", torch.bfloat16, enabled=norms_widen):
+    if norms is not None:
+        model.narrow_norms(norms)
+    expected = model.compile_layers(compiles, widens=norms is torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=norms is not None):
         for _ in range(2):
             model.train()(ids, ids, ids)
             with torch.no_grad():
                 model.eval()(ids, ids, ids)
     return len(traced), expected
+
+
+def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_fails(plain, prepared, tmp_path):
+    """The devices on which it compiles by itself are GPUs; here the CPU stands for one."""
+
+    def said(name):
+        return (tmp_path / name / "log" / "rank_0000.txt").read_text()
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_kernels(patch.setattr)
+        patch.setattr(auto_compile, "DEVICES", ("cpu",))
+        patch.setattr(auto_compile, "can_compile", lambda: True)
+        for name, least, graphs in (("short", 7, 0), ("long", 6, 3)):
+            patch.setattr(auto_compile, "LEAST_PASSES", least)
+            loop.run(train_config(tmp_path / name, prepared, "backend=ddp", WIDE), StopRequest())
+            assert_same_run(tmp_path / name, plain)
+            assert summary(tmp_path / name)["graphs"] == graphs
+            assert ("backend.compile=auto compiles the encoder as one graph" in said(name)) == bool(graphs)
+
+        def fails(*_args, **_options):
+            raise RuntimeError("no kernels today")
+
+        patch.setattr(compiled, "lookup_backend", lambda _name: fails)
+        loop.run(train_config(tmp_path / "failed", prepared, "backend=ddp", WIDE), StopRequest())
+        assert "nothing is compiled, as the first graph failed" in said("failed")
+        assert "no kernels today" in said("failed")
+        assert losses(tmp_path / "failed") == losses(plain)
+        loop_fails = partial(loop.run, train_config(tmp_path / "explicit", prepared, "backend.compile=model"))
+        with pytest.raises(Exception, match="no kernels today"):
+            loop_fails(StopRequest())
+        patch.setattr(auto_compile, "can_compile", lambda: False)
+        loop.run(train_config(tmp_path / "no_triton", prepared, "backend=ddp", WIDE), StopRequest())
+        assert "1 of 1 ranks have no Triton" in said("no_triton") and losses(tmp_path / "no_triton") == losses(plain)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokens", "machines", "way"),
+    [
+        ("albert", 2**30, 8, "model"),  # its gradient comes at the end in any case
+        ("bert", 16384, 1, "model"),
+        ("bert", 16384, 2, "layers"),
+        ("bert", 2**30, 1, "layers"),  # the host keeps ahead
+        ("modernbert", 16384, 1, "layers"),  # no module holds just the layers
+    ],
+)
+def test_auto_takes_one_graph_where_the_host_would_fall_behind(architecture, tokens, machines, way):
+    cfg = ModelConfig(architecture=architecture, hidden_size=8, num_layers=2, num_heads=2, max_positions=8)
+    model = build_masked_lm(cfg, vocab_size=9, pad_id=0, seq_len=8)
+    assert auto_compile.way_of(model, auto_compile.Workload(10**6, tokens), machines=machines) == way
 
 
 @compiles
@@ -118,7 +163,7 @@ def test_a_compiled_model_resumes_bit_for_bit_with_dropout(toy):
     toy.stopped_at_once("cut", **options)
     assert toy.train("cut", **options) == ("done", 6)
     assert toy.values("train", "loss", "cut") == toy.values("train", "loss", "whole")
-    assert toy.weights(6, "cut") == toy.weights(6, "whole") and toy.lines("summary", "whole")[0]["graphs"] == 2
+    assert toy.weights(6, "cut") == toy.weights(6, "whole") and toy.lines("summary", "whole")[0]["graphs"] == 3
 
 
 def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_is_named(
@@ -173,7 +218,7 @@ def test_precompile_fills_the_cache_of_a_run_on_another_machine_which_trains_as_
         shutil.rmtree(tmp_path / "inductor" / graphs)
     done = run_forked(["-c", HITS, *settings], env)
     assert done.returncode == DONE, done.stderr
-    assert done.stdout.splitlines()[-1] == "HITS 2 0"
+    assert done.stdout.splitlines()[-1] == "HITS 3 0"
     assert "is damaged; its graphs are compiled again" in done.stderr
     assert {*(tmp_path / "cache").iterdir()} == {kept, damaged}  # nothing was written again
     assert_same_run(tmp_path / "run", finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,9 +17,9 @@ from torch import nn
 from train.attempt.attempt import ENDS, Attempt, begin, record_end
 from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
-from train.backend import Backend, open_backend
+from train.backend import Backend, Workload, open_backend
 from train.checkpoints.manifest import Progress
-from train.config import TrainConfig, check, make_plan
+from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
 from train.evaluation import evaluate, write_samples
 from train.feed import TrainData, check_same_data
@@ -31,7 +32,7 @@ from train.parallel import Engine, build_engine
 from train.ranks import AGREED
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder, identity_of
-from train.tasks import build_task
+from train.tasks import Task, build_task
 from train.telemetry.metrics import Recorder
 from train.telemetry.monitor import open_monitor
 from train.telemetry.trackers import check_trackers
@@ -66,7 +67,8 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
-            backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs)
+            work = workload(cfg, plan, task, is_whole=saves)
+            backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs, work=work)
         attempt.watch.compiles = backend.compilers.are_busy
         attempt.joined(backend.world)
         failure: Exception | None = None
@@ -90,7 +92,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     check_same_data(world.all_gather_object(task.data_id))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.agree(task.build_model)
-    lengths = 1 if task.buckets is None else len(task.buckets.lengths)
+    lengths = num_lengths(task)
+    task.compile_loss(backend.compile_loss)
     engine = build_engine(
         cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=plan.accumulation, lengths=lengths
     )
@@ -186,6 +189,20 @@ def train(
             return who_asked(attempt, votes)
         batches = following
     return "early_stop" if stopped_early(attempt, progress) else "done"
+
+
+def num_lengths(task: Task) -> int:
+    return 1 if task.buckets is None else len(task.buckets.lengths)
+
+
+def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
+    """Return what the choice of backend.compile=auto follows from. A part of a run, which a measurement is, stands for
+    a long one.
+    """
+    if not isinstance(cfg.parallel, DataParallelConfig):
+        return Workload()
+    passes = plan.total_steps * plan.accumulation // num_lengths(task)
+    return Workload(passes if is_whole else sys.maxsize, plan.micro_batch_size * task.seq_len)
 
 
 def draw_first(attempt: Attempt, data: TrainData, metrics: Recorder, votes: Votes) -> list[Batch]:

@@ -9,22 +9,28 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from train.backend.auto_compile import Workload
 from train.backend.base import Backend, GradSync, State
 from train.config import BackendConfig, InstanceConfig, S3Config, check
 from train.host import machine
 from train.host.launched import launched
 
-__all__ = ["Backend", "GradSync", "State", "open_backend"]
+__all__ = ["Backend", "GradSync", "State", "Workload", "open_backend"]
 logger = logging.getLogger("train")
 
 
 def open_backend(
-    cfg: BackendConfig, instance: InstanceConfig, s3: S3Config | None = None, *, collects: bool = False
+    cfg: BackendConfig,
+    instance: InstanceConfig,
+    s3: S3Config | None = None,
+    *,
+    collects: bool = False,
+    work: Workload | None = None,
 ) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
     `collects`: the run only collects graphs, and the numbers that come back mean nothing; one that cannot be kept is an
-    error.
+    error. `work`: what backend.compile=auto decides by.
     """
     wanted = instance.device
     check(
@@ -50,7 +56,7 @@ def open_backend(
         is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # which is for XLA
         name = ("neuron" if is_native else "xla") if has_neuron else "ddp"
     check(
-        cfg.compile == "none" or name != "xla",
+        cfg.compile in ("none", "auto") or name != "xla",
         f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",
     )
     # The modules are imported here, so that a run pays for its own backend alone.
@@ -69,4 +75,4 @@ def open_backend(
         return Neuron(cfg)
     from train.backend.ddp import DDP
 
-    return DDP(cfg, s3, collects=collects)
+    return DDP(cfg, s3, collects=collects, work=work)

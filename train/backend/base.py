@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -105,6 +105,16 @@ class Backend(Protocol):
 
     def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
         """Put the model on the device, weights tied. `accumulation`: micro batches a step; `lengths`: their shapes."""
+
+    def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a loss of logits, compiled where the model is."""
+        return loss
+
+    def try_graphs(self, micro_batch: Callable[[], object]) -> None:
+        """With backend.compile=auto run a first micro batch, which leaves nothing behind. If it fails on any rank, all
+        go on uncompiled.
+        """
+        return
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         """What sums the gradients of a model that is set up and is the same on all ranks."""

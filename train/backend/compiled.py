@@ -1,16 +1,18 @@
-"""torch.compile with TorchInductor: the layers of a model, or all of it, as kernels for the shapes that occur. And a
+"""torch.compile with TorchInductor: the layers of a model, or its encoder, as kernels for the shapes that occur. And a
 folder of compiled graphs, on disk or in S3, that outlives a machine.
 
 Compiled by layers, what is repeated is compiled once: ALBERT's shared layer, and the one graph that equal layers of
 other encoders have in common. Shapes are static: each length of a batch has a graph of its own for training and one
 for evaluation, and more where layers are frozen. Every graph beyond those is named (`GraphBudget`), and nothing falls
-back to uncompiled code: what cannot be compiled is an error.
+back to uncompiled code: what cannot be compiled is an error. With backend.compile=auto the first micro batch shows
+whether it can, and all ranks go on uncompiled if one cannot.
 """
 
 from __future__ import annotations
 
 import logging
 import platform
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,7 @@ import torch._dynamo.config
 from torch._dynamo import lookup_backend
 from torch._dynamo.callback import callback_handler
 
+from train.backend.auto_compile import Workload, seconds_of, way_of
 from train.backend.graphs import GraphBudget, Graphs
 from train.config import BackendConfig, InputError, S3Config, Unreachable
 from train.storage.folders import open_folder, sha256_bytes, sha256_json
@@ -28,8 +31,8 @@ logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # of the sha256 before the content, in hexadecimal digits
 KEY_DIGITS = 20
 FAULTS = (InputError, Unreachable, OSError)  # of the folder, without which a run can do
+AUTO = "auto"
 MOST_GRAPHS = 1024  # of one function, for torch itself, which then goes on uncompiled: the budget speaks much earlier
-WHOLE_MODEL_GRAPHS = 2  # of one length: training and evaluation
 
 
 class TorchCompiler:
@@ -43,13 +46,16 @@ class TorchCompiler:
         *,
         compiles_with: str = "inductor",
         norms_widen: bool = False,
+        work: Workload | None = None,
     ) -> None:
         """`facts`: what makes compiled code of the same model another one. `compiles_with` names torch's compiler.
-        `norms_widen`: see `Network.compile_layers`.
+        `norms_widen`: norms return fp32 where products return 16 bits. `work`: what backend.compile=auto decides by.
         """
-        self.compiles_with, self.norms_widen = compiles_with, norms_widen
+        self.compiles_with, self.norms_widen, self.work = compiles_with, norms_widen, work or Workload()
         self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
-        self.facts, self.cache = {**facts, "compile": cfg.compile, "cuda_graphs": cfg.cuda_graphs}, cache
+        self.facts, self.cache = facts, cache
+        self.is_on = True  # until a first graph of backend.compile=auto has failed
+        self.is_trial = cfg.compile == AUTO  # until the first micro batch has shown that graphs can be compiled
         self.graphs_per_length = 0  # known with the model
         self.compiled, self.compile_s = 0, 0.0
         self.began_s: float | None = None
@@ -62,16 +68,29 @@ class TorchCompiler:
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def compile(self, model: Any) -> None:
-        """Have the model, or each of its layers, compiled when it is first called with a shape."""
+    def compile(self, model: Any, *, machines: int = 1) -> None:
+        """Have the model's encoder, or each of its layers, compiled when it is first called with a shape."""
+        if self.what == AUTO:
+            self.what = way_of(model, self.work, machines=machines)
+            part = "the encoder as one graph" if self.what == "model" else "each layer"
+            logger.info(
+                f"backend.compile=auto compiles {part} (backend.compile={self.what}): about "
+                f"{seconds_of(self.what, model):.0f} s for each length, of which this run has "
+                + ("many micro batches" if self.work.passes == sys.maxsize else f"{self.work.passes:,} micro batches")
+            )
         if self.cache is not None:
             weights = {name: list(weight.shape) for name, weight in model.named_parameters()}
-            self.cache.load({**self.facts, "weights": weights})
+            kind = {"compile": self.what, "cuda_graphs": self.cuda_graphs}
+            self.cache.load({**self.facts, **kind, "weights": weights})
         if self.what == "model":
-            model.compile(**self.options())
-            self.graphs_per_length = WHOLE_MODEL_GRAPHS
+            self.graphs_per_length += model.compile_encoder(self.optimised)
         else:
-            self.graphs_per_length = model.compile_layers(self.optimised, norms_widen=self.norms_widen)
+            self.graphs_per_length += model.compile_layers(self.optimised, widens=self.norms_widen)
+
+    def compile_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss of logits, compiled: one more graph for each length, in training."""
+        self.graphs_per_length += 1
+        return self.optimised(loss)
 
     def expect(self, lengths: int) -> None:
         """Set the number of graphs that batches of so many lengths need."""
@@ -79,11 +98,17 @@ class TorchCompiler:
         self.budget.start()
 
     def optimised(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(function, **self.options())
-        return compiled
+        compiled = torch.compile(function, backend=self.build, fullgraph=True, dynamic=False)
 
-    def options(self) -> dict[str, Any]:
-        return {"backend": self.build, "fullgraph": True, "dynamic": False}
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if self.is_on else function)(*args, **kwargs)
+
+        return run
+
+    def give_up(self, cause: str) -> None:
+        """Go on uncompiled."""
+        self.is_on = False
+        logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", cause)
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph; torch calls this for each."""

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from train.backend import guards, nonfinite, slow_links
+from train.backend import auto_compile, guards, nonfinite, slow_links
+from train.backend.auto_compile import Workload
 from train.backend.base import RANK_STRIDE, Backend, GradSync, State, Work
 from train.backend.graphs import Compilers, Graphs
 from train.backend.rendezvous import join
@@ -43,10 +44,18 @@ class DDP(Backend):
     adamw = {"fused": True}
     drops_masks = True  # of batches without padding
     flat_sync: Callable[..., GradSync] | None = None  # makes what reduces gradients in place of DDP's wrapper
+    norms: torch.dtype | None = None  # that norms return; None: as autocast has it
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
     compiler: TorchCompiler | None = None
 
-    def __init__(self, cfg: BackendConfig, s3: S3Config | None = None, *, collects: bool = False) -> None:
+    def __init__(
+        self,
+        cfg: BackendConfig,
+        s3: S3Config | None = None,
+        *,
+        collects: bool = False,
+        work: Workload | None = None,
+    ) -> None:
         self.begin()
         world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
@@ -62,11 +71,16 @@ class DDP(Backend):
         self.flat_sync = slow_links.flat_sync_for(cfg, self.precision)
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
-        self.may_compile = cfg.compile == "none"
+        self.workload = work or Workload()
+        check(
+            cfg.norms != "bf16" or self.precision == "bf16",
+            f"backend.norms=bf16 is for backend.precision=bf16; here it is {self.precision}",
+        )
+        self.norms = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(cfg.norms)
         check(is_cuda or not cfg.cuda_graphs, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
-        if cfg.compile != "none":
+        chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
+        if cfg.compile not in ("none", "auto") or (chooses and auto_compile.can_compile()):
             self.compiler = self.open_compiler(cfg, s3 or S3Config(), must_keep=collects)
-            self.drops_masks = False  # each form of a batch is one more graph
         if is_cuda:
             torch.cuda.set_device(self.device)
             rank_setup.pin(pci_address(self.device))
@@ -76,6 +90,16 @@ class DDP(Backend):
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
+        if chooses:
+            blind = world.sum([self.compiler is None])[0]
+            if blind:
+                self.compiler = None
+                logger.warning(
+                    f"backend.compile=auto: nothing is compiled, as {blind:g} of {world.size} ranks have no Triton or "
+                    "no C compiler (apt-get install gcc)"
+                )
+        self.may_compile = self.compiler is None
+        self.drops_masks = self.compiler is None  # else each form of a batch is one more graph
 
     def join_ranks(self, collectives: str, timeout_s: float, cfg: BackendConfig) -> None:
         """Join the other ranks, with these collectives; the watchdog then knows of ranks that compile."""
@@ -101,8 +125,11 @@ class DDP(Backend):
             cache = KernelCache(cfg.compile_cache, s3, may_write=writes, must_write=must_keep)
         processor = torch.backends.cpu.get_cpu_capability()
         facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
-        norms_widen = self.device.type == "cuda" and self.precision in AUTOCAST
-        return TorchCompiler(cfg, facts, cache, norms_widen=norms_widen)
+        if cfg.norms == "auto" and self.device.type == "cuda" and self.precision == "bf16":
+            self.norms = torch.bfloat16
+        norms_widen = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
+        facts["norms"] = str(self.norms)
+        return TorchCompiler(cfg, facts, cache, norms_widen=norms_widen, work=self.workload)
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
@@ -110,8 +137,10 @@ class DDP(Backend):
         guards.tie(model, tied)
         guards.check_tied(model, tied)
         self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
+        if self.norms is not None:
+            model.narrow_norms(self.norms)
         if self.compiler is not None:
-            self.compiler.compile(model)
+            self.compiler.compile(model, machines=self.world.num_machines)
             self.compiler.expect(lengths)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
@@ -125,6 +154,24 @@ class DDP(Backend):
         model.to(self.device)
         if self.device.type == "cpu" and self.precision == "bf16" and isinstance(model, Network):
             model.attend_by_products(torch.bfloat16)
+
+    def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return loss if self.compiler is None else self.compiler.compile_loss(loss)
+
+    def try_graphs(self, micro_batch: Callable[[], object]) -> None:
+        if self.compiler is None or not self.compiler.is_trial:
+            return
+        self.compiler.is_trial = False
+        state, cause = self.rng_state(), ""
+        try:
+            micro_batch()
+        except Exception as error:  # of any part of the compiler; the cause is named
+            inner = getattr(error, "inner_exception", error)  # torch wraps what a compiler raised
+            cause = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
+        self.set_rng_state(state)
+        causes = [each for each in self.world.all_gather_object(cause) if each]
+        if causes:
+            self.compiler.give_up(causes[0])
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:

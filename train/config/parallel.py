@@ -108,7 +108,7 @@ class FSDPConfig(ParallelConfig):
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=fsdp", backend)
         check(
-            backend.compile == "none",
+            backend.compile in ("none", "auto"),
             f"backend.compile={backend.compile} was never seen to run with parallel=fsdp, which gathers weights "
             "between the kernels; leave it out",
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a
 # other architectures get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
+ENCODERS = ("encoder", "transformer")  # the module of all layers, by architecture
+WHOLE_GRAPHS = 2  # training and evaluation
 PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")  # of ALBERT's and ELECTRA's embeddings to the width
 
 
@@ -90,26 +93,51 @@ class Network(nn.Module):
         for layer in self.known_layers():
             layer.forward = recomputed(layer.forward, checkpoint, layer)
 
-    def compile_layers(self, optimised: Callable[[Any], Any], *, norms_widen: bool = False) -> int:
+    def narrow_norms(self, dtype: torch.dtype) -> None:
+        """Have each norm, which autocast computes in fp32, return `dtype`: the sums of its results with those of
+        products, which pass from layer to layer, then take half of the memory. Weights and gradients stay in fp32.
+        """
+        for module in self.network.modules():
+            if is_norm(module):
+                module.register_forward_hook(partial(_returned_in, dtype))
+
+    def compile_layers(self, optimised: Callable[[Any], Any], *, widens: bool = False) -> int:
         """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
-        training and one in evaluation for each kind of layer. `norms_widen`: autocast returns norms in fp32, as on
-        CUDA. InputError if no layer is known.
+        training and one in evaluation for each kind of layer. `widens`: norms return fp32 where products return 16
+        bits. InputError if no layer is known.
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
         layers = self.known_layers()
-        # The first application of a layer may get a product, in 16 bits, where all others get norms.
-        projects = norms_widen and any(name.endswith(PROJECTIONS) for name, _ in self.network.named_modules())
-        first_again = len(layers) < self.network.config.num_hidden_layers
+        if widens:  # a product in front of the layers gets the type of norms, so that the first layer is no other graph
+            for name, module in self.network.named_modules():
+                if name.endswith(PROJECTIONS):
+                    module.register_forward_hook(partial(_returned_in, torch.float32))
         training, evaluation = set(), set()
         for layer in layers:
             weights = list(layer.parameters())
             kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
-            for narrow in {True, not first_again} if projects and layer is layers[0] else {False}:
-                evaluation.add((kind, narrow))
-                # Behind frozen layers, the input of the first trained one needs no gradient.
-                training.add((kind, narrow, any(weight is first for weight in weights)))
+            evaluation.add(kind)
+            # Behind frozen layers, the input of the first trained one needs no gradient.
+            training.add((kind, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
         return len(training) + len(evaluation)
+
+    def compile_encoder(self, optimised: Callable[[Any], Any]) -> int:
+        """Run all layers as one `optimised(forward)`, or the whole model where no module holds just the layers.
+        Returns how many graphs that is, for inputs of one shape.
+
+        The embeddings stay outside: the kernels that a compiler makes add their gradients up in any order. So does
+        the choice of the mask: inside a graph transformers makes one that hides nothing, which attention has to read.
+        """
+        module = self.encoder or self
+        module.forward = optimised(module.forward)
+        return WHOLE_GRAPHS
+
+    @property
+    def encoder(self) -> nn.Module | None:
+        """The module that holds just the layers; None if the architecture has none."""
+        parts = (getattr(self.network.base_model, name, None) for name in ENCODERS)
+        return next((part for part in parts if isinstance(part, nn.Module)), None)
 
     def known_layers(self) -> list[Any]:
         layers = repeated_layers(self.network)
@@ -155,6 +183,15 @@ class Network(nn.Module):
         copy.save_pretrained(folder)
         for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
             shutil.copymode(folder / "config.json", path)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm over features: PyTorch's, or one of the RMS norms of transformers."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith("RMSNorm")
+
+
+def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output.to(dtype)
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:

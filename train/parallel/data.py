@@ -125,8 +125,15 @@ class DataParallel(Replica):
         self.sync.begin(count)
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
+        self.backend.try_graphs(lambda: self._gradients(batch))
         with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph here
             self._add_gradients(batch)
+
+    def _gradients(self, batch: Batch) -> object:
+        """Return the gradients of a micro batch of this rank, which are added to nothing."""
+        with self.backend.autocast():
+            loss_sum = self.loss(self.model, batch["inputs"])
+        return torch.autograd.grad(loss_sum, self.parameters, allow_unused=True)
 
     def _add_gradients(self, batch: Batch) -> None:
         # This is a function so that none of its tensors is alive when XLA ends a graph: all graphs are alike.

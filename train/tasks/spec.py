@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,6 +94,10 @@ class Task(Protocol):
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Loss summed over the labels of a micro batch (a scalar); the engine divides by the global count."""
+
+    def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        """Replace the loss of logits by `compiled(loss)`, where logits are so many that it takes time."""
+        return
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """[B, n] float32: the values of each example of a batch that the metrics need."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class MaskedLMTask(Task):
 
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, MLMConfig) and isinstance(cfg.data, ShardsConfig)
+        self.token_loss: Callable[..., Tensor] = loss_sum
         self.model = model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         self.data = PreparedData(cfg.data, cfg.s3)
         self.folder, self.manifest = self.data.folder, self.data.manifest
@@ -139,13 +140,13 @@ class MaskedLMTask(Task):
     def eval_data(self) -> MaskedRows:
         return MaskedRows(self.data.split("validation"), self.eval_masker, is_training=False, swapper=self.swapper)
 
+    def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        self.token_loss = compiled(loss_sum)
+
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         logits, labels, order = self._logits(model, inputs)
-        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        if order is None:
-            return loss
-        order_loss = F.cross_entropy(order, inputs["order"], ignore_index=IGNORE_INDEX, reduction="sum")
-        return loss + self.predictions * order_loss
+        loss = self.token_loss(logits, labels)
+        return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """[B, 3]: loss sum, right predictions and all predictions of each sequence; with SOP [B, 6], the same of it."""
@@ -156,10 +157,10 @@ class MaskedLMTask(Task):
         return torch.cat(statistics, -1)
 
     def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits [B * P, V], labels [B * P], and logits [B, 2] of the order if it is predicted; logits in float32."""
+        """Logits [B * P, V], labels [B * P], and logits [B, 2] of the order if it is predicted."""
         output = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
         logits, order = (output, None) if self.swapper is None else output
-        return logits.flatten(0, 1).float(), inputs["labels"].flatten(), None if order is None else order.float()
+        return logits.flatten(0, 1), inputs["labels"].flatten(), order
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
         loss_sum, right, count, *of_order = rows.sum(0, dtype=np.float64).tolist()
@@ -199,7 +200,9 @@ class MaskedLMTask(Task):
         last = positions.amax(1, keepdim=True)  # for slots without a use
         inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
         model = self._model(replace(self.model, pretrained=str(export))).eval()
-        shares, guesses = self._logits(model, inputs)[0].softmax(-1).unflatten(0, labels.shape).topk(MOST_GUESSES)
+        shares, guesses = (
+            self._logits(model, inputs)[0].float().softmax(-1).unflatten(0, labels.shape).topk(MOST_GUESSES)
+        )
         spelling = Spelling(self.folder / "tokenizer", mask_id=info.mask_id, special_ids=info.special_ids)
         sequences = zip(inputs["input_ids"].numpy(), map(blanks_of, positions, labels, guesses, shares), strict=True)
         return [spelling.sample(tokens, blanks) for tokens, blanks in sequences if blanks]
@@ -208,8 +211,16 @@ class MaskedLMTask(Task):
 TASK = MaskedLMTask
 
 
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over what has a label. Compiled,
+    it has the logits in float32 nowhere in memory.
+    """
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
     """[N, 3] of logits [N, C] and labels [N]: the loss, whether the prediction is right, whether there is a label."""
+    logits = logits.float()
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     right = topk(logits)[1].squeeze(-1) == labels
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
