@@ -186,10 +186,6 @@ def test_work_is_timed_until_the_device_has_done_it(versions, monkeypatch):
     assert (backend.work.take_s(), backend.span.take_s()) == (3.0, 3.0)
 
 
-def test_the_fused_update_is_a_setting(versions):
-    assert neuron.Neuron(NeuronConfig(fused_optimizer=True)).adamw == {"fused": True}
-
-
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_operators_that_fell_back_to_the_cpu_are_named_once_with_what_a_step_loses_to_them(
     versions, prepared, tmp_path, monkeypatch, kind
@@ -231,15 +227,6 @@ def test_a_package_that_does_not_tell_of_fallbacks_trains_unless_they_are_forbid
     train(tmp_path / "run", prepared, *NEURON)
     with pytest.raises(InputError, match="leave out backend.allow_fallback"):
         train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false")
-
-
-def test_a_fused_update_resumes_from_one_of_all_weights(versions, by_ddp, prepared, tmp_path):
-    asked = StopRequest()
-    asked.reason = "SIGTERM"
-    assert loop.run(train_config(tmp_path / "run", prepared, *NEURON), asked) == ("SIGTERM", 1)
-    assert losses(train(tmp_path / "run", prepared, *NEURON, "backend.fused_optimizer=true")) == pytest.approx(
-        losses(by_ddp), rel=TOLERANCE
-    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -12,11 +12,15 @@ from toy import NAN
 from toy import toy as toy
 
 from train.backend.ddp import DDP, CudaWork
-from train.config import BackendConfig, InstanceConfig
+from train.config import BackendConfig, InstanceConfig, ModelConfig
 from train.config.attempt import NonfiniteConfig
+from train.models.encoder import build_masked_lm
+from train.models.network import is_norm
 from train.predict import precision_of
+from train.tasks.mlm.task import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
+NARROW = BackendConfig(device=DEVICE, precision="fp32", norms="bf16")
 SMALL = 2.0**-10  # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
 
 
@@ -30,6 +34,37 @@ def test_fp16_learns_what_fp32_learns(toy):
     assert toy.values("train", "loss", "fp16") != toy.values("train", "loss", "fp32")
     assert toy.values("train", "loss_scale", "fp16") == [65536.0] * 20
     assert "loss_scale" not in toy.lines("train", "fp32")[0]
+
+
+@pytest.mark.parametrize("architecture", ["albert", "bert", "modernbert"])
+def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(architecture):
+    """Twelve layers, whose states pass from one to the next in bf16 alone."""
+    found = {}
+    for name, norms in (("fp32", None), ("fp32 norms", torch.float32), ("bf16 norms", torch.bfloat16)):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "num_layers": 12, "num_heads": 2, "intermediate_size": 256, "max_positions": 32}
+        cfg = ModelConfig(architecture=architecture, **sizes)
+        model = build_masked_lm(cfg, vocab_size=200, pad_id=0, seq_len=32).eval()  # without dropout
+        ids, positions = torch.randint(5, 200, (4, 32)), torch.arange(8).expand(4, 8)
+        if norms is not None:
+            model.narrow_norms(norms)
+        seen = set()
+        for module in filter(is_norm, model.network.modules()):
+            module.register_forward_hook(lambda _module, _inputs, output, seen=seen: seen.add(output.dtype))
+        with torch.autocast("cpu", torch.bfloat16, enabled=norms is not None):
+            logits = model(ids, torch.zeros_like(ids), positions)
+        loss_sum(logits.flatten(0, 1), ids[:, :8].flatten()).backward()
+        assert seen == {norms or torch.float32}
+        weights = [weight for weight in model.parameters() if weight.grad is not None]
+        assert {weight.dtype for weight in weights} == {weight.grad.dtype for weight in weights} == {torch.float32}
+        found[name] = torch.cat([weight.grad.flatten() for weight in weights]).double()
+    exact = found.pop("fp32")
+    for name, gradient in found.items():
+        assert float((gradient - exact).norm() / exact.norm()) < 0.02, name
+
+
+def test_norms_in_bf16_need_the_precision(toy):
+    rejects("backend.norms=bf16 is for backend.precision=bf16; here it is fp32", DDP, NARROW)
 
 
 def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(toy):

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         is_first_on_machine=world.local_rank == 0,
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
-    flops = partial(task.flops_per_example, model)
+    flops = cache(partial(task.flops_per_example, model))  # counting layers takes as long as sending some kernels
     with data.prefetcher:  # until the samples of the export have been read
         with (
             monitor,

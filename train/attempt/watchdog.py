@@ -86,7 +86,8 @@ class Watchdog:
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time of a start
-        self.rearm_s = 0.0  # time from which a heartbeat arms the timer in C again
+        self.rearm_s = 0.0  # time from which a heartbeat arms the timer in C again, which takes 0.1 ms
+        self.armed_s = 0.0  # the limit that it was armed with
         self.compiles: Callable[[], bool] = lambda: False  # whether a rank does, which may be this one
         self.is_compiling = False  # in a phase that has the time of a step
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
@@ -127,7 +128,9 @@ class Watchdog:
         self.own.at_s = time.monotonic()  # first, since the next limit may be shorter
         if number != self.own.step:
             self.own.count = 0
-        self.is_start, self.is_compiling, self.rearm_s = is_start, False, 0.0
+        self.is_start, self.is_compiling = is_start, False
+        if self.limit_s != self.armed_s:
+            self.rearm_s = 0.0
         self.own.limit_s, self.own.step, self.own.phase = self.limit_s, number, name.encode()
         self.heartbeat()
 
@@ -151,7 +154,7 @@ class Watchdog:
 
     def arm(self) -> None:
         """Have the timer in C end this process unless it is armed again in time."""
-        self.rearm_s = time.monotonic() + self.period_s
+        self.rearm_s, self.armed_s = time.monotonic() + self.period_s, self.limit_s
         faulthandler.dump_traceback_later(self.limit_s + MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
 
     @property

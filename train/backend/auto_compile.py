@@ -1,21 +1,25 @@
 """The choice of `backend.compile=auto`: the encoder as one graph, each layer, or nothing.
 
 It follows from the configuration and the model, so that all ranks choose alike. Figures are of one H100 in bf16 with
-PyTorch 2.11 (benchmarks/README.md): compiled kernels of ALBERT-base take 0.66 of the uncompiled ones' time.
+PyTorch 2.11 (benchmarks/README.md): compiled kernels of ALBERT-base take 0.67 of the uncompiled ones' time.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from train.ranks import World
+
 if TYPE_CHECKING:
     from train.models.network import Network
 
+logger = logging.getLogger("train")
 DEVICES = ("cuda",)  # where compiling was seen to pay
-LEAST_PASSES = 2000  # micro batches of one length, forward and backward: about a minute on a GPU, 20 s of it saved
+LEAST_PASSES = 5000  # micro batches of one length, forward and backward: about 3 minutes, of which 40 s are saved
 # The host sends the kernels of a compiled layer in 2.5 ms, forward and backward. A layer of so much work, in tokens
 # times the square of the width, takes longer than that on an H100; smaller ones would leave it waiting.
 LEAST_LAYER_WORK = 1.5e10
@@ -46,6 +50,17 @@ def can_compile() -> bool:
 
     wanted = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     return has_triton() and any(shutil.which(each) is not None for each in wanted)
+
+
+def all_can(can: bool, world: World) -> bool:
+    """Return whether all ranks can compile; a warning names how many cannot. All ranks call it."""
+    blind = world.sum([not can])[0]
+    if blind:
+        logger.warning(
+            f"backend.compile=auto: nothing is compiled, as {blind:g} of {world.size} ranks have no Triton or no C "
+            "compiler (apt-get install gcc)"
+        )
+    return not blind
 
 
 def way_of(model: Network, work: Workload, *, machines: int) -> str:

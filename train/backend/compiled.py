@@ -25,6 +25,7 @@ from torch._dynamo.callback import callback_handler
 from train.backend.auto_compile import Workload, seconds_of, way_of
 from train.backend.graphs import GraphBudget, Graphs
 from train.config import BackendConfig, InputError, S3Config, Unreachable
+from train.ranks import World
 from train.storage.folders import open_folder, sha256_bytes, sha256_json
 
 logger = logging.getLogger("train")
@@ -45,13 +46,12 @@ class TorchCompiler:
         cache: KernelCache | None,
         *,
         compiles_with: str = "inductor",
-        norms_widen: bool = False,
         work: Workload | None = None,
     ) -> None:
         """`facts`: what makes compiled code of the same model another one. `compiles_with` names torch's compiler.
-        `norms_widen`: norms return fp32 where products return 16 bits. `work`: what backend.compile=auto decides by.
+        `work`: what backend.compile=auto decides by.
         """
-        self.compiles_with, self.norms_widen, self.work = compiles_with, norms_widen, work or Workload()
+        self.compiles_with, self.work = compiles_with, work or Workload()
         self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
         self.facts, self.cache = facts, cache
         self.is_on = True  # until a first graph of backend.compile=auto has failed
@@ -68,8 +68,10 @@ class TorchCompiler:
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def compile(self, model: Any, *, machines: int = 1) -> None:
-        """Have the model's encoder, or each of its layers, compiled when it is first called with a shape."""
+    def compile(self, model: Any, *, machines: int = 1, norms: torch.dtype | None = None, widens: bool = False) -> None:
+        """Have the model's encoder, or each of its layers, compiled when it is first called with a shape. `norms`: what
+        norms return; `widens`: that is fp32 where products return 16 bits.
+        """
         if self.what == AUTO:
             self.what = way_of(model, self.work, machines=machines)
             part = "the encoder as one graph" if self.what == "model" else "each layer"
@@ -80,12 +82,12 @@ class TorchCompiler:
             )
         if self.cache is not None:
             weights = {name: list(weight.shape) for name, weight in model.named_parameters()}
-            kind = {"compile": self.what, "cuda_graphs": self.cuda_graphs}
+            kind = {"compile": self.what, "cuda_graphs": self.cuda_graphs, "norms": str(norms)}
             self.cache.load({**self.facts, **kind, "weights": weights})
         if self.what == "model":
             self.graphs_per_length += model.compile_encoder(self.optimised)
         else:
-            self.graphs_per_length += model.compile_layers(self.optimised, widens=self.norms_widen)
+            self.graphs_per_length += model.compile_layers(self.optimised, widens=widens)
 
     def compile_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Return a loss of logits, compiled: one more graph for each length, in training."""
@@ -105,10 +107,18 @@ class TorchCompiler:
 
         return run
 
-    def give_up(self, cause: str) -> None:
-        """Go on uncompiled."""
-        self.is_on = False
-        logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", cause)
+    def try_first(self, micro_batch: Callable[[], object], world: World) -> None:
+        """Run a first micro batch; if it fails on any rank, all go on uncompiled."""
+        self.is_trial, cause = False, ""
+        try:
+            micro_batch()
+        except Exception as error:  # of any part of the compiler; the cause is named
+            inner = getattr(error, "inner_exception", error)  # torch wraps what a compiler raised
+            cause = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
+        causes = [each for each in world.all_gather_object(cause) if each]
+        if causes:
+            self.is_on = False
+            logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", causes[0])
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph; torch calls this for each."""

@@ -23,6 +23,7 @@ from train.backend import auto_compile, guards, nonfinite, slow_links
 from train.backend.auto_compile import Workload
 from train.backend.base import RANK_STRIDE, Backend, GradSync, State, Work
 from train.backend.graphs import Compilers, Graphs
+from train.backend.precision import AUTOCAST, norms_of, pick_precision
 from train.backend.rendezvous import join
 from train.cli.console import without_stdout
 from train.config import BackendConfig, S3Config, check
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDP(Backend):
@@ -72,11 +72,6 @@ class DDP(Backend):
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
         self.workload = work or Workload()
-        check(
-            cfg.norms != "bf16" or self.precision == "bf16",
-            f"backend.norms=bf16 is for backend.precision=bf16; here it is {self.precision}",
-        )
-        self.norms = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(cfg.norms)
         check(is_cuda or not cfg.cuda_graphs, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
         if cfg.compile not in ("none", "auto") or (chooses and auto_compile.can_compile()):
@@ -90,14 +85,10 @@ class DDP(Backend):
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
-        if chooses:
-            blind = world.sum([self.compiler is None])[0]
-            if blind:
-                self.compiler = None
-                logger.warning(
-                    f"backend.compile=auto: nothing is compiled, as {blind:g} of {world.size} ranks have no Triton or "
-                    "no C compiler (apt-get install gcc)"
-                )
+        if chooses and not auto_compile.all_can(self.compiler is not None, world):
+            self.compiler = None
+        compiles_on_gpu = is_cuda and self.compiler is not None
+        self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
         self.may_compile = self.compiler is None
         self.drops_masks = self.compiler is None  # else each form of a batch is one more graph
 
@@ -125,11 +116,7 @@ class DDP(Backend):
             cache = KernelCache(cfg.compile_cache, s3, may_write=writes, must_write=must_keep)
         processor = torch.backends.cpu.get_cpu_capability()
         facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
-        if cfg.norms == "auto" and self.device.type == "cuda" and self.precision == "bf16":
-            self.norms = torch.bfloat16
-        norms_widen = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
-        facts["norms"] = str(self.norms)
-        return TorchCompiler(cfg, facts, cache, norms_widen=norms_widen, work=self.workload)
+        return TorchCompiler(cfg, facts, cache, work=self.workload)
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
@@ -140,7 +127,8 @@ class DDP(Backend):
         if self.norms is not None:
             model.narrow_norms(self.norms)
         if self.compiler is not None:
-            self.compiler.compile(model, machines=self.world.num_machines)
+            widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
+            self.compiler.compile(model, machines=self.world.num_machines, norms=self.norms, widens=widens)
             self.compiler.expect(lengths)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
@@ -159,19 +147,10 @@ class DDP(Backend):
         return loss if self.compiler is None else self.compiler.compile_loss(loss)
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
-        if self.compiler is None or not self.compiler.is_trial:
-            return
-        self.compiler.is_trial = False
-        state, cause = self.rng_state(), ""
-        try:
-            micro_batch()
-        except Exception as error:  # of any part of the compiler; the cause is named
-            inner = getattr(error, "inner_exception", error)  # torch wraps what a compiler raised
-            cause = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
-        self.set_rng_state(state)
-        causes = [each for each in self.world.all_gather_object(cause) if each]
-        if causes:
-            self.compiler.give_up(causes[0])
+        if self.compiler is not None and self.compiler.is_trial:
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                self.compiler.try_first(micro_batch, self.world)
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:
@@ -350,23 +329,3 @@ def check_no_idle_gpu(name: str) -> None:
             f"this {kind} {fault}; see python -m train.doctor, or set backend.device=cpu to train on the CPU",
         )
         logger.warning("this machine %s; training on the CPU", fault)
-
-
-def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` is what the hardware multiplies natively, bf16 before fp16: elsewhere they are slower than fp32. CUDA
-    devices multiply fp16 from compute capability 7.0 on (V100, T4), bf16 and TF32 from 8.0 on.
-    """
-    is_cuda = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
-    check(
-        name != "tf32" or capability >= (8, 0),
-        "backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this is "
-        + (f"one of {capability[0]}.{capability[1]}" if is_cuda else "a CPU")
-        + "; set backend.precision=fp32",
-    )
-    if name != "auto":
-        return name
-    if not is_cuda:
-        is_native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return "bf16" if is_native else "fp32"
-    return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"

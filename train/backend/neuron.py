@@ -56,8 +56,6 @@ class Neuron(DDP):
         settings = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
         check_machine(cfg)
         self.allow_fallback = settings.allow_fallback
-        if settings.fused_optimizer:
-            self.adamw = {"fused": True}
         launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
         nodes = launch.world_size // launch.local_world_size
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))

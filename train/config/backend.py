@@ -96,7 +96,6 @@ class NeuronConfig(BackendConfig):
 
     name: str = "neuron"
     allow_fallback: bool = True  # false: an operator that runs on the CPU, which is slow, ends the run
-    fused_optimizer: bool = False  # torch's fused AdamW, which the device registers; its speed is not known
 
     def __post_init__(self) -> None:
         super().__post_init__()

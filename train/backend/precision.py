@@ -1,0 +1,42 @@
+"""The precision of a run on CPUs and GPUs: what products are computed in, and what norms return between them."""
+
+from __future__ import annotations
+
+import torch
+
+from train.config import check
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """`auto` is what the hardware multiplies natively, bf16 before fp16: elsewhere they are slower than fp32. CUDA
+    devices multiply fp16 from compute capability 7.0 on (V100, T4), bf16 and TF32 from 8.0 on.
+    """
+    is_cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
+    check(
+        name != "tf32" or capability >= (8, 0),
+        "backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this is "
+        + (f"one of {capability[0]}.{capability[1]}" if is_cuda else "a CPU")
+        + "; set backend.precision=fp32",
+    )
+    if name != "auto":
+        return name
+    if not is_cuda:
+        is_native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return "bf16" if is_native else "fp32"
+    return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+
+
+def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:
+    """Return what norms return to the layers by `backend.norms`; None: what autocast has them return. Raises InputError
+    if that is bf16 in another precision.
+    """
+    check(
+        name != "bf16" or precision == "bf16",
+        f"backend.norms=bf16 is for backend.precision=bf16; here it is {precision}",
+    )
+    is_narrow = name == "auto" and precision == "bf16" and compiles_on_gpu
+    return torch.bfloat16 if is_narrow else NORMS.get(name)
