@@ -63,7 +63,7 @@ MEASURES = {  # what is reported, and whether more (1) or less (-1) of it is bet
 
 
 SETTINGS = """
-    task=classify model=any optim=finetune optim.weight_decay=0.01 optim.warmup_fraction=0.1 backend=ddp
+    task=classify model=any optim=finetune backend=ddp
     backend.device=cpu log_every=50 checkpoint.every=1000000 export=false tensorboard=false
 """
 

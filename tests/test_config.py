@@ -1,8 +1,10 @@
 """Settings: what is rejected, in which words, and what follows from those that are given."""
 
+import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from train.cli import compose as cli
 from train.config import InputError, PrepareConfig, TrainConfig, make_plan
@@ -60,6 +62,54 @@ def test_every_experiment_composes():
     for name in options("experiment"):
         cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])
         assert make_plan(cfg, world_size=8, rows=10**6, seq_len=cfg.seq_len).total_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("experiment=demo_tweets model.pretrained=a", {"model.pretrained": "a", "model.init_from": None}),
+        ("experiment=demo_tweets model={pretrained: a}", {"model.pretrained": "a", "model.init_from": None}),
+        ("experiment=demo_tweets model=albert_base", {"model.init_from": None, "model.hidden_size": 768}),
+        ("experiment=squad_albert model.init_from=a", {"model.pretrained": None, "model.init_from": "a"}),
+        ("experiment=squad_albert model.architecture=bert", {"model.pretrained": None}),
+        ("experiment=demo model.pretrained=a", {"model.hidden_size": None, "model.initializer_range": None}),
+        ("model=albert_base model.pretrained=a", {"model.hidden_size": 768}),  # checked against the weights
+        ("experiment=demo_tweets max_steps=9", {"max_steps": 9, "max_epochs": None}),
+        ("experiment=demo_tweets max_steps=9 max_epochs=1", {"max_steps": 9, "max_epochs": 1.0}),
+        ("experiment=albert_pretrain optim.warmup_fraction=0.2", {"optim.warmup_steps": None}),
+        ("experiment=albert_pretrain task.mask_rate=0.4", {"task.max_predictions": None}),
+        ("experiment=squad_albert data.validation_fraction=0.2", {"data.validation": None}),
+        ("experiment=demo optim=albert_v1", {"optim.lr": 1.76e-3}),
+        ("experiment=demo optim=albert_v1 optim.lr=0.5", {"optim.lr": 0.5, "optim.eps": 1e-6}),
+        ("experiment=demo_tweets model.init_from=null model.tokenizer=a", {"model.init_from": None}),
+    ],
+)
+def test_what_the_user_types_wins_over_a_recipe_that_chooses_the_same_thing_by_another_key(overrides, expected):
+    words = re.findall(r"\w\S*=(?:{.*}|\S+)", overrides)
+    composed = cli.compose_config(TrainConfig, ["run_dir=r", *words])
+    assert {key: OmegaConf.select(composed, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "pair"),
+    [
+        (TrainConfig, ["model.init_from=a", "model.pretrained=b"]),
+        (TrainConfig, ["model.architecture=bert", "model.pretrained=b"]),
+        (TrainConfig, ["optim.warmup_fraction=0.1", "optim.warmup_steps=5"]),
+        (TrainConfig, ["task=classify", "data=csv", "data.validation_fraction=0.1", "data.validation=dev.csv"]),
+        (PrepareConfig, ["corpus=pydocs", "tokenizer.vocab_size=100", "tokenizer.pretrained=a"]),
+    ],
+)
+def test_two_keys_that_choose_the_same_thing_are_not_both_typed(schema, pair):
+    first, second = (each.partition("=")[0] for each in pair[-2:])
+    with pytest.raises(InputError, match=f"^{first} and {second} choose the same thing; leave one of them out$"):
+        cli.compose_config(schema, pair)
+
+
+def test_the_default_of_fine_tuning_is_for_published_models_and_the_demo_sets_its_own():
+    optim = load("task=classify", "data=csv", "optim=finetune").optim
+    assert (optim.lr, optim.warmup_fraction, optim.weight_decay) == (5e-5, 0.1, 0.01)
+    assert load("experiment=demo_tweets").optim.lr == 5e-4
 
 
 def test_every_corpus_composes():

@@ -51,6 +51,7 @@ MLM = f"{TINY} data.path=shards {RUN}"
 BERT = "micro_batch_size=4 model.architecture=bert model.embedding_size=null"
 CLASSIFY = "task=classify data=records data.path=labelled data.lengths=[16,32] seq_len=32 model=any"
 CLASSIFY += f" model.init_from=done optim=finetune {RUN} checkpoint.best=true best.metric=f1_macro"
+CLASSIFY += " optim.warmup_fraction=0 optim.weight_decay=0"
 ANSWERS = "task=qa task.stride=8 task.max_question_tokens=12 task.unanswerable=true data=records seq_len=32"
 ANSWERS += f" data.path=answers {TINY} model.tokenizer=shards/tokenizer {RUN}"
 ALONE = {"alone": MLM, "classify": CLASSIFY, "xla": f"{MLM} backend=xla"}

@@ -239,6 +239,8 @@ def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) ->
             OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
         elif option != "null":
             chosen[key] = option
+    for key in cli.preferred(TrainConfig, kept):
+        OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
     extended = chosen.pop("experiment", None)
     defaults = ["defaults:", f"  - {extended}"] if extended else ["defaults:"]
     defaults += [f"  - override /{group}: {option}" for group, option in chosen.items()]

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from train.cli.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
 from train.cli.help import groups, settings_help
+from train.cli.precedence import over_recipe
 from train.config import (
     SPLITS,
     BackendConfig,
@@ -44,6 +45,7 @@ from train.config import (
     check,
     check_printable,
     check_values,
+    flatten,
 )
 from train.host.torchrun import leave_rejection
 from train.optim import OPTIMIZERS, check_optimizer
@@ -131,6 +133,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     try:
         with initialize_config_module("conf", version_base="1.3"):
             composed = compose(CONFIGS[schema], overrides=overrides)
+        for key, value in preferred(schema, overrides).items():
+            OmegaConf.update(composed, key, value)
         for key, value in users_own.items():
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
@@ -169,6 +173,13 @@ def check_override(schema: type, override: str) -> None:
             text in options or (chosen is None and default is None),
             f"{override}: there is no such {key}; choose one of: {', '.join(options)}",
         )
+
+
+def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what follows from the overrides where a recipe may say otherwise; see `train.cli.precedence`."""
+    parse = OverridesParser.create().parse_override
+    given = {override.partition("=")[0]: parse(override).value() for override in overrides}
+    return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
 def close_to(name: str, names: Sequence[str]) -> str:

@@ -142,6 +142,12 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
     return options_of
 
 
+def option_values(group: str, option: str) -> dict[str, Any]:
+    """Return the settings in the file of an option, without those of the options that it extends."""
+    text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
+    return {key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"}
+
+
 def option_help(group: str, option: str) -> str:
     """The first sentence of an option's file; of a machine type without a comment, its devices."""
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")

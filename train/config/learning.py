@@ -40,7 +40,7 @@ class ModelConfig(Section, prefix="model."):
     """A Hugging Face encoder: made from sizes, or read from a checkpoint."""
 
     pretrained: str | None = None  # Hub id or folder; its configuration and weights are used, sizes below must agree
-    init_from: str | None = None  # the same, or the run_dir of a run, in S3 too; replaces pretrained
+    init_from: str | None = None  # the same, or the run_dir of a run, in S3 too, instead of pretrained
     tokenizer: str | None = None  # Hub id, folder or run, for tasks on records; None: the one of the weights
     freeze_embeddings: bool = False  # embeddings are not trained
     freeze_layers: int = setting(0, least=0)  # layers, from the bottom, that are not trained, nor the embeddings then
@@ -61,8 +61,12 @@ class ModelConfig(Section, prefix="model."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.init_from is not None:
+        if self.pretrained == TO_BE_GIVEN and self.init_from is not None:
             self.pretrained = None
+        check(
+            self.init_from is None or self.pretrained is None,
+            f"model.init_from={self.init_from} and model.pretrained={self.pretrained} both name weights; leave one out",
+        )
         if self.pretrained == TO_BE_GIVEN:
             raise Unset(
                 "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from"
