@@ -158,7 +158,14 @@ def test_in_bf16_it_is_nearly_the_run_of_one_process(prepared, tmp_path):
 
 TWEETS = ["task=classify", "data=tweets", "optim=finetune", f"data.path={ROOT / 'tests/data/tweets.csv'}"]
 TWEETS += ["data.validation_fraction=0.3", "data.lengths=[24,40]", "seq_len=64", "eval_every=2", "max_steps=4"]
-TWEETS += ["global_batch_size=12", "micro_batch_size=3", "optim.lr=1e-3", "optim.head_lr=1e-2", "model.freeze_layers=1", *BERT]
+TWEETS += [
+    "global_batch_size=12",
+    "micro_batch_size=3",
+    "optim.lr=1e-3",
+    "optim.head_lr=1e-2",
+    "model.freeze_layers=1",
+    *BERT,
+]
 TWEETS += ["task.balanced=true", "model.num_layers=4"]
 
 

@@ -183,10 +183,16 @@ def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, pre
     assert compiled == [True, False]
 
 
+def test_continued_pretraining_says_that_it_drops_the_pooler(labelled_folder, log):
+    build_masked_lm(ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S)
+    assert log.messages[0].endswith("left out, as this model has none: bert.pooler.dense, classifier")
+
+
 def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, log, capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger("train"), "handlers", [])  # which a run of another test has left
     model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
-    assert log.messages == [f"{encoder_folder}: read; new, with random weights: bert.pooler.dense, classifier"]
+    new, unused = "new, with random weights: bert.pooler.dense, classifier", "cls.predictions"
+    assert log.messages == [f"{encoder_folder}: read; {new}; left out, as this model has none: {unused}"]
     assert capfd.readouterr() == ("", "")  # transformers' own tables
     theirs = load_file(encoder_folder / "model.safetensors")
     for name, parameter in model.network.named_parameters():

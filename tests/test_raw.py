@@ -212,6 +212,8 @@ def test_label_map(folder):
     of_row = {int(row["id"]) % 8: raw.labels[row["label"]] for row in raw.splits["train"]}
     assert of_row == {0: "bad", 1: "bad", 3: "good", 4: "good"}
     assert raw.dropped["train"].left_out == 30
+    in_order = read(path, label_map=names | {"4": "a", "5": "b", "1.5": "c"}).labels
+    assert in_order == ["bad", "c", "a", "b"]  # of the numbers, not of the alphabet
     assert "a.jsonl:6: unknown label 1.5; the labels are bad, good" in raw.dropped["train"].bad_examples[0]
 
 

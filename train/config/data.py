@@ -79,7 +79,8 @@ class RecordsConfig(DataConfig):
     max_train_examples: int | None = setting(None, above=0)  # drawn with the run's seed; None: all
     max_validation_examples: int | None = setting(None, above=0)  # the same for each validation split
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those of the data, sorted
+    labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those of the data, sorted,
+    # or in the order of the numbers of label_map
     label_map: dict[str, str | None] = field(default_factory=dict)  # value: its label; null leaves the row out
     lengths: list[int] = field(default_factory=list)  # tokens that batches are padded to, rising, one graph
     # for each; empty: seq_len alone

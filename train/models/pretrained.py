@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,17 @@ def read_weights(
     check(not wrong, f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}")
     if new_head:
         missing |= begin_head(network)
-    if missing:
-        modules = sorted({name.rpartition(".")[0] for name in missing})
-        logger.info("%s: read; new, with random weights: %s", source, ", ".join(modules))
+    said = {"new, with random weights": missing, "left out, as this model has none": info["unexpected_keys"]}
+    parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
+    if parts:
+        logger.info("%s: read; %s", source, "; ".join(parts))
     return network, frozenset(missing)
+
+
+def modules_of(names: Iterable[str]) -> list[str]:
+    """Return the modules that hold these parameters, without those inside another one of them."""
+    modules = {name.rpartition(".")[0] for name in names}
+    return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
 
 
 def begin_head(network: PreTrainedModel) -> set[str]:

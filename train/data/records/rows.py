@@ -73,9 +73,16 @@ class LabelNames:
         return name
 
     def in_order(self) -> list[str]:
-        """The names seen so far: numbers in the order of their values, other names in alphabetical order."""
+        """Return the names seen so far, in the order of the numbers that they are, or that data.label_map leads from to
+        them; names without such numbers in alphabetical order.
+        """
         names = sorted(self.seen)
-        return sorted(names, key=float) if all(map(NUMBER.fullmatch, names)) else names
+        numbers = {name: [key for key, to in self.map.items() if to == name] or [name] for name in names}
+        if all(map(NUMBER.fullmatch, names)):
+            return sorted(names, key=float)
+        if all(NUMBER.fullmatch(key) for keys in numbers.values() for key in keys):
+            return sorted(names, key=lambda name: min(map(float, numbers[name])))
+        return names
 
 
 def examples(
