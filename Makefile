@@ -157,6 +157,7 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
+	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python benchmarks/gpu.sh --tiny --output $(VENV)/gpu.json --only 128 texts
 	@$(BIN)/python -m benchmarks.comm --rounds 3 --layers 1
 	@$(BIN)/python -m benchmarks.parallel --rounds 3 --rows 8
 	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'

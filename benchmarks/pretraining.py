@@ -50,10 +50,6 @@ SHAPES = {
     "long": Shape("albert_base", 30000, 512, 2),
     "base_gpu": Shape("albert_base", 30000, 128, 128),
     "long_gpu": Shape("albert_base", 30000, 512, 32),
-    "large_gpu": Shape("albert_large", 30000, 128, 64),
-    "large_long_gpu": Shape("albert_large", 30000, 512, 16),
-    "xlarge_gpu": Shape("albert_xlarge", 30000, 128, 32),
-    "xlarge_long_gpu": Shape("albert_xlarge", 30000, 512, 8),
 }
 
 

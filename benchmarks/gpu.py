@@ -1,0 +1,476 @@
+"""The product beside its peers at their best, on one GPU in eight minutes, as one table.
+
+    benchmarks/gpu.sh [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
+
+Candidates: "ours" is `train.bench`, the product's loop with its loader and `backend.compile` at its default, as in a
+run of 100,000 steps. "trainer" is the Hugging Face Trainer as it comes, in bf16. "trainer best" has torch.compile,
+TF32, 4 workers and, where lengths vary, batches of like lengths. "bound" is a bare compiled loop, of
+benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, but for fine-tuning, no dropout. Each is a
+forked process of its own: what fails or hangs costs its row only. What is compiled is compiled first, several side by
+side, into one cache; then each is timed alone. The file of JSON is written after each row. --tiny: small models on the
+CPU, to see that all of it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Result, hide_torch_xla, table
+
+hide_torch_xla()
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask the driver otherwise would bar forked processes from the GPU
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.peers.bare_encoder import BareEncoder, bare_step
+
+SKIPPED, TIMED = 20, 60  # steps of a candidate: graphs and caches fill in the first ones
+LONG_RUN = 100_000  # steps of the run that stands behind a measurement: backend.compile=auto asks for its length
+TOGETHER = 4  # candidates that compile side by side
+COMPILING_SHARE = 1 / 3  # of the budget at most
+LEAST_S, MOST_S = 15, 90  # of the budget left to begin a candidate with; of one candidate
+MASKED = 0.15  # share of the tokens that is predicted
+GIB = 2**30
+COPIED_BYTES = 2**30
+WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # of MNLI's pairs, about: mean and deviation of the logarithm, least, most
+ROWS = 4096  # of fine-tuning
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, a batch, and what is learnt."""
+
+    name: str
+    architecture: str
+    hidden: int
+    layers: int
+    batch: int
+    seq_len: int
+    vocab_size: int = 30522
+    embedding: int | None = None  # of ALBERT
+    classifies: bool = False  # texts of all lengths, instead of masked tokens
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.hidden // 64)
+
+    def settings(self, folder: Path) -> list[str]:
+        """Return the settings of our run on the data in `folder`."""
+        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_layers": self.layers}
+        sizes |= {"num_heads": self.heads, "max_positions": 512, "vocab_size": self.vocab_size}
+        if self.embedding:
+            sizes["embedding_size"] = self.embedding
+        words = ["model=any", f"model.architecture={self.architecture}", f"global_batch_size={self.batch}"]
+        words += [f"model.{name}={value}" for name, value in sizes.items()]
+        if self.classifies:
+            data = ["data=csv", f"data.path={folder / 'texts.csv'}", f"data.cache_dir={folder / 'cache'}"]
+            return [*words, *data, "task=classify", "optim=finetune", f"model.tokenizer={folder / 'tokenizer'}"]
+        return [*words, f"data.path={folder / 'data'}", "model.hidden_dropout=0", "model.attention_dropout=0"]
+
+    def transformers_config(self) -> Any:
+        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_hidden_layers": self.layers}
+        sizes |= {"num_attention_heads": self.heads, "vocab_size": self.vocab_size}
+        if self.embedding:
+            sizes["embedding_size"] = self.embedding
+        still = {} if self.classifies else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return transformers.AutoConfig.for_model(self.architecture, **sizes, **still)
+
+
+ALBERT = Work("ALBERT-base 128 x 128", "albert", 768, 12, 128, 128, vocab_size=30000, embedding=128)
+LARGE = Work("BERT-large 32 x 512", "bert", 1024, 24, 32, 512)
+WORKS = [
+    ALBERT,
+    LARGE,
+    Work("BERT-base, classes of texts, 32", "bert", 768, 12, 32, 512, classifies=True),
+    replace(ALBERT, name="ALBERT-base 32 x 512", batch=32, seq_len=512),
+    replace(LARGE, name="BERT-large 128 x 128", batch=128, seq_len=128),
+]
+
+
+def tiny(work: Work) -> Work:
+    small = replace(work, hidden=64, layers=2, batch=2, seq_len=32, vocab_size=500)
+    return replace(small, embedding=16 if work.embedding else None)
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def make_data(work: Work, folder: Path) -> None:
+    """Write what a work learns from: prepared shards, or texts with a tokenizer of as many words."""
+    folder.mkdir()
+    if not work.classifies:
+        from benchmarks.pretraining import Shape, synthetic_data
+
+        synthetic_data(folder, Shape("", work.vocab_size, work.seq_len, work.batch))
+        return
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "vocab.txt").write_text("\n".join([*special, *(f"w{n}" for n in range(work.vocab_size - len(special)))]))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
+    rng = np.random.default_rng(0)
+    mean, deviation, least, most = WORDS_OF_TEXT
+    lengths = rng.lognormal(mean, deviation, ROWS).clip(least, min(most, work.seq_len - 2)).astype(int)
+    texts = (" ".join(f"w{n}" for n in rng.integers(0, work.vocab_size - len(special), length)) for length in lengths)
+    lines = [f"{text},{number % 3}\n" for number, text in enumerate(texts)]
+    (folder / "texts.csv").write_text("text,label\n" + "".join(lines))
+
+
+def masked_rows(work: Work, count: int) -> list[dict[str, torch.Tensor]]:
+    """Return rows of random tokens as the Trainer takes them: labels at the masked positions, -100 elsewhere."""
+    torch.manual_seed(0)
+    ids = torch.randint(5, work.vocab_size, (count, work.seq_len))
+    labels = torch.where(torch.rand(ids.shape) < MASKED, ids, -100)
+    return [{"input_ids": row, "labels": wanted} for row, wanted in zip(ids, labels, strict=True)]
+
+
+def labelled_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of texts.csv as tokens, for a collator that pads each batch."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    rows = [line.rsplit(",", 1) for line in (folder / "texts.csv").read_text().splitlines()[1:]]
+    encoded = tokenizer([text for text, _ in rows])
+    columns = zip(encoded["input_ids"], encoded["attention_mask"], rows, strict=True)
+    return [{"input_ids": ids, "attention_mask": mask, "labels": int(row[1])} for ids, mask, row in columns]
+
+
+# ---- candidates: functions of a work, the folder of its data, a device, and numbers of steps -------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a candidate is measured with."""
+
+    work: Work
+    folder: Path
+    device: str
+    skipped: int
+    timed: int
+
+    def wait(self) -> None:
+        """Wait until the device has done its work."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def figures(self, *, tokens: float, took_s: float, ready_s: float) -> Result:
+        memory = torch.cuda.max_memory_allocated() / GIB if self.device == "cuda" else None
+        step_ms = 1e3 * took_s / self.timed
+        return {"step_ms": step_ms, "tokens_per_s": tokens / took_s, "ready_s": ready_s, "memory_gib": memory}
+
+
+def ours(run: Run) -> Result:
+    from train.bench.__main__ import main
+
+    output = run.folder / f"ours_{os.getpid()}.json"
+    words = ["backend=ddp", f"backend.device={run.device}", "backend.precision=bf16", f"max_steps={LONG_RUN}"]
+    words += [f"steps={run.timed}", f"warmup={run.skipped}", "windows=3", f"output={output}"]
+    if code := main([*run.work.settings(run.folder), *words]):
+        raise RuntimeError(f"train.bench ended with {code}")
+    result = json.loads(output.read_text())
+    memory = result["peak_device_bytes"]
+    return {
+        "step_ms": 1e3 * result["step_s"]["median"],
+        "tokens_per_s": result["tokens_per_s"]["median"],
+        "ready_s": result["compile_s"],
+        "memory_gib": None if memory is None else memory / GIB,
+        "flops_per_s": result["flops_per_s"],
+        "padding_share": result["padding_share"],
+        "data_wait_share": result["data_wait_share"],
+    }
+
+
+def trainer(run: Run, *, best: bool = False) -> Result:
+    work, steps = run.work, run.skipped + run.timed
+    config = work.transformers_config()
+    more: dict[str, Any] = {}
+    if best:
+        more = {"torch_compile": True, "dataloader_num_workers": 4, "dataloader_persistent_workers": True}
+        more |= {"tf32": True} if run.device == "cuda" else {"torch_compile_backend": "aot_eager"}
+    model: Any
+    collator: Any = transformers.default_data_collator
+    torch.manual_seed(0)
+    if work.classifies:
+        config.num_labels = 3
+        model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+        rows: list[Any] = labelled_rows(run.folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "tokenizer", trust_remote_code=False)
+        collator = transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if best else None)
+        if best:
+            more["train_sampling_strategy"] = "group_by_length"
+    else:
+        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
+        rows = masked_rows(work, work.batch * 8)
+    marks: list[tuple[float, int]] = []  # seconds and tokens at the beginning, after the first step, and around TIMED
+    tokens = 0
+
+    def mark() -> None:
+        run.wait()
+        marks.append((time.perf_counter(), tokens))
+
+    class Metered(transformers.Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal tokens
+            tokens += int(inputs["attention_mask"].sum()) if work.classifies else inputs["input_ids"].numel()
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    class Clock(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            mark()
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step in (1, run.skipped, steps):
+                mark()
+
+    arguments = transformers.TrainingArguments(
+        str(run.folder / f"trainer_{os.getpid()}"),
+        per_device_train_batch_size=work.batch,
+        max_steps=steps,
+        bf16=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=run.device == "cpu",
+        **more,
+    )
+    Metered(model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Clock()]).train()
+    begun, first, start, end = marks
+    return run.figures(tokens=end[1] - start[1], took_s=end[0] - start[0], ready_s=first[0] - begun[0])
+
+
+def trainer_best(run: Run) -> Result:
+    return trainer(run, best=True)
+
+
+def bound(run: Run) -> Result:
+    work = run.work
+    torch.manual_seed(0)
+    sizes = {"vocab_size": work.vocab_size, "hidden": work.hidden, "layers": work.layers}
+    model = BareEncoder(**sizes, embedding=work.embedding or work.hidden, shares=work.embedding is not None)
+    model.to(run.device)
+    predictions = round(MASKED * work.seq_len)
+    batches = []
+    for _ in range(4):
+        ids = torch.randint(5, work.vocab_size, (work.batch, work.seq_len))
+        positions = torch.rand(work.batch, work.seq_len).argsort(1)[:, :predictions]
+        batches.append(tuple(each.to(run.device) for each in (ids, positions, ids.gather(1, positions))))
+    step = bare_step(model, batches, compiler="inductor" if run.device == "cuda" else "aot_eager")
+    began_s = time.perf_counter()
+    step()
+    run.wait()
+    ready_s = time.perf_counter() - began_s
+    for _ in range(run.skipped - 1):
+        step()
+    run.wait()
+    began_s = time.perf_counter()
+    for _ in range(run.timed):
+        step()
+    run.wait()
+    took_s = time.perf_counter() - began_s
+    return run.figures(tokens=run.timed * work.batch * work.seq_len, took_s=took_s, ready_s=ready_s)
+
+
+CANDIDATES: dict[str, Callable[[Run], Result]] = {
+    "ours": ours,
+    "trainer": trainer,
+    "trainer best": trainer_best,
+    "bound": bound,
+}
+COMPILED = ("ours", "trainer best", "bound")
+
+
+def machine(device: str) -> Result:
+    """Return the card, the fastest product of two matrices in bf16, and the speed of a copy, read and written."""
+    from train.backend.ddp import DDP
+    from train.bench.measure import matmul_flops_per_s
+    from train.config import BackendConfig
+
+    flops_per_s, size = matmul_flops_per_s(DDP(BackendConfig(device=device, precision="bf16")))
+    source = torch.empty(COPIED_BYTES if device == "cuda" else COPIED_BYTES >> 4, dtype=torch.uint8, device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(10):
+        began_s = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began_s)
+    return {
+        "card": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "peak_tflops": flops_per_s / 1e12,
+        "peak_size": size,
+        "copy_gb_per_s": 2 * source.numel() / min(times) / 1e9,
+    }
+
+
+# ---- a process for each ----------------------------------------------------------------------------------------------
+
+
+class Job:
+    """A function in a forked process with a session of its own, whose output goes to a log."""
+
+    def __init__(self, function: Callable[..., Result], *args: Any, log: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self.log, (self.reader, writer) = log, context.Pipe(duplex=False)
+        self.process = context.Process(target=self.act, args=(writer, function, args))
+        self.process.start()
+        writer.close()
+
+    def act(self, writer: Any, function: Callable[..., Result], args: tuple[Any, ...]) -> None:
+        os.setsid()
+        with self.log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            writer.send(function(*args))
+        except Exception as error:
+            writer.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
+            raise
+
+    def result(self, timeout_s: float) -> Result:
+        """Return the function's result, or {"error": why there is none}; the process has ended then."""
+        answer: Result = {"error": f"it took over {timeout_s:.0f} s"}
+        with suppress(EOFError):
+            if self.reader.poll(timeout_s):
+                answer = {"error": "it died without a word"}
+                answer = self.reader.recv()
+        self.end()
+        if "error" in answer:
+            answer["log"] = self.log.read_text(errors="replace")[-2000:]
+        return answer
+
+    def end(self) -> None:
+        """End the process and what it has started."""
+        with suppress(ProcessLookupError):  # it has ended, or has no session yet
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+
+
+class Table:
+    """The rows so far, in a file of JSON."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.began_s = output, time.monotonic()
+        self.content: Result = {
+            "date": time.strftime("%F"),
+            "command": shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": {},
+            "rows": [],
+        }
+
+    @property
+    def taken_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def keep(self, name: str, candidate: str, result: Result) -> None:
+        if candidate == "machine":
+            self.content["machine"] = result
+        else:
+            self.content["rows"].append({"work": name, "candidate": candidate, **result})
+        self.output.write_text(json.dumps(self.content, indent=1) + "\n")
+        shown = {key: value for key, value in result.items() if key != "log"}
+        print(f"[{self.taken_s:4.0f} s] {name} {candidate}: {json.dumps(shown)}", flush=True)
+
+    def markdown(self) -> str:
+        content, rows = self.content, self.content["rows"]
+        device = content["machine"]
+        about = f"{content['date']}, {device.get('card', 'a card unknown')}, Python {content['python']}, "
+        about += f"torch {content['torch']}, transformers {content['transformers']}; `{content['command']}`"
+        peak = device.get("peak_tflops")
+        if peak:
+            about += f". Peak of a product in bf16: {peak:.3g} TFLOP/s; a copy: {device['copy_gb_per_s']:,.0f} GB/s"
+        good = {(row["work"], row["candidate"]): row for row in rows if "error" not in row}
+        cells = []
+        for row in rows:
+            mine, best = good.get((row["work"], "ours"), {}), good.get((row["work"], "trainer best"))
+            if "error" in row:
+                cells.append([row["work"], row["candidate"], row["error"], *[""] * 5])
+                continue
+            share, speed = "", row["tokens_per_s"]
+            if peak and mine.get("flops_per_s") and not mine["padding_share"]:
+                share = f"{mine['flops_per_s'] / mine['tokens_per_s'] * speed / peak / 1e12:.3f}"
+            ratio = f"{speed / best['tokens_per_s']:.2f}" if best else ""
+            memory = "" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
+            figures = [f"{row['step_ms']:.1f}", f"{speed:,.0f}", ratio, share, f"{row['ready_s']:.0f}", memory]
+            cells.append([row["work"], row["candidate"], *figures])
+        head = ["work", "candidate", "ms a step", "tokens/s", "of the Trainer at its best", "of the peak"]
+        return f"{about}.\n\n{table([*head, 'compiling, first step, s', 'GiB'], cells)}"
+
+
+def compile_all(runs: Sequence[tuple[str, Run]], folder: Path, budget_s: float) -> None:
+    """Take a few steps of what compiles, several candidates side by side, so that one cache has their graphs."""
+    end_s, todo, running = time.monotonic() + budget_s, list(runs), list[Job]()
+    while (todo or running) and time.monotonic() < end_s:
+        while todo and len(running) < TOGETHER:
+            name, run = todo.pop(0)
+            short = replace(run, skipped=3, timed=3)
+            running.append(Job(CANDIDATES[name], short, log=folder / f"compile_{len(todo)}.log"))
+        running = [job for job in running if job.process.is_alive()]
+        time.sleep(0.2)
+    for job in running:
+        job.end()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Table:
+    device = "cpu" if options.tiny else "cuda"
+    works = [tiny(work) if options.tiny else work for work in WORKS]
+    skipped, timed = (3, 3) if options.tiny else (SKIPPED, TIMED)
+    answer = Table(options.output)
+    runs = []
+    for number, work in enumerate(works):
+        home = folder / str(number)
+        names = [name for name in CANDIDATES if not (work.classifies and name == "bound")]
+        names = [
+            name for name in names if not options.only or any(each in f"{work.name} {name}" for each in options.only)
+        ]
+        if names:
+            Job(lambda work=work, home=home: make_data(work, home) or {}, log=folder / "data.log").result(MOST_S)
+        runs += [(name, Run(work, home, device, skipped, timed)) for name in names]
+    answer.keep("machine", "machine", Job(machine, device, log=folder / "machine.log").result(MOST_S))
+    if not options.tiny:
+        compiled = [each for each in runs if each[0] in COMPILED]
+        compile_all(compiled, folder, COMPILING_SHARE * options.budget_s)
+        print(f"[{answer.taken_s:4.0f} s] graphs are compiled", flush=True)
+    for name, run in runs:
+        left_s = options.budget_s - answer.taken_s
+        result: Result = {"error": "no time was left"}
+        if left_s >= LEAST_S:
+            job = Job(CANDIDATES[name], run, log=folder / "candidate.log")
+            result = job.result(min(MOST_S, left_s))
+        answer.keep(run.work.name, name, result)
+    return answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "."), "gpu.json"), metavar="FILE")
+    parser.add_argument("--budget-s", type=float, default=460, metavar="S", help="seconds in all [460]")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="works and candidates with such names")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, for a test of this script")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(name, "inductor")))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # several candidates compile side by side
+        answer = measure(options, Path(name))
+    print(f"\n{answer.markdown()}")
+    return int(any("error" in row for row in answer.content["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

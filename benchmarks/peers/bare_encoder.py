@@ -1,0 +1,81 @@
+"""A bare encoder with its loop, compiled as one graph: the bound that `benchmarks.gpu` shows beside libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD = 64  # width of an attention head
+POSITIONS = 512
+
+
+class Norm(nn.LayerNorm):
+    """A norm that computes in fp32 and returns bf16, so that sums of its results are bf16 as well."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            normed = F.layer_norm(input.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+        return normed.bfloat16()
+
+
+class Layer(nn.Module):
+    """A layer of BERT without dropout, with one product for queries, keys and values."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads = max(1, hidden // HEAD)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.norm, self.last_norm = Norm(hidden), Norm(hidden)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[B, S, H] of [B, S, H]."""
+        qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, HEAD]
+        attended = F.scaled_dot_product_attention(*qkv.unbind())
+        states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))
+        return self.last_norm(states + self.down(F.gelu(self.up(states), approximate="tanh")))
+
+
+class BareEncoder(nn.Module):
+    """A masked language model of such layers; `shares` one layer for all depths, as ALBERT does."""
+
+    def __init__(self, *, vocab_size: int, hidden: int, embedding: int, layers: int, shares: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab_size, embedding), nn.Embedding(POSITIONS, embedding)
+        self.norm, self.project = Norm(embedding), nn.Linear(embedding, hidden)
+        shared = Layer(hidden)
+        self.layers = nn.ModuleList([shared if shares else Layer(hidden) for _ in range(layers)])
+        self.back, self.last_norm = nn.Linear(hidden, embedding), Norm(embedding)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of `labels` [B, P] at `positions` [B, P] of sequences `ids` [B, S]."""
+        states = self.project(self.norm(self.words(ids) + self.places.weight[: ids.size(1)]))
+        for layer in self.layers:
+            states = layer(states)
+        states = states.gather(1, positions[..., None].expand(-1, -1, states.size(-1)))
+        states = self.last_norm(F.gelu(self.back(states), approximate="tanh"))
+        return F.cross_entropy(F.linear(states, self.words.weight, self.bias).flatten(0, 1).float(), labels.flatten())
+
+
+def bare_step(model: BareEncoder, batches: list[tuple[Tensor, ...]], *, compiler: str) -> Callable[[], Tensor]:
+    """Return a function that takes a training step in bf16 on the next of the batches, which lie on the device."""
+    device = batches[0][0].device.type
+    compiled: Any = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    taken = iter(range(1 << 62))
+
+    def step() -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            loss: Tensor = compiled(*batches[next(taken) % len(batches)])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
