@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import datasets
+import huggingface_hub.constants
 import pytest
 import torch
 import yaml
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rejections import rejects
 from running import ROOT, train_config
+from services.fake_hub import FakeHub
 from test_source import write_tokenizer
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -27,9 +29,20 @@ from train import predict
 from train.checkpoints import __main__ as checkpoints
 from train.cli import compose as cli
 from train.cli.saved import read_config
-from train.config import HubConfig, InputError, ModelConfig, S3Config, TrainConfig, to_dict
-from train.data.records.formats import load_saved
+from train.config import (
+    HFCorpusConfig,
+    HFDataset,
+    HubConfig,
+    InputError,
+    ModelConfig,
+    RecordsConfig,
+    S3Config,
+    TrainConfig,
+    to_dict,
+)
+from train.data.records.formats import load_hub, load_saved
 from train.data.records.table_folder import parse_facts
+from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import model_config
 from train.models.network import Network
@@ -294,6 +307,74 @@ def test_the_index_of_a_saved_data_set_names_files_of_its_folder_only(saved):
             load_saved(saved, "it")
         assert "\n" not in str(rejected.value)
         path.write_text(before)
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """A data set of the layout of the Hub, beside a private file, and a function that writes its description."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (tmp_path / "secret.csv").write_text("text,label\nprivate,1\n")
+    (folder / "a.csv").write_text("text,label\nours,1\n")
+
+    def describe(name="README.md", **config):
+        head = yaml.safe_dump({"configs": [{"config_name": "default", **config}]})
+        (folder / name).write_text(f"---\n{head}---\n" if name == "README.md" else head)
+        return folder
+
+    return describe
+
+
+def rows_of(folder):
+    return load_hub(RecordsConfig(path=str(folder), format="hub"), "train", folder.parent / "scratch")["text"][:]
+
+
+def documents_of(folder, data_files=None):
+    dataset = HFDataset(path=str(folder), data_files=data_files)
+    corpus = open_corpus(HFCorpusConfig(kind="hf", name="test", datasets=[dataset]))
+    return [document.text for document in corpus.documents()]
+
+
+ELSEWHERE = [
+    {"data_files": "../secret.csv"},
+    {"data_files": ["a.csv", "SECRET"]},
+    {"data_files": "file://SECRET"},
+    {"data_files": "sub/*.csv"},
+    {"data_files": "link.csv"},
+    {"data_files": [{"split": "train", "path": "*/../../secret.csv"}]},
+    {"data_files": "*.csv", "data_dir": ".."},
+    {"data_dir": "sub"},
+    {"data_files": "hf://datasets/lab/private@main/x.csv"},
+    {"data_files": "SERVER/a.csv"},
+    {"data_files": "zip://a.csv::SERVER/a.zip"},
+    {"data_files": "../secret.csv", "name": ".huggingface.yaml"},
+]
+
+
+@pytest.mark.parametrize("config", ELSEWHERE, ids=str)
+def test_a_description_of_a_data_set_names_files_of_its_folder_only(described, config, tmp_path):
+    (tmp_path / "set/sub").symlink_to(tmp_path)
+    (tmp_path / "set/link.csv").symlink_to("../secret.csv")
+    with FakeHub() as server:
+        text = json.dumps(config).replace("SECRET", f"{tmp_path}/secret.csv").replace("SERVER", server.endpoint)
+        folder = described(**json.loads(text))
+        for read in (rows_of, documents_of):
+            rejects(r"its description \(README.md\) names '.*', which is not a file of this data set", read, folder)
+        assert not server.requests
+
+
+def test_a_data_set_is_read_from_its_folder_and_from_the_cache_of_the_hub(described, tmp_path):
+    folder = described(data_files=[{"split": "train", "path": "./a.*"}])
+    assert rows_of(folder) == documents_of(folder) == ["ours"]
+    snapshot = tmp_path / "hub/datasets--lab--texts/snapshots/c0ffee"
+    (snapshot.parent.parent / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    shutil.copy(tmp_path / "set/a.csv", snapshot.parent.parent / "blobs/123")
+    (snapshot / "a.csv").symlink_to("../../blobs/123")
+    assert rows_of(snapshot) == documents_of(snapshot) == ["ours"]
+    assert documents_of(folder, str(tmp_path / "secret.csv")) == ["private"]  # which the user typed
 
 
 FACTS = json.loads((ROOT / "tests/recorded/b14c56c/labelled/tables.json").read_text())

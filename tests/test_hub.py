@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,13 +168,19 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
     words = ["task=classify", "data=records", "data.format=hub", "data.path=lab/texts", "data.train=train"]
     words += ["data.validation=validation", f"data.cache_dir={tmp_path}/cache", "model=albert_tiny", "seq_len=32"]
     words += [f"model.tokenizer={tokenizer_folder}"]
+    private = "{config_name: default, data_files: 'hf://datasets/lab/private@main/a.csv'}"
     with FakeHub() as fake:
         fake.put("lab/texts", files, kind="datasets")
+        fake.put("lab/private", {"a.csv": files["train.csv"]}, kind="datasets", private=True)
+        fake.put("lab/evil", {**files, "README.md": f"---\nconfigs: [{private}]\n---\n".encode()}, kind="datasets")
         env = {**os.environ, **fake.environment(tmp_path)}
         command = [sys.executable, "-m", "train.records", *words]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        run = partial(subprocess.run, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        done, evil = run(command), run([*command, "data.path=lab/evil"])
+        assert not [request for request in fake.requests if "private" in request.path]
     assert done.returncode == 0, done.stderr
     assert re.search(r"train: +30 ", done.stdout) and re.search(r"validation: +10 ", done.stdout), done.stdout
+    assert evil.returncode == 2 and "@main/a.csv', which is not a file of this data set" in evil.stderr
 
 
 def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypatch):

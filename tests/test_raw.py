@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub.constants
@@ -12,6 +13,7 @@ import pytest
 from rejections import rejects
 
 from train.config import ColumnsConfig, RecordsConfig, S3Config
+from train.data.records import formats
 from train.data.records.raw import read_raw, read_texts
 from train.data.records.sources import version
 from train.tasks.classify.task import CLASSIFY_ROWS
@@ -283,11 +285,12 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
 def test_hub_settings_reach_the_library(folder, monkeypatch):
     asked = []
 
-    def load(path, *, name, revision, split):
-        asked.append((path, name, split, revision))
-        return table()
+    def load(path, *, name, revision):
+        builder = SimpleNamespace(download_and_prepare=lambda: None)
+        builder.as_dataset = lambda split: asked.append((path, name, split, revision)) or table()
+        return builder
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(formats, "open_builder", load)
     raw = read("user/set", name="plain", revision="abc", train="train[:50%]", validation="dev")
     assert asked == [("user/set", "plain", split, "abc") for split in ("train[:50%]", "dev")]
     assert list(raw.splits) == ["train", "validation"]

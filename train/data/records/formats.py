@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check
+from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, Values, csv_dialect, csv_rows, json_rows, open_parquet
 from train.data.files.text import open_text
@@ -312,4 +313,6 @@ def load_hub(cfg: RecordsConfig, split: str, scratch: Path) -> datasets.Dataset:
     path = local_path(cfg.path)
     where = {"path": str(path), "cache_dir": str(scratch / "hub")} if path.is_dir() else {"path": cfg.path}
     with naming_hub(cfg):
-        return datasets.load_dataset(**where, name=cfg.name, revision=cfg.revision, split=split)
+        builder = open_builder(**where, name=cfg.name, revision=cfg.revision)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)

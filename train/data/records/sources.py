@@ -15,6 +15,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from train.config import InputError, RecordsConfig, S3Config, Unreachable, check
+from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.storage.folders import is_s3, local_path, sha256_json
@@ -204,7 +205,7 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
 def hub_version(cfg: RecordsConfig) -> str:
     """The commit of a Hub data set, as `datasets` knows it (offline: that of its cache)."""
     with naming_hub(cfg):
-        commit = datasets.load_dataset_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
+        commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):
         raise InputError(f"data.path={cfg.path}: datasets knows no version of it; set data.revision to a commit")
     return commit

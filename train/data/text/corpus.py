@@ -20,6 +20,7 @@ from pydoc_data.topics import topics
 from typing import Any, Protocol
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError, check
+from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.data.text.corpus_files import Csv, JsonLines, Parquet, TextFiles
@@ -153,13 +154,11 @@ def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
 
 def stream(dataset: HFDataset) -> Any:
     """Open a data set for reading row by row, and only its text column where the columns are known beforehand."""
-    import datasets  # here, because only this source needs it and it takes a second or more
-
     path, name, split, files = hub_or_path(dataset.path), dataset.name, dataset.split, data_files(dataset)
     source = "" if local_files(dataset) else path
     try:
         with asking_hub(source):
-            rows = datasets.load_dataset(path, name, split=split, data_files=files, streaming=True)
+            rows = open_builder(path, name=name, data_files=files).as_streaming_dataset(split=split)
     except LIBRARY_ERRORS as error:
         hint = "; a local folder works too" if isinstance(error, OSError) else ""
         raise InputError(f"data set {path} cannot be opened: {why_missing(source, error)}{hint}") from error

@@ -1,0 +1,71 @@
+"""Data sets that `datasets` reads, of a folder or the Hub. Their own description (the head of README.md) says which
+files they are made of. It comes from outside, so no file is looked for that is not one of the data set.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from train.config import check
+
+HUB_FILES = "hf://datasets/"
+SHOWN_CHARS = 200  # of a name in an error
+
+
+def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
+    """Return the builder of `datasets` for a local folder, a Hub id or a format. Its files are found, but not read.
+
+    Args:
+        data_files: what the user names instead of the files of the data set; it may be anywhere.
+        options: of `datasets.load_dataset_builder`.
+
+    Raises:
+        InputError: the description of the data set names a file that is outside its folder, or is not below the Hub id
+            at its revision.
+    """
+    import datasets  # it takes a second or more, and not every source of text needs it
+    from datasets import data_files as library
+
+    find, outside, found = library.resolve_pattern, list[str](), set[str]()
+
+    def resolve(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> list[str]:
+        is_users = data_files is not None and pattern == data_files
+        if not is_users and not is_within(path, base_path, pattern):
+            outside.append(pattern)
+            raise FileNotFoundError(pattern)
+        files: list[str] = find(pattern, base_path, *args, **kwargs)
+        outside.extend(file for file in files if not is_users and not is_within(path, base_path, file))
+        found.update(files)
+        return files
+
+    # The library asks for a file, also at http://, as soon as it has read its name: a check of the result is too late.
+    library.resolve_pattern = resolve
+    try:
+        builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
+    finally:
+        library.resolve_pattern = find
+        name = "".join(outside[:1])[:SHOWN_CHARS]
+        hint = "which is not a file of this data set and is not read; name it yourself if you trust it"
+        check(not outside, f"data set {path}: its description (README.md) names {name!r}, {hint}")
+    files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
+    unchecked = f"datasets {datasets.__version__} finds files in a way that is not known here; install another version"
+    check(files <= found, f"data set {path}: {unchecked}")
+    return builder
+
+
+def is_within(path: str, base_path: str, name: str) -> bool:
+    """Return whether a file or pattern, relative to `base_path` or whole, is of the data set `path` alone. A link in a
+    folder must lead to its files, or to those that the Hub's cache keeps beside it.
+    """
+    if "::" in name or ".." in name.split("/"):
+        return False
+    name = name if "://" in name else os.path.join(base_path, name)  # noqa: PTH118 (of the Hub, too)
+    if Path(path).is_dir():
+        root = Path(path).resolve()
+        blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+        target = Path(name).resolve()
+        return "://" not in name and any(target.is_relative_to(folder) for folder in (root, *blobs))
+    commit, _, folder = base_path.removeprefix(f"{HUB_FILES}{path}@").partition("/")
+    return ".." not in folder.split("/") and name.startswith(f"{HUB_FILES}{path}@{commit}/")
