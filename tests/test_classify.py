@@ -60,7 +60,8 @@ def test_texts_are_cut_and_counted(tokenizer):
     assert result["input_ids"][1][-1] == tokenizer.sep_token_id
     assert result["second_at"] == result["length"]
     assert (result["row"], result["label"]) == ([10, 11, 12], [0, 1, 2])
-    assert featurizer.notes("train") == {"truncated": 1} and featurizer.notes("validation") == {}
+    counts = {"truncated": 1, "unknown_tokens": 0, "text_tokens": sum(result["length"]) - 6}
+    assert featurizer.notes("train") == counts and featurizer.notes("validation") == {}
 
 
 def test_of_a_pair_the_longer_text_is_cut_and_the_second_begins_behind_the_separator(tokenizer):
@@ -99,7 +100,7 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
     padded = np.array(buckets.lengths)[buckets.train].sum()
     assert task.facts["padding_share"] == pytest.approx(1 - task.train_data().row_lengths.sum() / padded)
     assert task.facts["padding_share"] < make().facts["padding_share"]
-    assert set(task.facts) == {"padding_share", "truncated_share"}
+    assert set(task.facts) == {"padding_share", "truncated_share", "unknown_tokens_share"}
 
 
 def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():

@@ -144,7 +144,8 @@ def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
     features = datasets.Features(
         {"tokens": datasets.List(datasets.Value("string")), "ner_tags": datasets.List(datasets.ClassLabel(names=names))}
     )
-    rows = {"tokens": [[f"w{n}", "y"] for n in range(20)], "ner_tags": [[n % 3, 0] for n in range(20)]}
+    words = list(dict.fromkeys(line.split()[0] for line in ENTITIES.read_text().splitlines() if line))
+    rows = {"tokens": [[words[n], words[-1]] for n in range(20)], "ner_tags": [[n % 3, 0] for n in range(20)]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     given = [f"data.path={tmp_path / 'set'}", "data.columns.tags=ner_tags"]
     task = task_of(overrides(tmp_path / "run", *given))

@@ -258,6 +258,8 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         task.describe_model(model, folder.folder)
 
     world.run_on_rank0(write)
+    for remark in task.remarks:
+        logger.info(remark)
     each = "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
     logger.info(
         f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "

@@ -246,6 +246,7 @@ def check_flags(options: argparse.Namespace) -> Path | None:
 def predict(options: argparse.Namespace, s3: S3Config) -> int:
     path = check_flags(options)
     from train.backend.ddp import DDP
+    from train.data.text.coverage import unknown_share
     from train.tasks.finetune import json_lines
     from train.tasks.predictor import Predictor
 
@@ -267,6 +268,11 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
         for chunk in chain([first], chunks):
             lines = predictor.predict(chunk, batch_size=options.batch_size, on_batch=bar.update)
             file.write(csv_lines(lines, columns) if is_csv else json_lines(lines))
+    notes = predictor.task.featurizer.notes("new")
+    unknown, tokens = (notes.get(name, 0) for name in ("unknown_tokens", "text_tokens"))
+    remark = unknown_share(unknown, tokens, f"the tokenizer of {options.model} reads the texts", most=1)
+    if remark.startswith("warning"):
+        print(remark, file=sys.stderr)
     if metrics := predictor.metrics():
         print(metrics, file=sys.stderr if path is None else sys.stdout)
     return DONE

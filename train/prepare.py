@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -28,6 +29,15 @@ from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
 from train.data.random_bits import text_uniform
 from train.data.shards.format import FORMAT, SPLITS, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
+from train.data.text.coverage import (
+    MOST_SAMPLES,
+    Sample,
+    UnusableText,
+    losses_of,
+    unknown_of,
+    unknown_share,
+    unused_capitals,
+)
 from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
@@ -35,7 +45,6 @@ from train.data.text.preparation import (
     HeldOut,
     Recipe,
     Report,
-    TooLittleText,
     choose_held_out,
     merge,
     prepare_part,
@@ -45,14 +54,17 @@ from train.data.text.processes import prepare_in_processes
 from train.storage.folders import Folder, canonical_json, open_folder, sha256_json
 from train.storage.schema import BadContent, of_type, read_object
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
 SPLIT_RULE = 2  # raised when other text is held out, so that no preparation is begun by one rule and ended by another
 FEW_SEQUENCES = 64  # for validation: with less, the loss of one evaluation says little
 
 
 USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
-USED += ("tokenizer.vocab_size", "tokenizer.pretrained", "tokenizer.lowercase", "validation_fraction", "seed")
-USED += ("rows_per_shard", "processes", "part", "merge", "s3.endpoint")
+USED += ("tokenizer.vocab_size", "tokenizer.pretrained", "tokenizer.lowercase", "tokenizer.strip_accents")
+USED += ("validation_fraction", "seed", "rows_per_shard", "processes", "part", "merge", "s3.endpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +96,8 @@ def run(cfg: PrepareConfig) -> int:
         f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
         f"{'' if known is None else f'a table of neighbours is right in {known:.1%}, '}id {manifest.id[:12]}"
     )
+    unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
+    print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
     if held_out < FEW_SEQUENCES:
         few = f"{held_out} validation sequences are few, their loss is a matter of chance"
         print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
@@ -116,7 +130,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
         return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
     except InputError as error:
         with suppress(InputError, Unreachable):  # what went wrong first is what counts
-            take_back(folder, job, everything=isinstance(error, TooLittleText))
+            take_back(folder, job, everything=isinstance(error, UnusableText))
         raise
 
 
@@ -227,17 +241,35 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
     from train.data.text import tokenizer as tokenizers  # brings transformers, which processes of a part do without
 
     if folder.size(tokenizers.PUBLISHED) is None:
-        if cfg.tokenizer.pretrained is not None:
-            made = tokenizers.load_tokenizer(cfg.tokenizer.pretrained)
+        own, sample = cfg.tokenizer, Sample()
+        if own.pretrained is not None:
+            made = tokenizers.load_tokenizer(own.pretrained)
+            sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
             made = tokenizers.train_tokenizer(
-                training_texts(cfg, corpus, held_out),
-                vocab_size=cfg.tokenizer.vocab_size,
-                lowercase=cfg.tokenizer.lowercase,
-                train_bytes=cfg.tokenizer.train_bytes,
+                sample.watched(training_texts(cfg, corpus, held_out)),
+                vocab_size=own.vocab_size,
+                train_bytes=own.train_bytes,
+                lowercase=own.lowercase,
+                strip_accents=own.strip_accents,
             )
+        check_coverage(cfg, made, sample.pieces)
         tokenizers.publish_tokenizer(made, folder)
     return tokenizers.published_vocabulary(folder)
+
+
+def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+    """Warn of what the tokenizer takes away from texts of the corpus. Raises InputError if it cannot read them."""
+    source = cfg.tokenizer.pretrained
+    reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
+    unknown_share(*unknown_of(tokenizer, texts), reads)  # the exact share is said at the end
+    for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
+        cure = (
+            f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
+        )
+        print(f"warning: the normalisation of {source or 'the tokenizer'} {loss}; {cure}", file=sys.stderr)
+    if capitals := unused_capitals(tokenizer):
+        print(f"warning: tokenizer.pretrained={source} {capitals}", file=sys.stderr)
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:

@@ -51,7 +51,7 @@ def show(cfg: TrainConfig) -> int:
     from train.tasks import build_task  # torch takes seconds to import: what is wrong is rejected before
 
     task = cast(Any, build_task(cfg))
-    for line in description(cfg, task.tables, task.lengths):
+    for line in (*description(cfg, task.tables, task.lengths), *task.remarks):
         print(line)
     return cli.DONE
 

@@ -54,7 +54,9 @@ class HFCorpusConfig(CorpusConfig):
 class TokenizerConfig(Section, prefix="tokenizer."):
     pretrained: str | None = None  # Hub id or folder of a fast tokenizer; None: one is trained on the corpus
     vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # of a tokenizer that is trained
-    lowercase: bool = True  # and strip accents, as ALBERT does
+    lowercase: bool = True  # read all text in lower case
+    strip_accents: bool = False  # with all marks, and plain forms for compatibility characters and LaTeX quotes, as
+    # ALBERT's; other languages than English write vowels with marks
     train_bytes: int = setting(256 * 2**20, above=0)  # most text that it is trained on; of a Hub stream, the first
 
 

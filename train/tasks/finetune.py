@@ -20,10 +20,12 @@ from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.records.kinds import Featurizer
 from train.data.records.table_facts import column, padding_share
+from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
+from train.data.text.coverage import unknown_share, unused_capitals
 from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
 from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
@@ -34,7 +36,7 @@ from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 Entry = dict[str, Any]  # a row of input by its columns, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
@@ -155,6 +157,7 @@ class FineTuning(Task):
         self.lengths, self.seq_len = self.sizes.lengths, self.sizes.seq_len
         self.tables = open_tables(cfg, task.featurizer)
         self.labels = task.labels = self.tables.facts["labels"]
+        self.remarks = list(remarks(self.sizes.tokenizer, self.tables.facts))
         if self.labels:
             check_labels(self.sizes.model, self.sizes.config, self.labels)
         self.splits: list[Split] = []
@@ -175,8 +178,10 @@ class FineTuning(Task):
         self.shard_rows = [self.train_rows]
         self.details = self._details()
         train = self.details["splits"]["train"]
-        notes = {f"{name}_share": number / train["examples"] for name, number in train["notes"].items()}
-        self.facts = {"padding_share": train["padding_share"], **notes}
+        notes = dict(train["notes"])
+        tokens = {"unknown_tokens_share": notes.pop("unknown_tokens", 0) / (notes.pop("text_tokens", 0) or 1)}
+        rows = {f"{name}_share": number / train["examples"] for name, number in notes.items()}
+        self.facts = {"padding_share": train["padding_share"], **tokens, **rows}
         task.begin(self.train_table)
 
     def _rows(self, table: Dataset, columns: Mapping[str, str]) -> TokenRows:
@@ -261,6 +266,15 @@ class FineTuning(Task):
         predictor.load()  # on the CPU in float32: the run's backend has the devices and their graphs
         pairs = zip(rows, predictor.predict(rows, batch_size=8), strict=True)
         return mixed([predictor.task.sample(*pair) for pair in pairs], most)
+
+
+def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
+    """Say how well the tokenizer reads the texts. Raises InputError if it cannot."""
+    if capitals := unused_capitals(tokenizer):
+        yield f"warning: tokenizer {tokenizer.name_or_path} {capitals}"
+    for split, entry in facts["splits"].items():
+        unknown, tokens = (entry["notes"].get(name, 0) for name in ("unknown_tokens", "text_tokens"))
+        yield unknown_share(unknown, tokens, f"{split}: tokenizer {tokenizer.name_or_path} reads the texts")
 
 
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:

@@ -74,6 +74,7 @@ class Task(Protocol):
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # of the data, for metrics and report
+    remarks: Sequence[str] = ()  # on the data, for the log
     details: dict[str, Any] = {}  # of the data, for run_dir/data.json; empty: no such file
 
     def verify_data(self) -> None:

@@ -88,8 +88,11 @@ class TextFeaturizer:
             *texts, max_length=self.settings["seq_len"], split_special_tokens=True, verbose=False, **options
         )
 
-    def columns(self, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
-        """TOKENS, of encodings that were made of these rows."""
+    def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
+        """TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""
+        unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
+        text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
+        self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
         return {
             "input_ids": [self.ids(encoding) for encoding in encodings],
             "second_at": [second_at(encoding) for encoding in encodings],

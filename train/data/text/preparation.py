@@ -25,6 +25,7 @@ from train.data.shards.format import (
     write_shard,
 )
 from train.data.text.corpus import Corpus
+from train.data.text.coverage import UnusableText, unknown_share
 from train.data.text.documents import CorpusPart
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.guessing import neighbour_accuracy, unigram_entropy
@@ -191,11 +192,11 @@ class Preparation:
             self.pending[split].append(self.packers[split].add(tokens, lengths))
             if split == "train":
                 self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
-                if self.vocabulary.unk_id is not None:
-                    self.done["unknown_tokens"] += int((tokens == self.vocabulary.unk_id).sum())
         self.done["documents"] += len(chunk.documents)
         self.done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
         self.done["tokens"] += len(chunk.tokens)
+        if self.vocabulary.unk_id is not None:
+            self.done["unknown_tokens"] += int((chunk.tokens == self.vocabulary.unk_id).sum())
         if any(sum(map(len, rows)) >= self.rows_per_shard for rows in self.pending.values()):
             self.flush(finished=False)
 
@@ -242,16 +243,12 @@ class Preparation:
 # ---- the last step --------------------------------------------------------------------------------------------------
 
 
-class TooLittleText(InputError):
-    """A split would have no sequence. No other part or second try would change it."""
-
-
 def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
     """Write the manifest of a preparation whose parts are all there, and remove what they kept for a restart.
 
     Raises:
         InputError: parts or shards are missing, or of another tokenizer; the message names them.
-        TooLittleText: a split has not one whole sequence.
+        UnusableText: a split has not one whole sequence, or the tokenizer cannot read the text.
     """
     parts = [CorpusPart(index, num_parts) for index in range(num_parts)]
     states = [read_state(folder, part, identity) for part in parts]
@@ -271,11 +268,12 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     check(not lost, f"{folder.location}: {listed(lost)} gone; {hint}")
     counted = set.intersection(*(set(state.done) for state in ready))  # an earlier version counted less
     done = {name: sum(state.done[name] for state in ready) for name in ready[0].done if name in counted}
+    unknown_share(done.get("unknown_tokens", 0), done["tokens"], "the tokenizer reads the corpus")
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
             hint = "raise validation_fraction or lower seq_len" if split == "validation" else "give more text"
-            raise TooLittleText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
+            raise UnusableText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
     token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
     manifest = write_manifest(
         folder,

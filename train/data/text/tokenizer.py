@@ -36,23 +36,27 @@ PUBLISHED = "tokenizer/tokenizer.json"
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
-def normalizer(*, lowercase: bool) -> normalizers.Normalizer:
-    """ALBERT's: LaTeX quotes to plain ones, compatibility decomposition, accents and case dropped, single spaces."""
-    steps = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"'), normalizers.NFKD()]
-    if lowercase:
-        steps += [normalizers.StripAccents(), normalizers.Lowercase()]
-    return normalizers.Sequence([*steps, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
+def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
+    """One spelling of each character, single spaces. `strip_accents` is for English text as ALBERT read it: LaTeX
+    quotes to plain ones, compatibility decomposition, and no marks, which other languages write vowels with.
+    """
+    steps: list[normalizers.Normalizer] = [normalizers.NFC()]
+    if strip_accents:
+        quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+        steps = [*quotes, normalizers.NFKD(), normalizers.StripAccents()]
+    case = [normalizers.Lowercase()] if lowercase else []
+    return normalizers.Sequence([*steps, *case, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, lowercase: bool, train_bytes: int
+    texts: Iterable[str], *, vocab_size: int, train_bytes: int, lowercase: bool, strip_accents: bool = False
 ) -> PreTrainedTokenizerFast:
     """Learn a unigram vocabulary of `vocab_size` pieces from the first `train_bytes` of the texts.
 
     Raises:
         InputError: the text is too small for so many pieces; the message says how many it allows.
     """
-    rule = normalizer(lowercase=lowercase)
+    rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
     model, failures = io.BytesIO(), list[BaseException]()
 
     def lines() -> Iterator[str]:

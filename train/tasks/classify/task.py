@@ -56,7 +56,7 @@ class ClassifyFeaturizer(TextFeaturizer):
         """The features of rows of `text`, `text_pair` (for pairs) and `label`, which becomes 0 in rows to predict."""
         encoded = self.encode(rows["text"], rows.get("text_pair"), truncation="longest_first").encodings
         self.count(split, truncated=sum(bool(encoding.overflowing) for encoding in encoded))
-        return {**self.columns(encoded, indices), "label": rows.get("label", [0] * len(indices))}
+        return {**self.columns(split, encoded, indices), "label": rows.get("label", [0] * len(indices))}
 
 
 class Classification(TextTask):

@@ -27,6 +27,7 @@ from train.data.shards.cache import cache_dir
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
+from train.data.text.coverage import unknown_share
 from train.data.text.encoding import starts_of
 from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
@@ -96,6 +97,8 @@ class MaskedLMTask(Task):
         )
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
+        unknown, tokens = (self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
+        self.remarks = [unknown_share(unknown, tokens, f"data.path={cfg.data.path}: the tokenizer reads the text")]
         entropy = self.manifest.counts.get("unigram_entropy", math.nan)
         check(
             self.eval_rows > 0 and math.isfinite(entropy),

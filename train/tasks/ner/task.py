@@ -87,7 +87,7 @@ class NERFeaturizer(TextFeaturizer):
             labels[-1][tokens] = np.array(tags_of_words)[read]
             numbers.append(read)
             self.count(split, truncated=bool(encoding.overflowing), words_without_tokens=len(words) - len(read))
-        return {**self.columns(encoded, indices), "labels": labels, "words": numbers}
+        return {**self.columns(split, encoded, indices), "labels": labels, "words": numbers}
 
 
 def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -106,7 +106,7 @@ class QAFeaturizer(TextFeaturizer):
         wanted = {number for number, answer in enumerate(answers) if answer["text"]}
         self.count(split, answers_in_no_window=len(wanted - in_reach))
         own = {name: [window[name] for window in windows] for name in self.kind.tokens}
-        return {**self.columns(encoded.encodings, [indices[owner] for owner in owners]), **own}
+        return {**self.columns(split, encoded.encodings, [indices[owner] for owner in owners]), **own}
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
         sequences = encoding.sequence_ids  # not the segments: RoBERTa has none

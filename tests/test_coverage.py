@@ -1,0 +1,106 @@
+"""How well a tokenizer reads a text: no marks are lost by default, and what is lost or unknown is said."""
+
+import re
+
+import pytest
+from finetuning import task_of, tuning
+from rejections import rejects
+from running import prepare_config, train_config
+from transformers import BertTokenizerFast
+
+from train import prepare, records
+from train.cli import compose as cli
+from train.config import TrainConfig
+from train.data.text.coverage import Sample, has_inner_capitals, unused_capitals
+from train.data.text.tokenizer import normalizer
+from train.tasks import build_task
+
+# Japanese dakuten, Hindi vowel signs and nukta, Thai vowels and tones, Arabic, Korean, German, mathematics
+MARKED = "がっこう पढ़ो किताब น้ำ ปู่ मेरी مُحَمَّد 한국어 über x² ``a``"
+
+
+def test_lower_case_drops_no_mark_unless_that_is_asked_for():
+    kept, stripped = (normalizer(lowercase=True, strip_accents=strips) for strips in (False, True))
+    plain = normalizer(lowercase=False, strip_accents=False)
+    for rule in (kept, plain):
+        assert rule.normalize_str(MARKED) == plain.normalize_str(MARKED)
+        assert len(rule.normalize_str(MARKED)) >= len(MARKED)
+    assert kept.normalize_str("Über  ÜBER\n") == "über über"
+    assert stripped.normalize_str("Über がく किताब ``x''") == 'uber かく कतब "x"'
+
+
+@pytest.mark.parametrize(
+    ("word", "settings", "says"),
+    [
+        ("किताब", [], None),
+        ("किताब", ["tokenizer.strip_accents=true"], "case: किताब becomes कतब; tokenizer.strip_accents=false keeps"),
+        ("CC(=O)Oc1ccccc1", [], "words: CC(=O)Oc1ccccc1 becomes cc(=o)oc1ccccc1; tokenizer.lowercase=false keeps them"),
+        ("CC(=O)Oc1ccccc1", ["tokenizer.lowercase=false"], None),
+        ("LONDON", [], None),
+    ],
+)  # fmt: skip
+def test_what_normalisation_takes_away_is_said_with_the_setting(word, settings, says, corpus, tmp_path, capsys):
+    text = re.sub(r" [bnt]", rf" {word}\g<0>", corpus.read_text())
+    (tmp_path / "text.txt").write_text(text)
+    assert prepare.run(prepare_config(tmp_path / "out", tmp_path / "text.txt", *settings)) == 0
+    printed = capsys.readouterr()
+    assert ("normalisation" in printed.err) == (says is not None) and (says or "") in printed.err
+    assert "the tokenizer reads the corpus with 0.00% unknown tokens" in printed.out
+
+
+def test_a_sample_is_of_the_whole_corpus_and_bounded():
+    sample = Sample()
+    sample.take(f"{number:256}" for number in range(20_000))
+    numbers = [int(piece) for piece in sample.pieces]
+    assert 2048 <= len(numbers) < 4096 and numbers[0] == 0 and numbers[-1] > 19_900
+
+
+@pytest.mark.parametrize("word", ["Name", "NAME", "name", "Double-Name", "Don't", "(Hello)", "12", "", "C1CCCCC1"])
+def test_capitals_of_words_and_names_carry_no_meaning_of_their_own(word):
+    assert not has_inner_capitals(word)
+
+
+# ---- unknown tokens ------------------------------------------------------------------------------------------------
+
+
+def test_text_that_the_tokenizer_cannot_read_is_rejected_early_and_some_is_said(corpus, prepared, tmp_path, capsys):
+    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
+    lines = corpus.read_text().splitlines()
+    (tmp_path / "text.txt").write_text("\n".join(f"{line}\n{'我们' * 30 if line else ''}" for line in lines))
+    config = prepare_config(tmp_path / "out", tmp_path / "text.txt", ready)
+    assert prepare.run(config) == 0
+    assert "warning: the tokenizer reads the corpus with" in capsys.readouterr().out
+    task = build_task(train_config(tmp_path / "run", tmp_path / "out"))
+    assert task.remarks[0].startswith(f"warning: data.path={tmp_path / 'out'}: the tokenizer reads")
+    (tmp_path / "text.txt").write_text(corpus.read_text().replace("a", "我").replace("e", "们"))
+    config = prepare_config(tmp_path / "none", tmp_path / "text.txt", ready)
+    rejects("% unknown tokens, from which little can be learnt; choose a tokenizer", prepare.prepare, config)
+    assert not any(path.is_file() for path in (tmp_path / "none").rglob("*"))
+
+
+@pytest.mark.parametrize(("text", "has_remark"), [("ba be bi", False), ("ba be bi na no 😀 ba be", True)])
+def test_records_and_train_say_the_share_of_unknown_tokens(text, has_remark, tokenizer_folder, tmp_path, capsys):
+    rows = "\n".join(f"{text} {number % 9 * 'na '},{'xy'[number % 2]}" for number in range(40))
+    (tmp_path / "t.csv").write_text(f"text,label\n{rows}\n")
+    settings = [
+        "task=classify",
+        "data=csv",
+        "seq_len=32",
+        f"data.path={tmp_path / 't.csv'}",
+        "data.validation_fraction=0.3",
+    ]
+    settings = tuning(tmp_path / "run", tokenizer_folder, *settings)
+    remark = next(remark for remark in task_of(settings).remarks if "train: " in remark)
+    assert remark.startswith("warning: ") == has_remark and "unknown tokens" in remark
+    assert records.show(cli.load_config(TrainConfig, settings)) == 0
+    assert remark in capsys.readouterr().out
+    (tmp_path / "t.csv").write_text(f"text,label\n{re.sub('[aeio]', '我', rows)}\n")
+    rejects("train: tokenizer .* unknown tokens, from which little can be learnt", task_of, settings)
+
+
+def test_a_cased_vocabulary_that_is_read_in_lower_case_is_named(tmp_path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused1]", "the", "Berlin", "##s", "London", "a"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    lower, cased = (BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=lowers) for lowers in (True, False))
+    assert "2 of its 5 pieces have capital letters, as " in unused_capitals(lower)
+    assert unused_capitals(cased) == ""

@@ -1,0 +1,123 @@
+"""How well a tokenizer reads a text: what its normalisation takes away, and which share of the tokens is unknown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+from unicodedata import normalize
+
+from tokenizers import Tokenizer
+
+from train.config import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which we warn, and above which we reject
+MOST_CHANGED = 0.01  # share of the characters that normalisation may change without a warning
+MOST_INNER_CAPITALS = 0.1  # share of the words with capitals inside: names in program code stay below, formulas do not
+MOST_CAPITAL_PIECES = 0.01  # share of a vocabulary; lower-case ones hold a few special tokens
+MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
+SHOWN_CHARS = 40  # of an example
+
+
+class UnusableText(InputError):
+    """Text that cannot become a data set with these settings. No other part or second try would change it."""
+
+
+class Sample:
+    """Pieces of SAMPLED_CHARS characters, at most MOST_SAMPLES of them, evenly chosen from all texts seen."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.seen, self.every = 0, 1
+
+    def watched(self, texts: Iterable[str]) -> Iterator[str]:
+        """Pass on the texts, and sample them."""
+        for text in texts:
+            for start in range(0, len(text), SAMPLED_CHARS):
+                if self.seen % self.every == 0:
+                    self.pieces.append(text[start : start + SAMPLED_CHARS])
+                self.seen += 1
+                if len(self.pieces) == MOST_SAMPLES:
+                    self.pieces, self.every = self.pieces[::2], self.every * 2
+            yield text
+
+    def take(self, texts: Iterable[str]) -> None:
+        """Sample texts that nothing else reads."""
+        for _ in self.watched(texts):
+            pass
+
+
+def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Say what normalisation takes away from the words of texts beside their case, and where capitals carry meaning.
+    With each comes the key of the setting that does it in a tokenizer of ours.
+    """
+    if tokenizer.normalizer is None:
+        return
+    num_chars, num_changed, num_capitals = 0, 0, 0
+    examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
+    words = Counter(word for text in texts for word in text.split())
+    for word, times in words.items():
+        # Other spellings of the same characters (NFC, NFD) and the marks of spaces are no change.
+        before = normalize("NFC", word)
+        after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
+        changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
+        num_chars, num_changed = num_chars + len(before) * times, num_changed + changed
+        if changed:
+            examples[0][before[:SHOWN_CHARS], after[:SHOWN_CHARS]] += times
+        elif before != after and has_inner_capitals(before):
+            num_capitals += times
+            examples[1][before[:SHOWN_CHARS], after[:SHOWN_CHARS]] += times
+    if num_changed > MOST_CHANGED * num_chars:
+        (old, new), _ = examples[0].most_common(1)[0]
+        share = f"{num_changed / num_chars:.1%} of the characters, and not only their case"
+        yield f"changes {share}: {old} becomes {new}", "strip_accents"
+    if num_capitals > MOST_INNER_CAPITALS * words.total():
+        (old, new), _ = examples[1].most_common(1)[0]
+        share = f"{num_capitals / words.total():.0%} of the words"
+        yield f"drops the capitals inside of {share}: {old} becomes {new}", "lowercase"
+
+
+def has_inner_capitals(word: str) -> bool:
+    """Return whether a word mixes capital and small letters in another way than Name, NAME and Double-Name."""
+    parts = ("".join(filter(str.isalpha, part)) for part in re.split(r"[^\w()=#@+]|_", word))
+    return any(not (part.isupper() or part[1:].islower() or not part[1:]) for part in parts)
+
+
+def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN) -> str:
+    """Say which share of the tokens is unknown; it is a warning if that is more than MOST_UNKNOWN. Raises UnusableText
+    if it is more than `most`. `reads`: the tokenizer and the text, as in "tokenizer x reads y".
+    """
+    share = unknown / tokens if tokens else 0.0
+    text = f"{reads} with {share:.2%} unknown tokens"
+    if share > most:
+        raise UnusableText(f"{text}, from which little can be learnt; choose a tokenizer that knows its characters")
+    return f"warning: {text}; choose a tokenizer that knows its characters" if share > MOST_UNKNOWN else text
+
+
+def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
+    """Return how many tokens of texts are unknown, and how many there are."""
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ids = Counter(token for encoding in encodings for token in encoding.ids)
+    return (0 if tokenizer.unk_token_id is None else ids[tokenizer.unk_token_id]), ids.total()
+
+
+def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a warning if a vocabulary has pieces with capital letters and the tokenizer reads all in lower case, as
+    transformers does with a cased vocab.txt without its settings; else an empty text.
+    """
+    fast = tokenizer.backend_tokenizer
+    if fast.normalizer is None or fast.normalizer.normalize_str("A").strip(" ▁") != "a":
+        return ""
+    special = set(tokenizer.all_special_tokens)
+    pieces = [piece for piece in fast.get_vocab() if piece not in special and not re.fullmatch(r"[\[<].*[\]>]", piece)]
+    capitals = sorted((piece for piece in pieces if piece != piece.lower()), key=len, reverse=True)
+    if len(capitals) <= MOST_CAPITAL_PIECES * len(pieces):
+        return ""
+    return (
+        f"reads text in lower case, but {len(capitals):,} of its {len(pieces):,} pieces have capital letters, as "
+        f"{capitals[0][:SHOWN_CHARS]}: if the model is cased, tokenizer_config.json must say do_lower_case=false"
+    )
