@@ -1,4 +1,4 @@
-"""Shards to Hugging Face data sets and back, by `python -m train.convert`."""
+"""Hugging Face data sets of packed sequences to shards, by `python -m train.convert`."""
 
 import datasets
 import numpy as np
@@ -11,30 +11,6 @@ from train.data.shards.format import ShardSet, check_files, read_manifest
 def run(capsys, *arguments):
     code = convert.main([str(argument) for argument in arguments])
     return code, capsys.readouterr()
-
-
-@pytest.fixture
-def arrow(prepared, tmp_path, capsys):
-    code, _ = run(capsys, "to-arrow", prepared, tmp_path / "arrow")
-    assert code == 0
-    return tmp_path / "arrow"
-
-
-def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
-    result = datasets.load_from_disk(str(arrow))
-    before = read_manifest(prepared)
-    for split in ("train", "validation"):
-        rows = ShardSet(prepared, before, split).rows(np.arange(before.rows(split)))
-        table = result[split].with_format("numpy")[:]
-        assert np.array_equal(table["tokens"], rows.tokens) and np.array_equal(table["pivot"], rows.pivot)
-        assert result[split].features["tokens"].feature.dtype == "uint16"
-    code, output = run(capsys, "from-arrow", arrow, tmp_path / "back", "--tokenizer", prepared / "tokenizer")
-    assert code == 0, output.err
-    after = read_manifest(tmp_path / "back")
-    check_files(tmp_path / "back", after, checksums=True)
-    assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
-    assert after.tokenizer.sha256 == before.tokenizer.sha256
-    assert after.counts["unigram_entropy"] == pytest.approx(before.counts["unigram_entropy"], abs=0.01)  # the tail
 
 
 def save(folder, **columns):
@@ -50,19 +26,49 @@ def test_sequences_packed_by_others_become_one_segment(prepared, tmp_path, capsy
     assert rows.tokens.tolist() == [[5, 6, 7, 8]] * 10 and rows.pivot.tolist() == [4] * 10
 
 
+def test_columns_of_our_own_are_kept(prepared, tmp_path, capsys):
+    before = read_manifest(prepared)
+    for split in ("train", "validation"):
+        rows = ShardSet(prepared, before, split).rows(np.arange(before.rows(split)))
+        save(tmp_path / split, **{name: values.tolist() for name, values in vars(rows).items()})
+    splits = {split: datasets.load_from_disk(str(tmp_path / split))[split] for split in ("train", "validation")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "in"))
+    given = ["from-arrow", tmp_path / "in", tmp_path / "out", "--tokenizer", prepared / "tokenizer"]
+    code, output = run(capsys, *given)
+    assert code == 0 and "the tokenizer read the text with 0.00% unknown tokens" in output.out
+    after = read_manifest(tmp_path / "out")
+    check_files(tmp_path / "out", after, checksums=True)
+    assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
+    assert after.tokenizer.sha256 == before.tokenizer.sha256
+    assert after.counts["unigram_entropy"] == pytest.approx(before.counts["unigram_entropy"], abs=0.01)  # the tail
+
+
+LISTS = [[5, 6]] * 3
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"input_ids": [[5, 6]]}, "has no column tokens; there are input_ids (--column)"),
-        ({"tokens": [[1, 2], [1, 2, 3]]}, "sequences 0 and following are not 2 ids each"),
-        ({"tokens": [[1, 2], [1, 999]]}, "holds ids from 1 to 999, the tokenizer's are 0 to 119: another one?"),
-        ({"tokens": [[1, 2], [-100, 3]]}, "holds ids from -100 to 3, the tokenizer's are 0 to 119: another one?"),
+        ({"tokens": []}, "cannot be read as a saved data set"),
+        ({"tokens": [[], []]}, "sequence 0 has 0 ids, sequences have 1 to 65,535"),
+        ({"tokens": [[1, 2], [1, 2, 3]]}, "column tokens: sequence 1 has not 2 ids, as the first one has"),
+        ({"tokens": [[1, 2], None]}, "column tokens: sequence 1 has not 2 ids"),
+        ({"tokens": [[1, 2], [1, None]]}, "column tokens holds int64 with 1 nulls, not whole numbers"),
+        ({"tokens": [[1, 2], [1, 999]]}, "column tokens holds 1 to 999; it may hold 0 to 119"),
+        ({"tokens": [[1, 2], [-100, 3]]}, "column tokens holds -100 to 3; it may hold 0 to 119"),
+        ({"tokens": [[1.5, 2.0]]}, "column tokens holds double, not whole numbers"),
         ({"tokens": [1, 2]}, "column tokens holds single values; it must hold lists of ids"),
-        ({"tokens": [[5, 6]] * 3, "pivot": [2, 3, 1]}, "column pivot holds 3, beyond the sequence's 2"),
+        ({"tokens": LISTS, "pivot": [2, 3, 1]}, "column pivot holds 1 to 3; it may hold 0 to 2"),
+        ({"tokens": LISTS, "pivot": [-1, 2, 1]}, "column pivot holds -1 to 2; it may hold 0 to 2"),
+        ({"tokens": LISTS, "pivot": [0.5, 2, 1]}, "column pivot holds double, not whole numbers"),
+        ({"tokens": LISTS, "same_document": [300, 0, 1]}, "column same_document holds 0 to 300; it may hold 0 to 1"),
+        ({"tokens": LISTS, "same_document": [None, 0, 1]}, "column same_document holds int64 with 1 nulls"),
+        ({"tokens": [[1, 1]] * 3}, "100.00% unknown tokens"),
     ],
 )
-def test_what_cannot_be_shards_is_rejected(prepared, tmp_path, capsys, columns, message):
+def test_what_cannot_be_shards_is_rejected_before_anything_is_written(prepared, tmp_path, capsys, columns, message):
     given = ["from-arrow", save(tmp_path / "in", **columns), tmp_path / "out", "--tokenizer", prepared / "tokenizer"]
     code, output = run(capsys, *given)
     assert code == 2 and message in output.err
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out").exists()

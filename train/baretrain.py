@@ -15,7 +15,7 @@ COMMANDS = {
     "prepare": "a corpus becomes shards to pretrain on",
     "records": "what labelled examples are: classes, lengths, bad rows",
     "shards": "look into prepared shards, and verify them",
-    "convert": "shards to and from Arrow",
+    "convert": "packed sequences of others to shards",
     "report": "one page on one run or more",
     "compare": "run variants of an experiment and compare them",
     "bench": "how fast a run would be here",

@@ -284,7 +284,8 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
     before the library opens them: InputError if it cannot be read or one is outside its folder. `name`: how errors name
     it, if not by its folder.
     """
-    with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
+    errors = (*LIBRARY_ERRORS, IndexError)  # the last for a split without a row
+    with naming(f"{name or folder} cannot be read as a saved data set", errors):
         check_saved(folder)
         return datasets.load_from_disk(str(folder))
 

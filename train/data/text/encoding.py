@@ -32,8 +32,12 @@ class Vocabulary:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest that holds every id."""
-        return np.dtype(np.uint16 if self.info.vocab_size <= 2**16 else np.uint32)
+        return id_dtype(self.info.vocab_size)
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest type that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)
