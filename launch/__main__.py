@@ -91,7 +91,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
-    record = Record(job.run_dir, run.s3)
+    record = Record(job.run_dir, run.s3, job.sha256)
     starts = engine(cfg, bundle) or scheduler(job.scheduler)
     command = starts.request(job, record)
     expected = None if cfg.prepare else expect(cfg, run)
@@ -115,6 +115,8 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     for row in expected.rows if expected is not None else ():
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
+    if record.is_remote:
+        print(f"job sha256 {job.sha256}: to resume from another computer (launch resume --job-sha256)")
     print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
     return starts.attend(job, record, handle, detach=cfg.detach)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launch import logs, submit
 from launch.ec2 import commands as ec2
-from launch.record import SUFFIX, Record
+from launch.record import JOB, SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
 from launch.values import columns, shown_moment
@@ -150,9 +150,15 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
     return DONE
 
 
+def resume_flags(parser: Parser) -> None:
+    of_run(parser)
+    vouched = "of the job, as its launch printed it: for a run in S3 that another computer launched"
+    parser.add_argument("--job-sha256", metavar="DIGEST", default="", help=vouched)
+
+
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
-    record = Record(options.run, s3)
-    handle, job = submit.resume(record), record.job()
+    record = Record(options.run, s3, options.job_sha256)
+    job, handle = submit.resume(record)
     print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
     return scheduler(job.scheduler).attend(job, record, handle, detach=True)
 
@@ -188,9 +194,12 @@ def active(record: Record, name: str) -> Status | None:
 def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
+    name, expected = submission.scheduler, record.job().scheduler
+    if name != expected:  # a run's machines write events too: they must not choose what is ended on this computer
+        raise Failure(f"{record.location}/events names cluster={name}, {JOB} cluster={expected}: nothing was ended")
     # The event comes first: from then on a supervisor makes no attempt, and a launch on EC2 no machine.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
-    scheduler(submission.scheduler).cancel(record, submission.handle)
+    scheduler(name).cancel(record, submission.handle)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # or the next start would obey it
 
@@ -224,7 +233,9 @@ TABLE = {
         show_logs,
     ),
     "stop": Command("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
-    "resume": Command("Start the job of a run again, with its code and settings.", ("runs/mine",), of_run, resume),
+    "resume": Command(
+        "Start the job of a run again, with its code and settings.", ("runs/mine",), resume_flags, resume
+    ),
     "cancel": Command("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
     "clean": Command(
         "Remove all that EC2 has of a run, and prove that nothing is left.",
@@ -233,8 +244,8 @@ TABLE = {
         ec2.clean,
     ),
     "iam": Command(
-        "Print the least that must be allowed to you and to the machines on EC2, as policies.",
-        ("s3://bucket/runs --data s3://bucket/albert --account 123456789012",),
+        "Print the least that must be allowed to you and to the machines of a run on EC2, as policies.",
+        ("s3://bucket/runs/mine --data s3://bucket/albert --account 123456789012",),
         ec2.iam_flags,
         ec2.iam,
     ),

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from launch import spec
 from launch.config import ClusterConfig, LaunchConfig
 from launch.preflight import run_preflight
-from launch.record import Job, Record, attempt_name
+from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, supervise
 from launch.values import count
-from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import Unreachable, check
 from train.host import processes
 from train.host.processes import is_alive, read_process
@@ -84,7 +84,7 @@ class Scheduler(spec.Scheduler):
 
 def supervisor(job: Job, record: Record) -> list[str]:
     """Return the command of the process that runs a job."""
-    return [job.python, "-m", "launch.local", record.run_dir, *record.s3.flags()]
+    return [job.python, "-m", "launch.local", record.run_dir, *record.flags()]
 
 
 # ---- the supervisor --------------------------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Supervise a job of this machine. python -m launch cluster=local starts this."
     parser = command_parser("launch.local", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
-    add_s3_flags(parser, caches=False)
-    return run_flags(parser, arguments, lambda options, s3: run_job(Record(options.run, s3)))
+    add_record_flags(parser)
+    return run_flags(parser, arguments, lambda options, s3: run_job(Record(options.run, s3, options.job_sha256)))
 
 
 def run_job(record: Record) -> int:
@@ -137,7 +137,7 @@ def train(record: Record, job: Job) -> Decision:
 def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None) -> int:
     """Run a command of launch.node, and wait for the ranks that outlive it; its exit code."""
     processes.adopt_orphans()
-    words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.s3.flags()]
+    words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
     code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
     processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs

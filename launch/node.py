@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from launch import code
 from launch.config import ClusterConfig
-from launch.record import Job, Record
+from launch.record import Job, Record, add_record_flags
 from launch.schedulers import cluster_of
-from train.cli.command import DONE, add_s3_flags, command_parser, printable, run_flags
+from train.cli.command import DONE, command_parser, printable, run_flags
 from train.config import S3Config, check
 from train.host import processes
 from train.host.machine import cache_root
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", default="", help="name of what is tried, for logs and answers")
     parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
     parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
-    add_s3_flags(parser, caches=False)
+    add_record_flags(parser)
     return run_flags(parser, arguments, act)
 
 
@@ -69,7 +69,7 @@ def join_flags(
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # torchrun inherits that; by default they end it and orphan its ranks
-    record = Record(options.run, s3)
+    record = Record(options.run, s3, options.job_sha256)
     return COMMANDS[options.command](Node(record, record.job(), options))
 
 

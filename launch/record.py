@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.values import MAX_CHARS, count, moment, table, text, texts
+from train.cli.command import Parser, add_s3_flags
 from train.config import InputError, S3Config, check
 from train.host.machine import cache_root
 from train.storage.folders import LocalFolder, canonical_json, is_s3, open_folder, sha256_bytes
@@ -69,6 +70,10 @@ class Job:
     def to_json(self) -> bytes:
         return canonical_json(asdict(self))
 
+    @property
+    def sha256(self) -> str:
+        return sha256_bytes(self.to_json())
+
     @classmethod
     def from_json(cls, content: bytes) -> Job:
         """Read a job. BadContent for a file that is none, InputError for one of another version."""
@@ -94,13 +99,20 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def add_record_flags(parser: Parser) -> None:
+    add_s3_flags(parser, caches=False)
+    parser.add_argument("--job-sha256", metavar="DIGEST", default="", help="of job.json: any other is rejected")
+
+
 class Record:
-    def __init__(self, run_dir: str, s3: S3Config) -> None:
-        """The record of the run in `run_dir`, a run folder or its record; it need not exist."""
+    def __init__(self, run_dir: str, s3: S3Config, job_sha256: str = "") -> None:
+        """The record of the run in `run_dir`, a run folder or its record; it need not exist. `job_sha256`: of its
+        job.json, by whoever launched it; empty: any.
+        """
         self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX)
         check(bool(self.run_dir.strip("/.")), f"{run_dir} is not the name of a run folder")
         self.location = f"{self.run_dir}{SUFFIX}"
-        self.s3 = s3
+        self.s3, self.job_sha256 = s3, job_sha256
         self.folder = open_folder(self.location, s3)
         self.run = open_folder(self.run_dir, s3)
 
@@ -114,11 +126,15 @@ class Record:
             return self.folder.path
         return cache_root() / "launch" / sha256_bytes(self.location.encode())[:16]
 
+    def flags(self) -> list[str]:
+        """The flags of `add_record_flags` with which another program opens this record."""
+        return [*self.s3.flags(), *([f"--job-sha256={self.job_sha256}"] if self.job_sha256 else [])]
+
     def exists(self) -> bool:
         return self.folder.size(JOB) is not None
 
     def job(self) -> Job:
-        """The job of the last submission. InputError if there is none, or if it is damaged."""
+        """The job of the last submission. InputError if there is none, or if it is damaged or another one."""
         try:
             content = self.folder.read(JOB)
         except FileNotFoundError:
@@ -126,6 +142,12 @@ class Record:
                 f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows those "
                 "that were"
             ) from None
+        found = sha256_bytes(content)
+        check(
+            self.job_sha256 in ("", found),
+            f"{self.location}/{JOB} was changed: its sha256 is {found}, the job that was launched has "
+            f"{self.job_sha256}; launch the run again",
+        )
         try:
             return Job.from_json(content)
         except BadContent as error:

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from launch import launched
+from launch.launched import job_to_start
 from launch.plan import check_unchanged
 from launch.record import CONFIG, Job, Record
 from launch.schedulers import cluster_of, scheduler
@@ -38,15 +40,16 @@ def submit(
     return start(record, job)
 
 
-def resume(record: Record) -> Handle:
-    """Start the last job again, with the code and the settings of then. InputError if it runs, or has nothing to do."""
-    job = record.job()
-    number = check_idle(record)
+def resume(record: Record) -> tuple[Job, Handle]:
+    """Start the last job again, with the code and the settings of then. InputError if it runs, has nothing to do, or
+    may be somebody else's.
+    """
+    number, job = check_idle(record), job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
     check(not is_done, f"{record.run_dir} is done ({outcome.get('reason')}); there is nothing to resume")
     claim(record, job, number)
-    return start(record, job)
+    return job, start(record, job)
 
 
 def claim(record: Record, job: Job, number: int) -> None:
@@ -59,12 +62,16 @@ def claim(record: Record, job: Job, number: int) -> None:
 def start(record: Record, job: Job) -> Handle:
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # a request to a job that has ended
+    if record.is_remote:
+        launched.keep(record)
     try:
         handle = scheduler(job.scheduler).submit(job, record)
     except InputError as error:  # after any other error nobody knows whether there is a job
         record.append_event("not_submitted", reason=str(error))
         raise
     record.append_event("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)
+    if record.is_remote:
+        launched.keep(record, dict(handle))
     return handle
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from planning import plan
 from services.fake_ec2 import ALIVE, UBUNTU, FakeEc2
 
-from launch import record
+from launch import launched, record
 from launch.ec2 import calls, launcher, scheduler, sweep
 from launch.ec2 import request as request_module
 from launch.ec2.account import Resolved, last_resolved, resolve
@@ -62,10 +62,12 @@ class Trial:
     def submit(self, resolved: Resolved | None = None) -> None:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
         self.record.write(self.job, plan={}, config=PRICES, bundle=self.bundle)
+        self.record.job_sha256 = self.job.sha256
         self.record.append_event("submitting")
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
         handle = {"submission": str(resolved.id), "resolved": dataclasses.asdict(resolved)}
         self.record.append_event("submitted", handle=handle)
+        launched.keep(self.record, handle)
 
     def launcher(self) -> Launcher:
         resolved = last_resolved(self.record)

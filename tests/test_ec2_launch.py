@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import boto3
@@ -17,10 +20,12 @@ from ami.images import wanted_tags
 from launch.__main__ import main
 from launch.ec2.account import OWN_IMAGE, check_image, resolve
 from launch.ec2.api import Api
+from launch.ec2.calls import read_calls
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
 from launch.record import Record
 from train.config import InputError, S3Config
+from train.host.processes import read_process
 from train.host.versions import read_versions
 
 RESERVATION = "cr-0123456789abcdef0"
@@ -299,22 +304,119 @@ def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
     assert ("request-service-quota-increase" in shown) == (code == 1)
 
 
-def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged(capsys):
-    words = ["iam", "s3://bucket/runs", "--data", "s3://data/albert", "--role", "machine", "--account", "1" * 12]
+def may(policy: dict[str, Any], action: str, resource: str, **keys: str) -> bool:
+    """Return what IAM decides by a policy: denied by any statement, else allowed by one whose conditions hold."""
+
+    def fits(each: dict[str, Any]) -> bool:
+        at = [fnmatchcase(resource, pattern) for pattern in each["Resource"]]
+        does = [fnmatchcase(action, pattern) for pattern in each["Action"]]
+        return any(at) and any(does) and all(holds(*condition) for condition in each.get("Condition", {}).items())
+
+    def holds(operator: str, wanted: dict[str, Any]) -> bool:
+        values = {key: [each] if isinstance(each, str) else each for key, each in wanted.items()}
+        lacking = operator.endswith("IfExists")
+        return all(
+            any(fnmatchcase(keys[key], each) for each in values[key]) if key in keys else lacking for key in wanted
+        )
+
+    effects = {each["Effect"] for each in policy["Statement"] if fits(each)}
+    return effects == {"Allow"}
+
+
+def test_a_role_is_for_one_run_and_an_operator_ends_only_what_is_of_their_folder(capsys):
+    words = ["iam", "s3://bucket/alice/mine", "--data", "s3://data/albert", "--role", "m", "--account", "1" * 12]
     assert main(words) == 0
     policies = json.loads(capsys.readouterr().out)
-    assert list(policies) == ["operator", "machine", "machine_trust"]
-    operator, machine = (
-        {each["Sid"]: each for each in policies[name]["Statement"]} for name in ("operator", "machine")
-    )
-    actions = {action for each in machine.values() for action in each["Action"]}
-    assert not [action for action in actions if action.startswith(("ec2:", "iam:"))]
-    assert [name for name in machine if machine[name]["Resource"] == ["*"]] == ["Session"]
-    assert operator["Read0"]["Resource"] == ["arn:aws:s3:::data/albert/*"]  # a launch looks for the data
-    assert operator["Write0"]["Resource"] == ["arn:aws:s3:::bucket/runs/*"]  # not those of bucket/runs-of-others
-    assert operator["Machines"]["Condition"]["StringEquals"] == {"ec2:MetadataHttpTokens": "required"}
-    for name, tag in (("Machines", "Request"), ("MadeWithThem", "Request"), ("Groups", "Request"), ("EndOnlyOwn", "")):
-        assert operator[name]["Condition"]["Null"] == {
-            f"{'aws' if tag else 'ec2'}:{tag or 'Resource'}Tag/{RUN_TAG}": "false"
-        }
-    assert operator["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{'1' * 12}:role/machine"]
+    operator, machine, _ = policies.values()
+    assert not [each for each in machine["Statement"] if any(a.startswith(("ec2:", "iam:")) for a in each["Action"])]
+    assert [each["Sid"] for each in machine["Statement"] if each["Resource"] == ["*"]] == ["Session"]
+    record, objects = "alice/mine.launch", "arn:aws:s3:::bucket/{}".format
+    for name in ("alice/mine/metrics.jsonl", f"{record}/events/00001.json", f"{record}/logs/a.txt"):
+        assert may(machine, "s3:PutObject", objects(name)) and may(operator, "s3:PutObject", objects(name))
+    for name in ("job.json", "code-0.tar.gz", "config.yaml", "plan.json", "ec2/calls/0001.json"):
+        assert may(machine, "s3:GetObject", objects(f"{record}/{name}"))
+        assert not may(machine, "s3:PutObject", objects(f"{record}/{name}"))
+        assert not may(machine, "s3:DeleteObject", objects(f"{record}/{name}"))
+        assert may(operator, "s3:PutObject", objects(f"{record}/{name}"))
+    for name in (
+        "alice/other/a",
+        "alice/mine2/a",
+        "alice/other.launch/events/00001.json",
+        "alice/mine2.launch/job.json",
+    ):
+        assert not may(machine, "s3:GetObject", objects(name)) and not may(machine, "s3:PutObject", objects(name))
+    assert may(machine, "s3:GetObject", "arn:aws:s3:::data/albert/manifest.json")
+    assert not may(operator, "s3:PutObject", objects("bob/run.launch/job.json"))
+    ec2 = "arn:aws:ec2:us-east-1:" + "1" * 12
+    for owner, allowed in (("alice", True), ("bob", False), ("alice-of-others", False)):
+        tag = {"baretrain:run-dir": f"s3://bucket/{owner}/run", RUN_TAG: "0" * 16}
+        asked, has, session = (
+            {f"{of}Tag/{key}": value for key, value in tag.items()}
+            for of in ("aws:Request", "ec2:Resource", "ssm:resource")
+        )
+        assert may(operator, "ec2:TerminateInstances", f"{ec2}:instance/i-1", **has) is allowed
+        assert may(operator, "ssm:StartSession", f"{ec2}:instance/i-1", **session) is allowed
+        assert may(operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1", **has) is allowed
+        tokens = {"ec2:MetadataHttpTokens": "required"}
+        assert may(operator, "ec2:RunInstances", f"{ec2}:instance/i-1", **asked, **tokens) is allowed
+    assert may(operator, "ec2:RunInstances", f"{ec2}:security-group/sg-1")  # a given group, which is of no run
+    assert not may(operator, "ec2:TerminateInstances", f"{ec2}:instance/i-1")
+    roles = f"arn:aws:iam::{'1' * 12}:role/"
+    passed = {"iam:PassedToService": "ec2.amazonaws.com"}
+    assert may(operator, "iam:PassRole", f"{roles}m-mine", **passed)
+    assert not may(operator, "iam:PassRole", f"{roles}admin", **passed)
+    assert main(["iam", "s3://bucket/*/mine"]) == 2
+
+
+# ---- a record that others have written -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def killed(cli, capsys):
+    """The launch of a run that was killed, and whose machines have ended."""
+    cli.acts.append(cli.kill)
+    assert cli.launch("submit=true") == 130
+    assert cli.do("clean", "--yes") == 0
+    cli.ec2.requests.clear()
+    cli.acts.append(cli.end)
+    capsys.readouterr()
+    return cli
+
+
+def test_a_job_that_was_changed_is_not_resumed(killed, capsys):
+    content = killed.record.folder.read("job.json")
+    changed = content.replace(b'"seed', b'"seed') if b"evil" in content else content.replace(UBUNTU.encode(), b"ami-0e")
+    killed.record.folder.write("job.json", changed)
+    assert killed.do("resume") == 2
+    assert "job.json was changed: its sha256 is" in capsys.readouterr().err and killed.ec2.requests == []
+    killed.record.folder.write("job.json", content)
+    assert killed.do("resume") == 0 and len(killed.ec2.requests) == 1
+
+
+def test_a_job_of_another_computer_needs_its_checksum(killed, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    assert killed.do("resume") == 2
+    assert "this computer has not launched" in capsys.readouterr().err and killed.ec2.requests == []
+    digest = killed.record.job().sha256
+    assert killed.do("resume", f"--job-sha256={'0' * 64}") == 2 and killed.ec2.requests == []
+    assert killed.do("resume", f"--job-sha256={digest}") == 0 and len(killed.ec2.requests) == 1
+
+
+def test_what_machines_write_decides_neither_image_nor_what_is_ended(killed, capsys):
+    """They may add events, and with a broader role calls."""
+    [event] = [each for each in killed.record.events() if each.kind == "submitted"]
+    event.details["handle"]["resolved"]["sites"][0]["image"] = "ami-00000000000000bad"
+    killed.record.append_event("submitted", **event.details)
+    assert killed.do("resume") == 0
+    assert [each["ImageId"] for each in killed.ec2.requests] == [UBUNTU]
+    other = killed.ec2.client().run_instances(ImageId=UBUNTU, MinCount=1, MaxCount=1)["Instances"][0]["InstanceId"]
+    [call, *_] = [each for each in read_calls(killed.record) if each.operation == "run_instances"]
+    replace(call, number=99, made=[other], answered_unix_s=killed.ec2.now()).write(killed.record)
+    assert killed.do("clean", "--yes") == 0 and [each.id for each in killed.ec2.machines()] == [other]
+    killed.record.append_event("submitting", scheduler="local")
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        process = {"host": platform.node(), "pid": victim.pid, "started": read_process(victim.pid).started}
+        killed.record.append_event("submitted", scheduler="local", handle=process)
+        assert killed.do("cancel", "--yes") == 1 and "names cluster=local" in capsys.readouterr().err
+        assert victim.poll() is None
+        victim.kill()

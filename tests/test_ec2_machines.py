@@ -118,7 +118,7 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
             own = [each for each in job.overrides if not each.startswith("instance")]
             held = {HELD: str(hold.folder)}
             job = replace(job, code=packed, python=python, overrides=own, environment=held, s3=s3, processes_per_node=1)
-            record, inner = Record(job.run_dir, bucket.config()), Record(job.run_dir, S3Config(**s3))
+            record, inner = Record(job.run_dir, bucket.config()), Record(job.run_dir, S3Config(**s3), job.sha256)
             more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}
             made = Cloud(fake, record, job, bundle=content, **more)
             monkeypatch.setattr(request_module, "user_data", lambda *_, **named: made.user_data(**named))
@@ -175,15 +175,18 @@ def start(ec2: Ec2Machines, run: Cloud, **named: Any) -> None:
     ("changed", "line"),
     [
         ({"content": b"damaged"}, "does not match its checksum"),
+        ({"changed": True}, "job.json was changed"),
         ({"python": "/opt/nowhere/bin/python"}, "/opt/nowhere/bin/python: No such file or directory"),
     ],
 )
 def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line):
-    run = cloud(**changed)
+    run = cloud(**{key: value for key, value in changed.items() if key != "changed"})
+    if "changed" in changed:  # by another machine: it runs as root there what the job names
+        run.record.folder.write("job.json", replace(run.job, python="/tmp/evil").to_json())
     ec2.run_instances(0, "i-00000000", run.user_data())
     wait_for_end(ec2)
     assert line in (ec2.folder / "console.0").read_text() and not run.record.folder.names("ec2/machines/")
-    if "content" in changed:  # there is a Python that can write into the record
+    if "python" not in changed:  # there is a Python that can write into the record
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
 
 

@@ -143,7 +143,9 @@ def test_a_run_is_known_by_its_location_alone():
 
 
 def line_of(run_dir: str, s3: S3Config, python: str) -> str:
-    content = user_data(dataclasses.replace(job_of(), python=python), Record(run_dir, s3), request=3, max_run_s=86400)
+    content = user_data(
+        dataclasses.replace(job_of(), python=python), Record(run_dir, s3, "0" * 64), request=3, max_run_s=86400
+    )
     assert content.startswith(SCRIPT.read_bytes()) and len(content) <= MOST_BYTES
     return content.removeprefix(SCRIPT.read_bytes()).decode()
 
@@ -171,7 +173,7 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
         return
     match = re.fullmatch(r"main 88200 1800 ([A-Za-z0-9_./+-]+) ([A-Za-z0-9+/]+=*)\n", line)
     assert match and match[1] == python
-    words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags()]
+    words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags(), f"--job-sha256={'0' * 64}"]
     assert json.loads(base64.b64decode(match[2]))["arguments"] == words
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import botocore
 
+from launch import launched
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
-from launch.values import table
 from train.config import check
 from train.config.backend import CUDA, NEURON
 from train.host.machine import is_native
@@ -61,9 +61,11 @@ class Resolved:
 
 
 def last_resolved(run: Record) -> Resolved | None:
-    """What the last submission came to; None if there was none. InputError if its event is damaged."""
-    handles = [table(each.details, "handle") for each in run.events() if each.kind == "submitted"]
-    return record(Resolved, handles[-1]["resolved"]) if handles and "resolved" in handles[-1] else None
+    """Return what the last submission from this computer came to, None if there was none. The run's machines can write
+    its events, which therefore decide no image.
+    """
+    handle = launched.last_handle(run)
+    return record(Resolved, handle["resolved"]) if "resolved" in handle else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:

@@ -31,6 +31,7 @@ CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
 KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "security-group", "placement-group")
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
+BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # filters
 STOPS = ("ended", "cancelled")  # events after which nothing is made
 SIGNED_S = 900.0  # that EC2 accepts a signed request for (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # after which EC2 lists what it has made (EC2 API reference, "Eventual consistency")
@@ -134,7 +135,16 @@ def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] |
     """All that a run has, and all that it may have. Ids that EC2 has listed are in `seen`, to which this adds."""
     listed, seen = resources(api, record, regions, *KINDS), set() if seen is None else seen
     seen |= {each.id for each in listed}
-    return [*(each for each in listed if each.state not in GONE), *unlisted(record, seen)]
+    waited = [each for each in unlisted(record, seen) if each.id in seen or not is_of_others(api, record, each)]
+    return [*(each for each in listed if each.state not in GONE), *waited]
+
+
+def is_of_others(api: Api, record: Record, what: Resource) -> bool:
+    """Return whether EC2 lists what a call has made without the run's tag: a record must not have others' removed."""
+    if what.state != UNLISTED:
+        return False
+    found = find(api, what.region, {BY_ID[what.kind]: [what.id]}, [what.kind])
+    return any({"Key": RUN_TAG, "Value": run_id(record)} not in each.seen.get("Tags", ()) for each in found)
 
 
 def unlisted(record: Record, seen: set[str]) -> list[Resource]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -13,12 +12,18 @@ from typing import Any
 import yaml
 
 from launch.ec2.config import MARKETS
-from launch.record import Record
+from launch.record import CONFIG, JOB, PLAN, SUFFIX, Record
 from train.cli.command import DONE, FAILED, Parser, printable
 from train.config import InputError, S3Config, check
-from train.storage.folders import is_s3
 
 POLICIES = Path(__file__).with_name("policies.yaml")
+OPERATORS = (
+    JOB,
+    "code-*",
+    PLAN,
+    CONFIG,
+    "ec2/calls/*",
+)  # of a record: machines must not write what starts or ends them
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
     "on-demand": re.compile(r"Running On-Demand (.+) instances"),
@@ -75,40 +80,51 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def iam_flags(parser: Parser) -> None:
-    parser.add_argument("runs", metavar="RUNS", help="folder of the runs: s3://bucket/runs")
+    run = "run_dir of the run that gets a role: s3://bucket/runs/mine; the operator's are all runs in its folder"
+    parser.add_argument("run", metavar="RUN", help=run)
     parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="that machines read; repeatable")
-    parser.add_argument("--role", default="baretrain-machine", help="of the machines (baretrain-machine)")
+    role = "of the machines' roles, one for each run: NAME-RUN (baretrain-machine)"
+    parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
     parser.add_argument("--account", default="*", help="number of the account; without, any that the role is in")
 
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
-    """Print the least that operator and machines need, as JSON."""
+    """Print the least that the operator of a folder of runs and the machines of one run need, as JSON."""
     check(
         re.fullmatch(r"\d{12}|\*", options.account) is not None, f"--account {options.account} is no account's number"
     )
     check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is no role's name")
-    text = Template(POLICIES.read_text()).substitute(account=options.account, role=options.role)
-    folders = [*folder_statements(options.data), *folder_statements([options.runs], writes=True)]
+    run = options.run.rstrip("/").removesuffix(SUFFIX)
+    runs = f"{run.rpartition('/')[0]}/"
+    data = [folder_statement(f"Data{number}", each) for number, each in enumerate(options.data)]
+    of_run, own = folder_statement("Run", f"{run}/", f"{run}{SUFFIX}/"), folder_statement("Runs", runs)
+    of_run[0]["Action"] = own[0]["Action"] = ["s3:GetObject", *WRITES]
+    [record] = [each for each in of_run[0]["Resource"] if each.endswith(f"{SUFFIX}/*")]
+    kept = [f"{record[:-1]}{name}" for name in OPERATORS]
+    of_run.append({"Sid": "NoJob", "Effect": "Deny", "Action": ["s3:PutObject*", "s3:DeleteObject*"], "Resource": kept})
+    text = Template(POLICIES.read_text()).substitute(account=options.account, role=options.role, runs=f"{runs}*")
     policies = {}
     for name, statements in yaml.safe_load(text).items():
+        folders = {"operator": [*data, own], "machine": [*data, of_run]}.get(name, [])
+        statements += [statement for each in folders for statement in each]
         policies[name] = {"Version": "2012-10-17", "Statement": statements}
-        if name != "machine_trust":
-            statements += folders
     print(json.dumps(policies, indent=2))
     return DONE
 
 
-def folder_statements(locations: Sequence[str], *, writes: bool = False) -> list[dict[str, Any]]:
-    made = list[dict[str, Any]]()
-    for index, location in enumerate(locations):
-        check(is_s3(location), f"{location} is no folder in S3, as s3://bucket/runs")
-        bucket, _, prefix = location.removeprefix("s3://").strip("/").partition("/")
-        below, name = f"{prefix}/*" if prefix else "*", f"{'Write' if writes else 'Read'}{index}"
-        actions = ["s3:GetObject", *(WRITES if writes else ())]
-        made.append({"Sid": name, "Effect": "Allow", "Action": actions, "Resource": [f"arn:aws:s3:::{bucket}/{below}"]})
-        listing = {"Sid": f"{name}List", "Action": ["s3:ListBucket"], "Resource": [f"arn:aws:s3:::{bucket}"]}
-        made.append({"Effect": "Allow", **listing, "Condition": {"StringLike": {"s3:prefix": [below]}}})
-    return made
+def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
+    """Return what permits to read and to list folders of one bucket."""
+    bucket, below = "", []
+    for each in folders:
+        match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]+[a-z0-9])((?:/[\w.+=@-]+)*)/*", each, re.ASCII)
+        if match is None:
+            raise InputError(f"{each} is no folder in S3 of plain characters, as s3://bucket/runs/mine")
+        bucket, prefix = match[1], match[2].strip("/")
+        below.append(f"{prefix}/*" if prefix else "*")
+    read = {"Action": ["s3:GetObject"], "Resource": [f"arn:aws:s3:::{bucket}/{each}" for each in below]}
+    listing = {"Action": ["s3:ListBucket"], "Resource": [f"arn:aws:s3:::{bucket}"]}
+    condition = {"Condition": {"StringLike": {"s3:prefix": below}}}
+    return [{"Sid": sid, "Effect": "Allow", **read}, {"Sid": f"{sid}List", "Effect": "Allow", **listing, **condition}]
 
 
 # ---- quota -----------------------------------------------------------------------------------------------------------

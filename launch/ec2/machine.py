@@ -26,10 +26,10 @@ from launch import code
 from launch.ec2.config import Ec2Config
 from launch.node import LIMITS_S, PREFLIGHT, join_flags
 from launch.preflight import is_shared, run_preflight, too_few
-from launch.record import Job, Record, attempt_name
+from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
-from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable
 from train.host import processes
 from train.host.metadata import Metadata, metadata_endpoint
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--request", type=int, required=True, help="number of the call that made the machines")
     parser.add_argument("--max-run-s", type=int, required=True, help="after which the run is asked to stop")
     parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh looks at")
-    add_s3_flags(parser, caches=False)
+    add_record_flags(parser)
     return run_flags(parser, arguments, act)
 
 
@@ -88,7 +88,7 @@ def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
-    run = Record(options.run, s3)
+    run = Record(options.run, s3, options.job_sha256)
     machine = Machine(run, retry(run.job), retry(identity), options.request, options.state)
     return machine.run(time.monotonic() + options.max_run_s)
 
@@ -215,7 +215,7 @@ class Machine:
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
         command += join_flags(hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group)
         processes.adopt_orphans()
-        process, ends_s = processes.start([*command, *self.record.s3.flags()], env=os.environ), math.inf
+        process, ends_s = processes.start([*command, *self.record.flags()], env=os.environ), math.inf
 
         def meanwhile() -> None:
             nonlocal ends_s

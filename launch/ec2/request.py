@@ -48,7 +48,7 @@ def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int
 
 def tags(record: Record, *kinds: str) -> list[dict[str, Any]]:
     """Tags that are set by the very call that makes a thing: without them no clean would know it."""
-    values = {"Name": name_of(record), RUN_TAG: run_id(record), DIR_TAG: record.run_dir[-MOST_TAG_CHARS:]}
+    values = {"Name": name_of(record), RUN_TAG: run_id(record), DIR_TAG: record.run_dir}
     listed = [{"Key": key, "Value": value} for key, value in values.items()]
     return [{"ResourceType": kind, "Tags": listed} for kind in kinds]
 
@@ -123,6 +123,7 @@ def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s:
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has its role
     words = ["launch.ec2.machine", record.run_dir, f"--request={request}", f"--max-run-s={max_run_s}", *flags]
+    words += [f"--job-sha256={record.job_sha256}"]  # user data is EC2's: no machine of the run can change it
     code = {"bundle": job.code.file, "sha256": job.code.sha256}
     given = json.dumps({"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True)
     line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {base64.b64encode(given.encode()).decode()}\n"

@@ -21,7 +21,7 @@ from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Si
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
-from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
+from launch.ec2.request import MOST_BYTES, MOST_TAG_CHARS, SPARE_S, name_of, placement_name, run_instances
 from launch.engines import INSTANCE
 from launch.record import Job, Record, read_history
 from launch.schedulers import cluster_of
@@ -101,6 +101,8 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
     check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=parallelcluster with Slurm does")
     check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share nothing else")
+    tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of a tag, by which EC2 knows a run"
+    check(len(record.run_dir) <= MOST_TAG_CHARS, tagged)
     check(is_type, f"instance={job.instance} is no type of EC2: name one, as instance=trn1.32xlarge")
     check(profile is None, f"s3.profile={profile}: machines have no ~/.aws but a role; set AWS_PROFILE here instead")
     check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")

@@ -18,12 +18,12 @@ from types import FrameType
 
 from launch.node import LIMITS_S, join_flags
 from launch.preflight import is_certain, is_shared, run_preflight, too_few
-from launch.record import Job, Record, attempt_name
+from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.slurm.config import SlurmConfig
 from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, retrying, settled, supervise
-from train.cli.command import STOPPED, add_s3_flags, command_parser, run_flags
+from train.cli.command import STOPPED, command_parser, run_flags
 from train.config import Failure, S3Config, check
 from train.host import processes
 
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
-    add_s3_flags(parser, caches=False)
+    add_record_flags(parser)
     return run_flags(parser, arguments, run_job)
 
 
 def run_job(options: argparse.Namespace, s3: S3Config) -> int:
     check("SLURM_JOB_ID" in os.environ, "this is no job of Slurm; submit one with python -m launch cluster=slurm")
-    record = Record(options.run, s3)
+    record = Record(options.run, s3, options.job_sha256)
     with recording_failure(record):
         batch = Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"]))
         return batch.prepare(merge=options.merge) if batch.job.kind == "prepare" else batch.train()
@@ -115,7 +115,7 @@ class Batch:
         ends_together = command != "preflight" and not group
         srun = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
         srun += [f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
-        process = processes.start([*srun, *self.container(), *node, *self.record.s3.flags()], env=os.environ)
+        process = processes.start([*srun, *self.container(), *node, *self.record.flags()], env=os.environ)
         return processes.exit_code(process, meanwhile=self.meanwhile, limit_s=LIMITS_S.get(command, math.inf))
 
     def container(self) -> list[str]:
@@ -190,7 +190,7 @@ class Batch:
     def prepare(self, *, merge: bool) -> int:
         part = os.environ.get("SLURM_ARRAY_TASK_ID")
         which = ["--merge"] if merge else [f"--part={part}"] if part else []
-        node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.s3.flags()]
+        node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.flags()]
         code = processes.exit_code(processes.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
         if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
             self.end(prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation"))

@@ -109,4 +109,4 @@ def options(job: Job, record: Record) -> list[str]:
 
 
 def arguments(job: Job, record: Record) -> list[str]:
-    return [job.python, "\n".join(cluster_of(job, SlurmConfig).prologue), record.run_dir, *record.s3.flags()]
+    return [job.python, "\n".join(cluster_of(job, SlurmConfig).prologue), record.run_dir, *record.flags()]

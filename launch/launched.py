@@ -1,0 +1,62 @@
+"""What this computer has launched: the checksum of each job and what its scheduler answered, in the user's own folder.
+
+Others may write a record in S3, such as the machines of its run. So what this computer starts from a record is compared
+with this file, which no machine reaches.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from launch.record import JOB, Job, Record
+from launch.values import table, text
+from train.config import InputError, check
+from train.storage.folders import LocalFolder, canonical_json, sha256_bytes
+from train.storage.schema import BadContent, read_object
+
+
+def file_of(record: Record) -> tuple[LocalFolder, str]:
+    root = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "baretrain" / "launched"
+    return LocalFolder(root), f"{sha256_bytes(record.location.encode())[:32]}.json"
+
+
+def read(record: Record) -> dict[str, Any]:
+    """Return what is known of the run's last launch from this computer; {} if there was none."""
+    folder, name = file_of(record)
+    try:
+        return read_object(folder.read(name)) if folder.size(name) is not None else {}
+    except BadContent as error:
+        raise InputError(f"{folder.location}/{name} cannot be read: {error}; remove it") from error
+
+
+def keep(record: Record, handle: dict[str, Any] | None = None) -> None:
+    """Keep the checksum of the job that is about to start, and the scheduler's answer once there is one."""
+    folder, name = file_of(record)
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = last_handle(record) if handle is None else handle
+    folder.write(name, canonical_json({"location": record.location, "job_sha256": record.job_sha256, "handle": handle}))
+
+
+def last_handle(record: Record) -> dict[str, Any]:
+    """Return what the scheduler answered to the last launch from this computer; {} if there was none."""
+    return table(read(record), "handle")
+
+
+def job_to_start(record: Record) -> Job:
+    """Return the job of a record; all of its programs will read the same one. Raises InputError for a job in S3 that
+    this computer has not launched, unless the user vouches for it by its checksum.
+    """
+    job = record.job()
+    if record.is_remote and not record.job_sha256:
+        record.job_sha256 = text(read(record), "job_sha256")
+        check(
+            bool(record.job_sha256),
+            f"this computer has not launched {record.run_dir}, and {record.location}/{JOB} may be of anybody who can "
+            "write there: resume the run where it was launched, or give the checksum that the launch printed, as "
+            "--job-sha256=DIGEST",
+        )
+        job = record.job()
+    record.job_sha256 = record.job_sha256 or job.sha256
+    return job
