@@ -40,7 +40,7 @@ EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
     "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
     (
-        "cluster=ec2 cluster.instance_profile=baretrain-machine instance=trn1.32xlarge nodes=4 -- "
+        "cluster=ec2 cluster.instance_profile=baretrain-machine-a instance=g6.xlarge nodes=4 -- "
         "experiment=albert_pretrain data.path=s3://bucket/albert run_dir=s3://bucket/runs/a s3.region=us-east-1"
     ),
     "status runs/mine",
@@ -85,10 +85,27 @@ def with_unknown_type(own: list[str]) -> list[str]:
     return own
 
 
+def is_unknown(cfg: LaunchConfig) -> bool:
+    """Return whether EC2 is to say what a machine has. Raises InputError where nobody says how many ranks it runs."""
+    instance = cfg.instance
+    if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
+        return False
+    check(
+        cfg.check or cfg.submit or cfg.processes_per_node is not None,
+        f"nothing in conf/instance says how many devices {instance.name} has: check=true asks EC2, or give "
+        "instance.devices=8",
+    )
+    return cfg.check or cfg.submit
+
+
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *, as_json: bool = False) -> int:
     check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
+    if is_unknown(cfg):
+        more = scheduler(cfg.cluster.kind).found_type(cfg, run.s3)
+        cfg, settings = cli.load_config(LaunchConfig, [*settings, *more]), [*settings, *more]
+        return launch(cfg, settings, of_run, as_json=as_json)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3, job.sha256)

@@ -10,6 +10,7 @@ from typing import Any
 from launch.config import LaunchConfig
 from launch.record import Job, Record
 from train.cli.command import DONE
+from train.config import S3Config
 
 Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
 
@@ -38,6 +39,10 @@ class Scheduler(ABC):
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
         """What the plan as JSON holds beside the command."""
         return {}
+
+    def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
+        """Return settings of a machine type that conf/instance does not have, `devices` among them."""
+        raise NotImplementedError
 
     @abstractmethod
     def submit(self, job: Job, record: Record) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -211,6 +212,31 @@ def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch)
         "nothing was started; submit=true does it",
     ):
         assert text in shown, shown
+
+
+@pytest.mark.parametrize(("instance", "ranks"), [("g5.24xlarge", 4), ("g7.48xlarge", 8), ("g4dn.xlarge", 1)])
+def test_a_type_that_conf_does_not_have_is_asked_for(ec2, cli, capsys, instance, ranks):
+    own = [f"instance={instance}", f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
+    assert cli.launch(*own) == 2
+    assert f"how many devices {instance} has: check=true asks EC2" in capsys.readouterr().err
+    assert cli.launch(*own, "check=true") == 0
+    assert f"2 x {instance}, {ranks} ranks each, {2 * ranks} in all" in capsys.readouterr().out
+    assert cli.launch(*own, "instance.devices=2") == 0
+    assert "2 ranks each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("own", "line"),
+    [
+        (["instance=c7i.xlarge", "check=true"], "EC2 shows no NVIDIA GPU of c7i.xlarge"),
+        (["instance=p3.8xlarge"], "has V100s: .* Take g6.12xlarge"),
+        (["instance=p3dn.24xlarge"], "has V100s"),
+        (["instance=trn1.32xlarge"], "the default VPC's subnets, .*cluster.subnets"),  # as its submission
+    ],
+)
+def test_a_plan_rejects_what_no_submission_would_do(cli, capsys, own, line):
+    assert cli.launch(*own) == 2
+    assert re.search(line, capsys.readouterr().err)
 
 
 def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):

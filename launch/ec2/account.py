@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
-        accelerators = NEURON if "NeuronInfo" in info else CUDA
+        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 shows none of trn2u
+        accelerators = NEURON if is_neuron else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
         root_device = check_image(api, region, image, accelerators, job.instance)
         interfaces = layout(info, cluster, job.nodes)
@@ -151,14 +152,18 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
         f"{instance} is in {', '.join(sorted(zones)) or 'no zone'} of {region}, your subnets are in "
         f"{', '.join(sorted({each['AvailabilityZone'] for each in there}))}: name others (cluster.subnets)",
     )
-    public = [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")] if cards > 1 else []
+    check_addresses(cards, [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")])
+    return offered
+
+
+def check_addresses(interfaces: int, public: Sequence[str]) -> None:
+    """Raise InputError for machines that would reach nothing from the `public` ones of their subnets."""
     check(
-        not public,
-        f"a machine of {cards} network interfaces gets no public address, and without one it reaches nothing from "
+        interfaces == 1 or not public,
+        f"a machine of {interfaces} network interfaces gets no public address, and without one it reaches nothing from "
         f"{', '.join(public)}, which are of a default VPC: name private subnets with a NAT gateway, or endpoints for "
         "S3 and SSM (cluster.subnets)",
     )
-    return offered
 
 
 def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:

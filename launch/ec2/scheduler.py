@@ -17,7 +17,17 @@ from typing import Any
 from launch import spec
 from launch.config import LaunchConfig
 from launch.ec2 import calls, sweep
-from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, resolve
+from launch.ec2.account import (
+    EFA,
+    EFA_ONLY,
+    INTERFACE,
+    OWN_IMAGE,
+    Resolved,
+    Site,
+    check_addresses,
+    layout,
+    resolve,
+)
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
@@ -28,7 +38,7 @@ from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
 from train.cli.command import INTERRUPTED, printable
-from train.config import check
+from train.config import S3Config, check
 from train.config.backend import CUDA
 from train.host.processes import is_gone, owner_name
 from train.storage import schema
@@ -46,6 +56,36 @@ class Scheduler(spec.Scheduler):
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
         return {"run_instances": planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
+
+    def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
+        """Return what EC2 says of a type with NVIDIA GPUs: Trainium's numbers of ranks are not EC2's to say."""
+        cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
+        assert isinstance(cluster, Ec2Config)
+        [info] = api.ask(api.regions(cluster.regions)[0], "describe_instance_types", InstanceTypes=[name])[
+            "InstanceTypes"
+        ]
+        gpus = [each for each in info.get("GpuInfo", {}).get("Gpus", ()) if each["Manufacturer"] == "NVIDIA"]
+        check(
+            bool(gpus) or cfg.processes_per_node is not None,
+            f"EC2 shows no NVIDIA GPU of {name}: give processes_per_node, and instance.device and instance.devices if "
+            "it has any",
+        )
+        network = info["NetworkInfo"]
+        found = {
+            "devices": sum(int(each["Count"] or each.get("LogicalGpuCount", 1)) for each in gpus),
+            "device_memory_gib": round(min(int(each["MemoryInfo"]["SizeInMiB"]) for each in gpus) / 1024, 2)
+            if gpus
+            else 0,
+            "vcpus": int(info["VCpuInfo"]["DefaultVCpus"]),
+            "network_cards": len(network.get("NetworkCards", ())),
+        }
+        device = [f"instance.device={CUDA}"] if gpus else []
+        efa = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0))
+        return [
+            *device,
+            f"instance.efa_interfaces={efa}",
+            *(f"instance.{key}={value}" for key, value in found.items() if value),
+        ]
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Find out what the settings come to. It makes nothing: `attend` does."""
@@ -166,7 +206,9 @@ def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
     subnets = cluster.subnets or ["<of the default VPC>"]
     sites = [Site(region, subnet, "<zone>", "<VPC>", image, "<root device>") for subnet in subnets]
     info = {"InstanceType": job.instance, "NetworkInfo": network}
-    return Resolved("plan", job.id, "", sites, layout(info, cluster, job.nodes))
+    interfaces = layout(info, cluster, job.nodes)
+    check_addresses(len(interfaces), [] if cluster.subnets else ["the default VPC's subnets"])
+    return Resolved("plan", job.id, "", sites, interfaces)
 
 
 def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Iterator[str]:
