@@ -20,6 +20,7 @@ from launch.record import Code
 from train.config import check
 from train.host.environment import commit
 from train.storage.atomic_io import made_once
+from train.storage.caches import private_folder
 from train.storage.folders import sha256_bytes
 from train.storage.schema import FileName, RelativePath, Sha256
 
@@ -62,8 +63,7 @@ def unpack(content: bytes, sha256: str, folder: Path) -> Path:
     """The folder below `folder` that holds an unpacked bundle, made if it is absent. InputError for another content."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
-    folder.mkdir(parents=True, exist_ok=True)
-    return made_once(folder / sha256[:32], lambda path: extract(content, path))
+    return made_once(private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], lambda path: extract(content, path))
 
 
 def extract(content: bytes, folder: Path) -> None:

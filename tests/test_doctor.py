@@ -236,7 +236,7 @@ TRN2, P4D = read_instance("trn2.48xlarge"), read_instance("p4d.24xlarge")
 STUBS, NONE = {"torch_neuronx": "1.0", "neuronx_cc": "1.0"}, {"torch_neuronx": ""}
 NATIVE = {"torch_neuronx": "2.13.3.0.1", "torch": "2.13.0", "torch_xla": "", "neuronx_cc": "2.28.7631.0"}
 INDEX, TORCH_NEURONX = "https://pip.repos.neuron.amazonaws.com", "torch-neuronx==2.9.0.2.15.32035"
-NATIVE_CACHE = machine.NATIVE_CACHE[0]
+NATIVE_CACHE = machine.NATIVE_CACHE
 NEFFS = {"files": {"neffs/.keep": ""}, "env": {NATIVE_CACHE: "ROOT/neffs"}}
 DRIVERS = recorded("dpkg_neuron.txt")
 OLD_RUNTIME, ODD_RUNTIME = (DRIVERS.replace("lib 2.33.10.0", f"lib {version}") for version in ("2.32.31.0", "2.40.1.0"))
@@ -363,7 +363,7 @@ CASES = {
     "processes": [case(trn1, "warn", "ulimit -u 4096", limits={"nproc": (1024, math.inf)})],
     "compile cache": [
         case(trn1, "ok", env={CACHE: "ROOT/cache/not/yet/there"}),
-        case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"export {CACHE}=", env={CACHE: "gs://bucket/cache"}),
+        case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"unset {CACHE}", env={CACHE: "gs://bucket/cache"}),
         case(trn1, "ok", "/neffs (", instance=TRN2, env={NATIVE_CACHE: "ROOT/neffs", CACHE: "gs://not/read"}),
         case(trn1, "bad", "no folder", instance=TRN2, env={NATIVE_CACHE: "s3://bucket/neffs"}),
         case(trn1, "bad", NATIVE_CACHE, instance=TRN2, files={"file": ""}, env={NATIVE_CACHE: "ROOT/file/neffs"}),

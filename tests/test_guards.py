@@ -254,6 +254,14 @@ def test_a_compile_cache_on_nfs_is_rejected(train, on_trainium, monkeypatch):
     assert "compile cache /shared/home/me/cache is on nfs4" in line
 
 
+def test_a_compile_cache_that_others_can_write_to_is_rejected(train, on_trainium, monkeypatch, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", f"{tmp_path}/cache")
+    line = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
+    assert f"{tmp_path}/cache can be written to by others (mode 777)" in line
+
+
 def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/cache")
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")

@@ -1,6 +1,7 @@
 """Facts about a machine from its environment, mounts and packages, by recorded texts."""
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_flags_are_appended_to_those_of_the_user_which_stay(given, expected):
 @pytest.mark.parametrize(
     ("flags", "url", "location"),
     [
-        ("-O1", "", machine.DEFAULT_CACHE),
+        ("-O1", "", "/home/me/local/xdg/baretrain/neuron"),
         (None, "s3://bucket/cache", "s3://bucket/cache"),
         ("--cache_dir=/flags", "/url", "/flags"),  # as neuronx-cc has it
         ("--cache_dir /flags -O1", "/url", "/flags"),
@@ -63,7 +64,8 @@ def test_flags_are_appended_to_those_of_the_user_which_stay(given, expected):
         ("--cache_dir=/first --cache_dir=/last", None, "/last"),
     ],
 )
-def test_the_cache_is_where_the_flags_the_url_or_the_default_say(flags, url, location):
+def test_the_cache_is_where_the_flags_the_url_or_the_default_say(monkeypatch, flags, url, location):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/local/xdg")
     given = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": url}
     assert machine.cache_location({name: value for name, value in given.items() if value is not None}) == location
 
@@ -104,11 +106,13 @@ def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(mounts, monkeypa
         ("gs://bucket/cache", "folder or s3://bucket/folder"),
         ("/home/me/cache", "is on nfs4"),
         ("/fsx/cache", "is on lustre"),
-        ("/s3/cache", machine.DEFAULT_CACHE),
+        ("/s3/cache", f"/var/tmp/baretrain-{os.geteuid()}/neuron"),
+        ("", None),  # XDG_CACHE_HOME is on NFS, and the default is not
     ],
 )
 def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, location, says):
     monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mounts))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
     fault = machine.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
     assert fault is None if says is None else says in fault and f"compile cache {location}" in fault
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rejections import rejects
 from run_results import TOLERANCE, assert_same_weights, losses, weights
 from running import ROOT, lines, run, train_config, train_overrides
 
@@ -115,6 +116,12 @@ def as_rank(monkeypatch, rank, ranks, machines=1):
     monkeypatch.setattr(ddp, "join", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: ranks)
+
+
+def test_operators_that_others_could_have_compiled_are_rejected(versions, monkeypatch, tmp_path):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv(machine.NATIVE_CACHE, str(tmp_path))
+    rejects("can be written to by others", neuron.Neuron, BackendConfig(device="neuron"))
 
 
 def test_ranks_that_do_not_reach_each_other_are_rejected(versions, monkeypatch):

@@ -36,6 +36,7 @@ from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan
 from train.host import machine
 from train.host.launched import Launched, check_launch
 from train.host.versions import read_versions
+from train.storage.caches import place_graphs
 
 TOOL = "neuron_parallel_compile"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
+    place_graphs(environ, is_native=False)  # the ranks check this too, but the tool is there before them
     return precompile(short_run, environ, retries=options.retries, clear_locks=options.clear_locks)
 
 
@@ -118,7 +120,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     check(
         not native,
         "native PyTorch (trn2, trn3) compiles operators as they come; there are no graphs to compile before a run, and "
-        f"{machine.NATIVE_CACHE[0]} names the folder that keeps them",
+        f"{machine.NATIVE_CACHE} names the folder that keeps them",
     )
     num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
@@ -136,8 +138,9 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         check(cache is not None, "give backend.compile_cache, the folder or s3://bucket/prefix that the run reads")
     else:
         added = environment(environ, instance=cfg.instance.name)
-        cache, fault = machine.cache_location({**environ, **added}), machine.cache_fault({**environ, **added})
+        cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
         check(fault is None, fault or "")
+        added["NEURON_COMPILE_CACHE_URL"] = cache  # the tool's own default is a folder that others can make first
     # torchrun runs in the user's folder, whatever folder the tool is in.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", "torch.distributed.run", *machines]
     return ShortRun(

@@ -29,6 +29,6 @@ export PATH=$venv/bin:\$PATH
 EOF
 
 if [ -n "$COMPILE_CACHE" ]; then
-    "$venv/bin/python" -m ami restore "$COMPILE_CACHE" /var/tmp/neuron-compile-cache
-    chmod -R a+rwX /var/tmp/neuron-compile-cache
+    "$venv/bin/python" -m ami restore "$COMPILE_CACHE" "$top/graphs"
+    chmod -R u=rwX,go=rX "$top/graphs" # each user's cache begins with a copy: graphs are code
 fi

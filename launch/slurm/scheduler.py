@@ -89,13 +89,14 @@ def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
     cluster, name, folder = cluster_of(job, SlurmConfig), job_name(record.run_dir), record.local_folder() / "logs"
     check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
-    # Nodes need not share a folder with this machine if the record is in S3: the job puts its output there at its end.
-    # In another name a percent sign begins a pattern (man sbatch, "filename pattern").
-    logs = f"/tmp/{name}-%j-" if record.is_remote else f"{str(folder).replace('%', '%%')}/"
+    # In a name a percent sign begins a pattern (man sbatch, "filename pattern").
     is_array = job.kind == "prepare" and job.parts > 1
     made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
     made += ["--open-mode=append"]  # or a requeued job would begin with an empty log
-    made += [f"--output={logs}{'part_%a' if is_array else 'job'}.txt"]
+    log = f"{str(folder).replace('%', '%%')}/{'part_%a' if is_array else 'job'}.txt"
+    # Nodes need not share a folder with this machine if the record is in S3: job.sh chooses a private one on the node,
+    # and the job puts its output into the record at its end.
+    made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
         made += ["--dependency=singleton"]  # two jobs of this name, and so of this run, never run at the same time
         made += [f"--nodes={job.nodes + job.spares}", f"--signal=B:USR1@{cluster.stop_before_s}"]

@@ -18,10 +18,9 @@ from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
-from train.host import machine
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
-from train.host.processes import read_process
+from train.host.processes import age_s, read_process
 from train.models.memory_estimate import advice
 from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
@@ -98,7 +97,7 @@ class Attempt:
 
 def started_ago_s() -> float:
     """The age of the command that started the run: torchrun's, since its restarts belong to one start."""
-    return machine.age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
+    return age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
 @contextmanager

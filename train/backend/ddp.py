@@ -29,6 +29,8 @@ from train.cli.console import without_stdout
 from train.config import BackendConfig, S3Config, check
 from train.config.backend import DEFAULT_TIMEOUT_S
 from train.host import machine, rank_setup
+from train.storage import caches
+from train.storage.folders import is_s3, local_path
 
 if TYPE_CHECKING:
     from train.backend.compiled import TorchCompiler
@@ -101,6 +103,9 @@ class DDP(Backend):
             self.compilers = Compilers(self.compiler.is_busy, store)
 
     def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
+        caches.place_kernels()
+        if cfg.compile_cache is not None and not is_s3(cfg.compile_cache):
+            caches.unshared_folder(local_path(cfg.compile_cache), "backend.compile_cache")
         from train.backend.compiled import KernelCache, TorchCompiler  # late: it imports Inductor
 
         cxx = os.environ.get("CXX", "g++")

@@ -28,6 +28,7 @@ from train.config.backend import NEURON_TIMEOUT_S
 from train.host import machine, rank_setup
 from train.host.launched import launched
 from train.host.versions import read_versions
+from train.storage.caches import place_graphs
 
 if TYPE_CHECKING:
     from train.backend.compiled import TorchCompiler
@@ -59,6 +60,7 @@ class Neuron(DDP):
         launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
         nodes = launch.world_size // launch.local_world_size
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
+        os.environ.update(place_graphs(os.environ, is_native=True))
         # It registers the device and its collectives. torch imports it too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))

@@ -11,6 +11,7 @@ from train.config.backend import NEURON_TIMEOUT_S
 from train.host import machine, rank_setup
 from train.host.launched import launched
 from train.host.versions import read_versions
+from train.storage.caches import place_graphs
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -41,6 +42,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     if kind == "NEURON":
         fault = machine.cache_fault(os.environ)
         check(fault is None, fault or "")
+        os.environ.update(place_graphs(os.environ, is_native=False))
         rank_setup.pin(rank_setup.neuron_address(os.environ, launched().local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S

@@ -10,6 +10,7 @@ from pathlib import Path
 from train.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 from train.host import machine
 from train.host.rank_setup import OPEN_FILES
+from train.storage.caches import foreign_fault
 
 GIB = 2**30
 # A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than
@@ -85,21 +86,23 @@ def cache(probe: Probe) -> Finding:
     """Check that the compile cache is on a local disk or in S3, writable, and without locks left by dead processes."""
     if not probe.is_trainium:
         return skip("no Trainium")
-    name, default, location = cache_of(probe)
+    name, location = cache_of(probe)
     if probe.is_native:  # whose writes are atomic, on NFS too
         if "://" in location:
-            return bad(f"{location} is no folder", cure=f"export {name}={default}")
+            return bad(f"{location} is no folder", cure=f"unset {name}")
     else:
         fault = machine.cache_fault(probe.environ)
         if fault:
             what, _, cure = fault.partition("; ")
-            return bad(what, cure=cure or f"export {name}={default}")
+            return bad(what, cure=cure or f"unset {name}")
     if "://" in location:
         return ok(location)
     folder = nearest(Path(location).expanduser())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         cure = f"sudo mkdir -p {location} && sudo chown $USER {location}, or export {name}=$HOME/neuron-cache"
         return bad(f"{location} cannot be written to", cure=cure)
+    if fault := foreign_fault(folder.stat(), is_parent=folder != Path(location).expanduser()):
+        return bad(f"{folder} {fault}, and graphs are code", cure=f"chown and chmod it, or unset {name}")
     locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
     if locks:
         text = f"{len(locks)} locks in {location} are older than an hour: compilations wait for them"
@@ -107,12 +110,11 @@ def cache(probe: Probe) -> Finding:
     return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
 
 
-def cache_of(probe: Probe) -> tuple[str, str, str]:
-    """The variable that names the compile cache, the default, and where it is."""
+def cache_of(probe: Probe) -> tuple[str, str]:
+    """Return the variable that names the compile cache, and where the cache is."""
     if probe.is_native:
-        name, default = machine.NATIVE_CACHE
-        return name, default, probe.environ.get(name) or default
-    return "NEURON_COMPILE_CACHE_URL", machine.DEFAULT_CACHE, machine.cache_location(probe.environ)
+        return machine.NATIVE_CACHE, machine.native_cache(probe.environ)
+    return "NEURON_COMPILE_CACHE_URL", machine.cache_location(probe.environ)
 
 
 def is_old(file: Path, now_s: float) -> bool:
@@ -123,7 +125,7 @@ def is_old(file: Path, now_s: float) -> bool:
 
 
 def disk(probe: Probe) -> Finding:
-    variable, _, location = cache_of(probe)
+    variable, location = cache_of(probe)
     places = {
         "this folder": (probe.cwd, "run_dir="),
         "/tmp": (Path(probe.environ.get("TMPDIR", "/tmp")), "export TMPDIR="),

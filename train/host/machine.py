@@ -15,18 +15,18 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
 from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
-from train.host.processes import read_process
 from train.host.versions import read_versions, release
 
-DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
 NATIVE = ("trn2", "trn3")  # the beginnings of types with native PyTorch
-NATIVE_CACHE = ("TORCH_NEURONX_NEFF_CACHE_DIR", "/tmp/neff_cache")  # of native PyTorch: the variable, and the default
+NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # names the folder of compiled operators of native PyTorch
+LOCAL_ROOT = "/var/tmp/baretrain-{}"  # of a user whose home is on the network; see compile_root
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 ROOT_COMM_PORT = 62182  # of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
 
@@ -69,11 +69,16 @@ def with_flags(flags: str, wanted: Iterable[str]) -> str:
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Where neuronx-cc keeps compiled graphs: --cache_dir wins over NEURON_COMPILE_CACHE_URL over the default."""
+    """Return where compiled graphs are kept: --cache_dir wins over NEURON_COMPILE_CACHE_URL over a folder of ours."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
-    return given[-1] if given else environ.get("NEURON_COMPILE_CACHE_URL") or DEFAULT_CACHE
+    return given[-1] if given else environ.get("NEURON_COMPILE_CACHE_URL") or str(compile_root() / "neuron")
+
+
+def native_cache(environ: Mapping[str, str]) -> str:
+    """Return where native PyTorch keeps compiled operators: its own default is a fixed folder in /tmp."""
+    return environ.get(NATIVE_CACHE) or str(compile_root() / "neff")
 
 
 def split_flags(flags: str) -> list[str]:
@@ -114,7 +119,7 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
         return None
     return (
         f"compile cache {location} is on {kind}, whose file locks break neuronx-cc; set NEURON_COMPILE_CACHE_URL to a "
-        f"folder of this machine's own disk ({DEFAULT_CACHE}) or to s3://bucket/folder"
+        f"folder of this machine's own disk ({LOCAL_ROOT.format(os.geteuid())}/neuron) or to s3://bucket/folder"
     )
 
 
@@ -318,18 +323,23 @@ def instance_stores(
     ]
 
 
-def age_s(pid: int) -> float:
-    """Seconds since a process of this machine was started; 0 if it has ended, or without /proc."""
-    process = read_process(pid)
-    if process is None:
-        return 0.0
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    return max(0.0, uptime_s - process.started / os.sysconf("SC_CLK_TCK"))
-
-
 def cache_root() -> Path:
-    """Folder for large files of this machine that may be lost: on its NVMe disk, or in the user's cache."""
+    """Return the folder for large files of this machine that may be lost: on its NVMe disk, or in the user's cache.
+
+    It is made for this user alone: it holds tables and shards of texts that may be private.
+    """
     stores = instance_stores()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     check_printable(home, "XDG_CACHE_HOME=")
-    return (stores[0] if stores else Path(home).expanduser()) / "baretrain"
+    # An instance store may be that of several users.
+    root = stores[0] / f"baretrain-{os.geteuid()}" if stores else Path(home).expanduser() / "baretrain"
+    with suppress(OSError):  # who writes to it says what is wrong
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+    return root
+
+
+def compile_root() -> Path:
+    """Return the folder for compiled graphs and kernels, on a disk of this machine: networks' file locks may fail."""
+    root = cache_root()
+    return Path(LOCAL_ROOT.format(os.geteuid())) if filesystem(root).startswith(NETWORK_FILESYSTEMS) else root

@@ -44,6 +44,15 @@ def read_process(pid: int) -> Process | None:
     return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
 
 
+def age_s(pid: int) -> float:
+    """Return the seconds since a process of this machine was started; 0 if it has ended, or without /proc."""
+    process = read_process(pid)
+    if process is None:
+        return 0.0
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return max(0.0, uptime_s - process.started / os.sysconf("SC_CLK_TCK"))
+
+
 def is_alive(pid: int, started: int | None) -> bool | None:
     """Whether the process with this number and start still runs; None if the kernel does not say."""
     try:

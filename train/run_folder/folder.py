@@ -41,6 +41,7 @@ from train.config import (
 from train.host import machine
 from train.host.environment import environment
 from train.host.launched import launched
+from train.host.processes import age_s
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
 from train.storage.atomic_io import sync, write_atomic
@@ -179,7 +180,7 @@ class RunFolder:
     def first_started_unix_s(self) -> float:
         """When the first attempt began, by its machine's clock."""
         first = self.described.get("first_started_unix_s")
-        return float(first) if isinstance(first, int | float) else time.time() - machine.age_s(os.getpid())
+        return float(first) if isinstance(first, int | float) else time.time() - age_s(os.getpid())
 
     def attempt_s(self) -> float:
         return time.monotonic() - self.began_s

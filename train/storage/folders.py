@@ -21,6 +21,7 @@ from train.storage.schema import RelativePath
 
 CHUNK_BYTES = 2**20  # read at once to be hashed
 NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
+PRIVATE = 0o700  # mode of a new folder; one that is there keeps its own
 SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
 
 
@@ -68,6 +69,8 @@ def open_folder(location: str, s3: S3Config) -> Folder:
 
 
 class LocalFolder:
+    """A folder of this machine. The first file makes it for this user alone, whatever the umask: it may hold texts."""
+
     def __init__(self, path: Path) -> None:
         self.path, self.location = path, str(path)
 
@@ -83,12 +86,14 @@ class LocalFolder:
     def write(self, name: str, content: bytes) -> None:
         path = self.at(name)
         with disk_errors("write", path):
+            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.at(name)
         with disk_errors("write", path):
+            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             return create_atomic(path, content)
 
@@ -162,9 +167,9 @@ def local_path(location: str) -> Path:
 
 
 def make_folder(path: Path) -> Path:
-    """Create `path` with its parents and show that it can be written to; InputError if not."""
+    """Create `path`, for this user alone, and its parents; show that it can be written to, InputError if not."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(PRIVATE, parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # a name that no other rank takes
         os.close(handle)  # before it is removed: NFS renames files that are open
         Path(probe).unlink()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from train.backend.base import peak_device_bytes
 from train.config import Plan, TrainConfig
-from train.host import machine
 from train.host.memory import own_peak_bytes
+from train.host.processes import age_s
 from train.run_folder.folder import RunFolder
 from train.telemetry.journal import Journal, RunConsole
 from train.telemetry.monitor import HardwareSample, Monitor
@@ -323,7 +323,7 @@ class Recorder:
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:
             return None
-        attempt_s = max(machine.age_s(os.getpid()), self.folder.attempt_s())
+        attempt_s = max(age_s(os.getpid()), self.folder.attempt_s())
         return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:

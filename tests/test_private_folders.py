@@ -1,0 +1,168 @@
+"""Folders whose content runs as code, or may be private: this user's alone, and refused where others could write."""
+
+import os
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from rejections import rejects
+from running import ROOT
+
+from train.backend.ddp import DDP
+from train.config import BackendConfig
+from train.host import machine
+from train.storage import caches
+from train.storage.folders import LocalFolder, make_folder
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """No variable names a cache, and the home and TMPDIR are new."""
+    for name in (*caches.KERNELS, machine.NATIVE_CACHE, "NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS"):
+        monkeypatch.setenv(name, "")  # what the program sets is removed after the test
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(machine, "instance_stores", list)
+    monkeypatch.setattr(machine, "NETWORK_FILESYSTEMS", ("no such kind",))  # wherever the tests run
+    return tmp_path
+
+
+def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    before = os.umask(0)
+    try:
+        assert (
+            caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"
+        )  # nobody can change that way later
+    finally:
+        os.umask(before)
+    assert [mode(tmp_path / "real" / name) for name in ("", "a")] == [0o700, 0o700]
+    (tmp_path / "open").mkdir(0o755)
+    assert mode(caches.unshared_folder(tmp_path / "open", "X")) == 0o755  # of the user, who lets others read
+    assert mode(caches.private_folder(tmp_path / "open", "X")) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("folder", "parent", "says"),
+    [
+        (0o777, 0o700, "cache can be written to by others"),
+        (0o775, 0o700, "cache can be written to by others"),
+        (0o1777, 0o700, "cache can be written to by others"),  # files of others in it stay theirs
+        (0o700, 0o777, "parent can be written to by others"),  # who may rename what is in it
+        (0o700, 0o1777, None),  # as /tmp
+        (0o700, 0o775, None),  # docs/security.md says that a group may
+    ],
+)
+def test_a_folder_that_others_can_write_to_or_replace_is_refused(tmp_path, folder, parent, says):
+    (tmp_path / "parent/cache").mkdir(parents=True)
+    (tmp_path / "parent/cache").chmod(folder)
+    (tmp_path / "parent").chmod(parent)
+    if says is None:
+        caches.private_folder(tmp_path / "parent/cache", "X")
+    else:
+        rejects(f"{says} .*set X to another", caches.private_folder, tmp_path / "parent/cache", "X")
+
+
+def test_a_folder_of_another_user_is_refused_but_below_one_of_root_is_not(tmp_path, monkeypatch):
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    rejects(f"belongs to user {owner}, and you are {owner + 1}", caches.private_folder, tmp_path, "X")
+    of_root = os.stat_result([0o40755, 0, 0, 0, 0, *[0] * 5])
+    assert caches.foreign_fault(of_root, is_parent=True) is None
+    assert caches.foreign_fault(of_root, is_parent=False)
+
+
+def ddp(**settings):
+    return DDP(BackendConfig(device="cpu", compile="layers", **settings))
+
+
+def test_kernels_lie_below_our_cache_and_those_of_others_are_never_loaded(home, monkeypatch):
+    """TorchInductor would take them from TMPDIR, where anybody could make the folder first."""
+    ddp().close()
+    from torch._inductor import codecache  # as the backend imports it, after the variables are set
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
+
+    for folder in (cache_dir(), triton_cache_dir(0)):
+        assert Path(folder).is_relative_to(home / "xdg/baretrain") and mode(Path(folder)) == 0o700
+    # Its compiled headers do not follow the variable.
+    assert Path(codecache._HEADER_DIR).parent.name == Path(default_cache_dir()).name
+    assert mode(Path(default_cache_dir())) == 0o700 and Path(default_cache_dir()).parent == home
+
+
+@pytest.mark.parametrize("place", [*caches.KERNELS, "backend.compile_cache", "TMPDIR"])
+def test_compiling_with_a_folder_that_others_can_write_to_is_refused(home, monkeypatch, place):
+    planted = home / "planted"
+    if place == "TMPDIR":
+        caches.place_kernels()
+        planted = caches.headers_folder()
+    else:
+        planted.mkdir()
+        monkeypatch.setenv(place, str(planted))
+    planted.chmod(0o777)
+    cfg = {"compile_cache": str(planted)} if "." in place else {}
+    rejects(f"{planted} can be written to by others.*set {place} to", ddp, **cfg)
+    planted.rmdir()
+    planted.symlink_to(home)
+    if place == "TMPDIR":
+        rejects(f"{planted} is a link", ddp)
+
+
+def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monkeypatch):
+    monkeypatch.setattr(caches, "IMAGE_GRAPHS", home / "image")
+    (home / "image/neuronxcc-2").mkdir(parents=True)
+    (home / "image/neuronxcc-2/model.done").touch()
+    for _ in range(2):
+        own = caches.place_graphs({}, is_native=False)
+        assert own == {"NEURON_COMPILE_CACHE_URL": f"{home}/xdg/baretrain/neuron"}
+    assert (home / "xdg/baretrain/neuron/neuronxcc-2/model.done").is_file() and mode(
+        home / "xdg/baretrain/neuron"
+    ) == 0o700
+    assert caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}, is_native=False) == {}
+    assert caches.place_graphs({}, is_native=True) == {machine.NATIVE_CACHE: f"{home}/xdg/baretrain/neff"}
+
+
+@pytest.mark.parametrize("name", ["NEURON_COMPILE_CACHE_URL", "NEURON_CC_FLAGS", machine.NATIVE_CACHE])
+def test_graphs_that_others_could_have_made_are_refused(home, monkeypatch, name):
+    (home / "planted").mkdir()
+    (home / "planted").chmod(0o777)
+    monkeypatch.setenv(name, f"{'--cache_dir=' if 'FLAGS' in name else ''}{home}/planted")
+    is_native = name == machine.NATIVE_CACHE
+    rejects("planted can be written to by others", caches.place_graphs, os.environ, is_native=is_native)
+
+
+# ---- texts that may be private -------------------------------------------------------------------------------------
+
+
+def test_what_holds_texts_is_made_for_this_user_and_stays_as_the_user_changes_it(home):
+    run, output = home / "runs/run", home / "data"
+    for wanted in (0o700, 0o750):
+        LocalFolder(run).write("log/rank_0000.txt", b"")
+        make_folder(output)
+        assert mode(run) == mode(output) == wanted
+        run.chmod(0o750)
+        output.chmod(0o750)
+    (home / "xdg/baretrain").mkdir(parents=True, mode=0o755)  # of an earlier version
+    assert mode(machine.cache_root()) == 0o700
+
+
+@pytest.mark.parametrize("planted", ["", "link", "file"])
+def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(tmp_path, planted):
+    """On a node that shares no folder with the machine that submits. The name was /tmp/NAME-JOBID-job.txt."""
+    ours, theirs = tmp_path / f"baretrain-{os.getuid()}", tmp_path / "theirs"
+    theirs.mkdir()
+    if planted:
+        ours.symlink_to(theirs) if planted == "link" else ours.touch()
+    script = tmp_path / "job.sh"
+    script.write_text((ROOT / "launch/slurm/job.sh").read_text().replace("/tmp/", f"{tmp_path}/"))
+    environ = {**os.environ, "SLURM_JOB_ID": "7", "TMPDIR": str(tmp_path)}
+    for _ in range(2):  # a requeued job goes on in its file
+        subprocess.run(["bash", script, "echo", "", "runs/x"], env=environ, stdout=subprocess.DEVNULL, check=True)
+    logs, said = list(tmp_path.glob("*/job_7.txt")), "-m launch.slurm.batch runs/x\n"
+    assert [log.read_text() for log in logs] == ([said, said] if planted else [said * 2])
+    assert {mode(log.parent) for log in logs} == {0o700} and not any(theirs.iterdir())
