@@ -101,8 +101,10 @@ class Node:
         joined = rendezvous(self, cluster_of(self.job), is_train=module == "train")
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
-        head = [self.job.python, "-m", "torch.distributed.run", *size, *joined, "--max-restarts=0", *logs]
-        return [*head, self.start_py(), module, *arguments]
+        start = self.start_py()
+        torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [start, "train.host.local_torchrun"]
+        head = [self.job.python, *torchrun, *size, *joined, "--max-restarts=0", *logs]
+        return [*head, start, module, *arguments]
 
     def run(self, command: Sequence[str], log: str) -> int:
         """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
@@ -129,7 +131,7 @@ def rendezvous(node: Node, cluster: ClusterConfig, *, is_train: bool) -> list[st
     """
     ident, limit = f"--rdzv-id={node.job.id}.{node.options.attempt}", [] if is_train else [f"timeout={JOIN_S}"]
     if len(node.hosts) == 1:
-        return [ident, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        return [ident]
     address, port = node.addresses[0], node.options.port
     if cluster.rendezvous == "static":
         first = [f"--node-rank={node.rank}", f"--master-addr={address}", f"--master-port={port}"]

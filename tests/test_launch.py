@@ -224,6 +224,38 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+LISTENING = """
+import psutil
+import torch.distributed as dist
+from train.backend.rendezvous import join
+from train.host import rank_setup
+from train.host.launched import launched
+
+rank_setup.prepare(launched(), forks=False)
+join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
+for process in (psutil.Process(), psutil.Process().parent()):
+    for each in process.net_connections("inet"):
+        if each.status == psutil.CONN_LISTEN:
+            print(each.laddr.ip)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("store", ["torchrun's", "rank 0's"])
+def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_path, store):
+    """Whoever reaches these ports decides what the ranks unpickle."""
+    (tmp_path / "rank.py").write_text(LISTENING)
+    words, environ = ["-c", LISTENING], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environ["MASTER_PORT"] = str(free_port())
+    if store == "torchrun's":
+        forked = ["--nproc-per-node=1", "--start-method=fork", "--run-path"]
+        words, environ = ["train.host.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
+    done = run_forked(words, {**os.environ, **environ})
+    assert done.returncode == 0, done.stderr
+    heard = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert len(heard) >= 2 and set(heard) == {"127.0.0.1"}
+
+
 # ---- torchrun's end --------------------------------------------------------------------------------------------------
 
 CHILD = """

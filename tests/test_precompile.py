@@ -98,7 +98,7 @@ def test_the_tool_gets_torchrun_with_the_ranks_of_the_instance_and_a_folder_of_i
     assert call["command"] == "collect-and-compile"
     env, chdir, python, *rest = call["run"]
     assert (env, chdir, python) == ("env", f"--chdir={tool.parent}", sys.executable)
-    assert rest[: rest.index("train")] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=32", "-m"]
+    assert rest[: rest.index("train")] == ["-m", "train.host.local_torchrun", "--nproc-per-node=32", "-m"]
     assert rest[rest.index("train") + 1 :][:3] == RUN
     assert "collect_graphs=true" in rest and f"max_steps={precompile.STEPS}" in rest
     assert Path(call["cwd"]).parent.parent == tool.parent / "tmp"

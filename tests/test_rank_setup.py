@@ -30,7 +30,9 @@ def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkey
     assert environment({"NCCL_SOCKET_IFNAME": ""}, TWO_MACHINES) == chosen
     del chosen["GLOO_SOCKET_IFNAME"]
     assert environment({"GLOO_SOCKET_IFNAME": "eth9"}, TWO_MACHINES) == chosen
-    assert environment({}, Launched(world_size=2, local_world_size=2)) == {}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert environment({}, Launched(world_size=2, local_world_size=2, is_distributed=True)) == loopback
+    assert environment({}, Launched()) == {}
     monkeypatch.setattr(rank_setup, "network_card", lambda master: None)
     assert environment({}, TWO_MACHINES) == {}
     monkeypatch.setattr(rank_setup.resource, "setrlimit", lambda *_: None)

@@ -142,7 +142,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         check(fault is None, fault or "")
         added["NEURON_COMPILE_CACHE_URL"] = cache  # the tool's own default is a folder that others can make first
     # torchrun runs in the user's folder, whatever folder the tool is in.
-    torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", "torch.distributed.run", *machines]
+    torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
         command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train", *overrides],
         added=added,
@@ -170,19 +170,19 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
 
 
 def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """The number of machines by the options, or else by Slurm, or else 1, and torchrun's flags for this one."""
+    """Return the number of machines, by the options, by Slurm, or else 1, and torchrun with its flags for this one."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
         check(not options.node_rank, f"--node-rank={options.node_rank} needs --nnodes")
-        return 1, ["--standalone"]
+        return 1, ["train.host.local_torchrun"]
     rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
     check(0 <= rank < count, f"{count} machines: give each its --node-rank, 0 to {count - 1}")
     task = environ.get("SLURM_LOCALID", "0")
     check(task == "0", f"Slurm task {task} of this machine: start one on each, srun --ntasks-per-node=1")
     master = options.master_addr or machine.first_slurm_host(environ)
     check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
-    flags = [f"--nnodes={count}", f"--node-rank={rank}", f"--master-addr={master}"]
+    flags = ["torch.distributed.run", f"--nnodes={count}", f"--node-rank={rank}", f"--master-addr={master}"]
     return count, [*flags, f"--master-port={options.master_port}"]
 
 

@@ -184,7 +184,7 @@ def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gi
     """The command that measures one micro batch."""
     others = {"steps", "warmup", "windows"}
     given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cfg.nproc}"]
+    launcher = ["-m", "train.host.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
     own = [f"micro_batch_size={size}", f"max_memory_gib={limit_gib}", f'output="{output}"']
     return [sys.executable, *(launcher if cfg.nproc > 1 else []), "-m", "train.bench", *given, *own]
 

@@ -122,7 +122,7 @@ class Runner:
             print(f"{variant.name}: {variant.location} is done", flush=True)
             return Ending("done")
         ranks = self.compare.ranks
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        torchrun = ["-m", "train.host.local_torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command = [sys.executable, *torchrun, "-m", "train", *variant.overrides]
         folder = open_folder(variant.location, variant.cfg.s3)
         before = read_outcome(folder)

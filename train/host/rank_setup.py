@@ -61,6 +61,8 @@ def rank_environment(
         # gloo takes the address of the host name else, which Debian and Ubuntu map to 127.0.1.1; NCCL and Neuron's
         # collectives take the first card that they see. "=" is NCCL's sign for the whole name.
         wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
+    elif launch.is_one_machine and launch.is_distributed:  # no other machine reaches what they listen on
+        wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
