@@ -283,6 +283,7 @@ PATHS = [
     ("predict", "{} --text a"),
 ]
 NO_PATHS = {"'a\nb'": "must be one line", "''": "a path is empty", LONG: "too long for a path"}
+NO_PATHS |= {url: f"{url} is neither a URL" for url in ("s3:/b/x", "s3:b/x", "S3:/b", "gs:b", "file:x", "a+b:/x")}
 FLAGS += [(command, words.format(path), says) for command, words in PATHS for path, says in NO_PATHS.items()]
 
 PREPARATIONS = [
@@ -311,6 +312,7 @@ PREPARATIONS = [
     ("output=DATA", "DATA"),
     ("output=TEXT/x", "TEXT/x"),
     ("output=http://x/y", "http://x/y"),
+    ("output=s3:/bucket/x", "s3:/bucket/x is neither a URL"),
 ]
 
 TABLES = [

@@ -188,22 +188,21 @@ class Rendezvous:
             multi_tenant=True,  # a rank that is rejected later connects once more
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
-            **(listener(launch) if keeps_store else {}),
+            master_listen_fd=listener(launch) if keeps_store else None,
         )
         if keeps_store:
             KEPT.append(store)
         return dist.PrefixStore("rendezvous", store)
 
 
-def listener(launch: Launched) -> dict[str, int]:
-    """Return the argument by which a store listens at its address only, as ranks of one machine need no more. Empty for
-    several, and where the port is taken: this process has the store already, or torch says so.
+def listener(launch: Launched) -> int | None:
+    """Return a socket at its address only for a store of one machine's ranks. None for several machines, and where the
+    port is taken: this process has the store already, or torch says who has it.
     """
     with suppress(OSError):
         if launch.is_one_machine:
-            listening = socket.create_server((launch.master_addr, launch.master_port))
-            return {"master_listen_fd": listening.detach()}
-    return {}
+            return socket.create_server((launch.master_addr, launch.master_port)).detach()
+    return None
 
 
 def text_of(store: dist.Store, key: str) -> str:

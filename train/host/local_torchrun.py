@@ -25,7 +25,7 @@ def main() -> None:
                 listener = socket.create_server(("127.0.0.1", port))
                 host_name, port = listener.getsockname()
                 settings["master_listen_fd"] = listener.detach()
-            super().__init__(host_name, port, *rest, is_master=is_master, **settings)
+            super().__init__(host_name, port, *rest, is_master=is_master, **settings)  # type: ignore[misc]
 
     dist.TCPStore = c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[misc]
     usual = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]

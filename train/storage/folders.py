@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from train.storage.schema import RelativePath
 
 CHUNK_BYTES = 2**20  # read at once to be hashed
 NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
+# What was meant to be a URL: a name with ":/", or a known one with ":" alone.
+NO_URL = re.compile(
+    r"\s*([a-z][a-z0-9+.-]*:/|(s3[an]?|gs|gcs|hdfs|abfss?|az|wasbs?|https?|file|hf|dbfs):)", re.IGNORECASE
+)
 PRIVATE = 0o700  # mode of a new folder; one that is there keeps its own
 SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
 
@@ -150,6 +155,8 @@ def local_path(location: str) -> Path:
     check_printable(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
+    if "://" not in location and NO_URL.match(location):  # a library for paths has made one slash of two
+        raise InputError(f"{location} is neither a URL, s3://bucket/name, nor a usual path; a local one begins with ./")
     if not location.removeprefix("file://"):
         raise InputError("a path is empty (a variable that is not set?); name a file or folder")
     try:
