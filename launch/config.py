@@ -69,7 +69,7 @@ class LaunchConfig(Section):
         check(
             is_local or not self.instance.name.startswith("p3"),
             f"instance={self.instance.name} has V100s: neither the open driver of our image nor CUDA 13, with which "
-            "PyTorch is built today, drives them, and ParallelCluster refuses the type since 3.9. Take g6.12xlarge, "
+            "PyTorch is built today, drives them, and ParallelCluster rejects the type since 3.9. Take g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
         check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm")

@@ -55,7 +55,7 @@ def test_a_sample_is_of_the_whole_corpus_and_bounded():
     assert 2048 <= len(numbers) < 4096 and numbers[0] == 0 and numbers[-1] > 19_900
 
 
-@pytest.mark.parametrize("word", ["Name", "NAME", "name", "Double-Name", "Don't", "(Hello)", "12", "", "C1CCCCC1"])
+@pytest.mark.parametrize("word", ["Name", "NAME", "name", "Double-Name", "Don't", "(Good)", "12", "", "C1CCCCC1"])
 def test_capitals_of_words_and_names_carry_no_meaning_of_their_own(word):
     assert not has_inner_capitals(word)
 

@@ -1,4 +1,4 @@
-"""Folders whose content runs as code, or may be private: this user's alone, and refused where others could write."""
+"""Folders whose content runs as code, or may be private: this user's alone, and rejected where others could write."""
 
 import os
 import stat

@@ -1,6 +1,6 @@
 """torchrun for the ranks of one machine, which other machines cannot reach: `python -m train.host.local_torchrun`.
 
-Ranks meet in torch's TCPStore, which listens on every interface whatever its address is, unless it is given a socket.
+Ranks join by torch's TCPStore, which listens on every interface whatever its address is, unless it is given a socket.
 Whoever reaches it decides what the ranks unpickle.
 """
 
