@@ -248,6 +248,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         "device": backend.device_name,
         "precision": backend.precision,
         "backend": backend.name,
+        "compile": backend.compiles,
         "world_size": world.size,
         "threads": torch.get_num_threads(),
         **task.facts,

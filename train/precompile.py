@@ -132,7 +132,8 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     cli.load_config(TrainConfig, overrides)
     # The data is not opened here: these are enough rows for every run, and its length may be unknown.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
-    is_inductor = cfg.backend.compile != "none"
+    # With backend.compile=auto the place for the graphs says that they are torch.compile's.
+    is_inductor = cfg.backend.compile in ("layers", "model") or cfg.backend.compile_cache is not None
     if is_inductor:
         added, cache = {}, cfg.backend.compile_cache
         check(cache is not None, "give backend.compile_cache, the folder or s3://bucket/prefix that the run reads")

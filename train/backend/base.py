@@ -89,6 +89,7 @@ class Backend(Protocol):
     monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
     continues_dropout: bool = True  # whether random numbers that are put back were seen to continue on the device
     lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
+    compiles: str = "none"  # what torch.compile makes kernels of: none | layers | model
     may_compile: bool = False  # whether backend.compile is an option here that the run does not use
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     world: World  # the ranks, over the hosts

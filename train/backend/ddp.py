@@ -135,6 +135,7 @@ class DDP(Backend):
             widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
             self.compiler.compile(model, machines=self.world.num_machines, norms=self.norms, widens=widens)
             self.compiler.expect(lengths)
+            self.compiles = self.compiler.what
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 

@@ -202,7 +202,7 @@ def setting(run: Run) -> Summary:
         "device": device,
         "world_size": number(end, "world_size") or number(environment, "world_size"),
         "backend": end.get("backend") or environment.get("backend") or config.get("backend.name"),
-        "compile": config.get("backend.compile"),
+        "compile": environment.get("compile") or config.get("backend.compile"),
         "precision": end.get("precision") or environment.get("precision") or config.get("backend.precision"),
         "global_batch_size": number(config, "global_batch_size") or number(environment, "plan.global_batch_size"),
         "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
