@@ -151,7 +151,7 @@ VALUES = [
     (["model=any", "model.architecture=bert", "model.num_layers=1000000000"], "num_layers 1000000000"),
     ("model.architecture=nosuch", "model.architecture=nosuch"),
     (["model=any", "model.architecture=clip"], "clip"),
-    (["model=any", "model.architecture=gpt2", "model.embedding_size=8"], "model.embedding_size=8"),
+    (["model=any", "model.architecture=bert", "model.embedding_size=8"], "model.embedding_size=8"),
     ("model.init_from=EMPTY", "there is nothing in that folder"),
     ("model.init_from=DATA", "neither a run"),
     (["model=pretrained"], "model.pretrained is not set"),

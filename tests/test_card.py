@@ -112,6 +112,16 @@ def test_a_pretraining_has_a_card_too_and_what_is_unknown_is_called_so(tmp_path)
     assert "The run was not evaluated." in body and row(body, "Cost") == ["unknown"]
 
 
+EVIL_IDS = ['a/b")\n```\n# Run this', "a/b\n", 'a/b", revision="x', "/home/me", "a/b/c", "a/b`"]
+
+
+@pytest.mark.parametrize("to", [*EVIL_IDS, "jane/tweets-bert"])
+def test_only_an_id_on_the_hub_gets_into_the_code_of_the_card(tmp_path, to):
+    _, body = made(write(tmp_path / "run", hub={"push_to": to}))
+    assert body.count("```") == 2
+    assert f'model="{card.HERE if to in EVIL_IDS else to}")\n' in body
+
+
 def test_names_are_shown_as_they_are_and_break_nothing(tmp_path):
     run, odd = write(tmp_path / "run"), "a|b\n<i>*x*</i>"
     (run / "data.json").write_text(json.dumps({"labels": [odd], "splits": {"train": {"label_counts": {odd: 5}}}}))

@@ -1,12 +1,14 @@
 """Models, runs and settings of others: their code is not executed, what they name is not looked up, asked or copied."""
 
 import ast
+import base64
 import io
 import json
 import os
-import pickle
 import shutil
 import stat
+import struct
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rejections import rejects
 from running import ROOT, train_config
+from safetensors.torch import load_file, save_file
 from services.fake_hub import FakeHub
 from test_source import write_tokenizer
 from transformers import BertConfig, BertForSequenceClassification
@@ -44,9 +47,8 @@ from train.data.records.formats import load_hub, load_saved
 from train.data.records.table_folder import parse_facts
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
-from train.models.encoder import model_config
+from train.models.encoder import model_config, without_weights
 from train.models.network import Network
-from train.models.pretrained import without_weights
 from train.models.source import task_tokenizer
 from train.storage.folders import LocalFolder, sha256_json
 from train.storage.s3 import S3Folder
@@ -112,31 +114,106 @@ def test_code_that_comes_with_a_model_is_not_executed_even_if_standard_input_say
     code = predict.main([str(model), *ASK])
     errors = capsys.readouterr().err
     assert not mark.exists()
-    if model_type == "bert":  # transformers has such a model: its own code is taken
-        assert code == 0
-    else:
-        assert code == 2 and "which is never executed here" in errors and errors.count("\n") == 1
+    assert code == 2 and errors.count("\n") == 1
+    assert ("which is never executed here" if model_type == "bert" else "'evil' is not an encoder") in errors
 
 
-class Bomb:
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return (open, (str(self.mark), "w"))
+def charsmap(blob):
+    """The table of a sentencepiece normalizer."""
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(blob).decode()}
 
 
-def test_weights_that_are_a_pickle_with_code_are_rejected(model, tmp_path, capsys):
+UNITS = struct.pack("<3I", 8, 0x3FF << 10, 0x3FF << 10)  # two of a trie, which lead far behind its end
+REJECTED = {  # by what the error says: files of the model with changes of their values
+    "auto_map asks": {"config.json": {"a": [{"b": {"auto_map": {"AutoConfig": "evil.C"}}}]}},
+    "trust_remote_code asks": {"config.json": {"text_config": {"trust_remote_code": True}}},
+    "_attn_implementation_internal asks": {"config.json": {"_attn_implementation_internal": "someone/kernels"}},
+    "attn_implementation asks": {"config.json": {"attn_implementation": "someone/kernels"}},
+    "quantization_config asks": {"config.json": {"quantization_config": {"quant_method": "unknown"}}},
+    "configuration_files asks": {"config.json": {"configuration_files": ["config.4.0.0.json"]}},
+    "transformers_weights asks": {"config.json": {"transformers_weights": "../other.bin"}},
+    "model_type 'lightglue' is not": {"config.json": {"keypoint_detector_config": {"model_type": "lightglue"}}},
+    "model_type None is not": {"config.json": {"model_type": None}},
+    "holds an adapter": {"adapter_config.json": {"base_model_name_or_path": "someone/else"}},
+    "is_decoder is True": {"config.json": {"is_decoder": True}},
+    "num_hidden_layers is -1;": {"config.json": {"num_hidden_layers": -1}},
+    "num_hidden_layers is 1000000000;": {"config.json": {"num_hidden_layers": 10**9}},
+    "num_attention_heads is 0;": {"config.json": {"num_attention_heads": 0}},
+    "hidden_size is '8';": {"config.json": {"hidden_size": "8"}},
+    "pad_token_id is 99999;": {"config.json": {"pad_token_id": 99999}},
+    "hidden_dropout_prob is 2;": {"config.json": {"hidden_dropout_prob": 2}},
+    "no activation": {"config.json": {"hidden_act": "swoosh"}},
+    "'layer_norm_eps' expected float": {"config.json": {"layer_norm_eps": "small"}},
+    "architectures[0] holds 5": {"config.json": {"architectures": [5]}},
+    "weights alone take": {"config.json": {"max_position_embeddings": 10**9}},
+    "is a slow one (BertModelFast": {"tokenizer_config.json": {"tokenizer_class": "BertModelFast"}},  # any class
+    "is a slow one (AutoTokenizer": {"tokenizer_config.json": {"tokenizer_class": "AutoTokenizer"}},
+    "auto_map asks transformers": {"tokenizer_config.json": {"auto_map": {"AutoTokenizer": [None, "evil.T"]}}},
+    "vocab makes": {"tokenizer_config.json": {"vocab": "/etc/passwd"}},
+    "merges_file makes": {"tokenizer_config.json": {"merges_file": "../secret.txt"}},
+    "init_inputs makes": {"tokenizer_config.json": {"init_inputs": ["/etc/passwd"]}},
+    "'vocab_file' is no special token": {"special_tokens_map.json": {"vocab_file": "/etc/passwd"}},
+    "index out of bounds": {"tokenizer.json": {"normalizer": charsmap(UNITS + b"x\0")}},
+    "Cannot parse precompiled_charsmap": {"tokenizer.json": {"normalizer": charsmap(b"\1")}},
+    "chunk size must be non-zero": {"tokenizer.json": {"pre_tokenizer": {"type": "FixedLength", "length": 0}}},
+}
+
+
+@pytest.mark.parametrize("says", REJECTED)
+def test_a_model_of_someone_is_rejected_in_one_line_before_transformers_sees_it(model, says, capfd):
+    for name, changes in REJECTED[says].items():
+        if not (model / name).exists():
+            (model / name).write_text("{}")
+        edit(model / name, **changes)
+    capfd.readouterr()
+    assert predict.main([str(model), *ASK]) == 2
+    errors = capfd.readouterr().err
+    assert says in errors and errors.count("\n") == 1
+
+
+def test_a_vocabulary_names_no_numbers_far_behind_its_end(model):
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["vocab"]["sat"] = 2**32 - 1
+    edit(model / "tokenizer.json", **content)
+    rejects("piece 'sat' has the number 4294967295, though there are 10 pieces", load_tokenizer, str(model))
+
+
+def test_what_published_models_hold_beside_their_sizes_is_accepted(model, tmp_path, capsys):
+    edit(model / "config.json", _attn_implementation_autoset=True, quantization_config=None, return_dict=False)
+    templates = [{"name": name, "template": "x"} for name in ("default", "../../../evil")]
+    paths = {"special_tokens_map_file": "/root/.cache/x", "tokenizer_file": "/root/y", "init_inputs": []}
+    edit(model / "tokenizer_config.json", chat_template=templates, **paths)
+    load_tokenizer(str(model)).save_pretrained(tmp_path / "a/b/c")
+    assert predict.main([str(model), *ASK]) == 0
+    assert not list(tmp_path.rglob("*evil*")) and not list(tmp_path.rglob("*.jinja"))
+
+
+def test_layers_that_the_configuration_leaves_out_are_named(tmp_path, capsys):
+    BertForSequenceClassification(BertConfig(**{**SMALL, "num_hidden_layers": 2})).save_pretrained(tmp_path)
+    edit(write_tokenizer(tmp_path) / "config.json", num_hidden_layers=1)
+    assert predict.main([str(tmp_path), *ASK]) == 2
+    assert "holds layers that its config.json does not have: bert.encoder.layer.1." in capsys.readouterr().err
+
+
+def test_weights_that_are_no_numbers_are_named(model, capsys):
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.bias"][1] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert predict.main([str(model), *ASK]) == 2
+    assert "classifier.bias holds NaN" in capsys.readouterr().err
+
+
+def test_pickled_weights_are_not_read_and_the_command_that_converts_them_is_named(model, capsys):
+    wanted = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
-    for content in (None, pickle.dumps(Bomb(tmp_path / "executed"))):
-        if content is None:
-            torch.save({"bert.x": Bomb(tmp_path / "executed")}, model / "pytorch_model.bin")
-        else:
-            (model / "pytorch_model.bin").write_bytes(content)
-        assert predict.main([str(model), *ASK]) == 2
-        errors = capsys.readouterr().err.splitlines()
-        assert errors[-1].startswith("error: ") and "Traceback" not in errors
-    assert not (tmp_path / "executed").exists()
+    torch.save({**wanted, "extra": torch.ones(2, 3).T}, model / "pytorch_model.bin")
+    assert predict.main([str(model), *ASK]) == 2
+    errors = capsys.readouterr().err
+    assert "pytorch_model.bin holds pickled weights, which are not read here" in errors and errors.count("\n") == 1
+    command = errors.partition("2.10 or newer: ")[2].replace("python -c", f"{sys.executable} -c")
+    subprocess.run(command, shell=True, check=True)
+    made = load_file(model / "model.safetensors")
+    assert all(made[name].equal(weight) for name, weight in wanted.items()) and made["extra"].shape == (3, 2)
 
 
 @pytest.mark.parametrize("name", ["../small/model.safetensors", "/etc/passwd", 5])

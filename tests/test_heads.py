@@ -295,19 +295,23 @@ def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
     for head, cfg, message in (
         ("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64), "model.hidden_size=64, but"),
         ("label", sizes(max_positions=8), "seq_len=12 is longer than the model's 8 positions"),
-        ("span", ModelConfig(architecture="gpt_neox_japanese"), "no AutoModelForQuestionAnswering"),
+        ("span", sizes("eurobert"), "no AutoModelForQuestionAnswering"),
+        ("span", ModelConfig(architecture="gpt2"), "gpt2 is not an encoder of text"),
         ("label", sizes(freeze_layers=3), "model.freeze_layers=3, but this bert has 2 layers"),
         ("label", sizes("albert", freeze_layers=1), "model.freeze_layers=1: albert shares one layer"),
     ):
         rejects(message, build, head, cfg)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a tensor in sight", None], ids=["empty", "damaged", "missing"])
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None, "cut"])
 def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, content):
     (tmp_path / "config.json").write_bytes((encoder_folder / "config.json").read_bytes())
+    if content == "cut":
+        content = (encoder_folder / "model.safetensors").read_bytes()[:-1]
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
-    rejects(f"model.pretrained={tmp_path} cannot be loaded", build, "label", ModelConfig(pretrained=str(tmp_path)))
+    says = f"model.pretrained={tmp_path} cannot be loaded" if content is None else "is damaged, or a pointer of Git LFS"
+    rejects(says, build, "label", ModelConfig(pretrained=str(tmp_path)))
 
 
 def test_dropout_that_is_set_is_that_of_the_head_too():

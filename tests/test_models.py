@@ -119,10 +119,7 @@ def test_positions_begin_as_sinusoids_twice_the_size_of_the_words_which_are_as_l
         ({"architecture": "bert", "embedding_size": 16}, "model.embedding_size=16: bert has no such size"),
         # Its positions begin behind the padding.
         ({"architecture": "roberta", "embedding_size": None, "max_positions": 24}, "than the model's 23 positions"),
-        (
-            {"architecture": "gpt2", "embedding_size": None, "intermediate_size": None},
-            "no masked language model of type",
-        ),
+        ({"architecture": "gpt2", "embedding_size": None, "intermediate_size": None}, "is not an encoder of text"),
         ({"architecture": "deberta-v2", "embedding_size": None, "initializer_range": 0.0}, "must be above 0"),
         ({"architecture": "modernbert", "embedding_size": None, "position_init": "sinusoid"}, "no position embeddings"),
         ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),

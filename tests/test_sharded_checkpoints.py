@@ -162,6 +162,25 @@ def test_pieces_that_do_not_make_a_tensor_are_rejected(tmp_path, second, message
     assert message in rejected(tmp_path, contents, read_weights)
 
 
+@pytest.mark.parametrize(
+    "strange",
+    [
+        ROWS.to_sparse(),
+        ROWS.to_sparse_csr(),
+        torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8),
+        torch.nested.as_nested_tensor([ROWS, ROWS[:1]]),
+        ROWS.to("meta"),
+        torch.nn.Parameter(ROWS),
+    ],
+    ids=["sparse", "CSR", "quantised", "nested", "meta", "a subclass"],
+)
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|TypedStorage|quantize).*")
+def test_tensors_that_are_not_plain_numbers_are_rejected(tmp_path, strange):
+    inside = [{"deep": (strange,)}]
+    inside.append(inside)  # pickle allows it
+    assert "a tensor that is not plain numbers" in rejected(tmp_path, {"model.pt": {"w": inside}}, read_weights)
+
+
 def test_a_part_that_is_none_or_lacks_moments_is_rejected(tmp_path):
     assert "model_00001.pt: it holds 5" in rejected(tmp_path, {"model.pt": {}, "model_00001.pt": 5}, read_weights)
     first = {"state": {0: {"m": ROWS}}, "param_groups": [{"params": [0, 1]}]}

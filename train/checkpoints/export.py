@@ -7,8 +7,8 @@ from pathlib import Path
 from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
 from train.config import InputError, TrainConfig, check, flat
+from train.models.encoder import without_weights
 from train.models.network import Network
-from train.models.pretrained import without_weights
 from train.run_folder.folder import differences
 from train.run_folder.ownership import find_identity
 from train.storage.folders import Folder, make_folder, scratch_folder

@@ -165,12 +165,23 @@ def read_optimizer(folder: Path, manifest: Manifest) -> State:
 
 def read(path: Path) -> State:
     """The content of a checkpoint's file, whose checksum was compared before. Raises Untrusted for a file that holds
-    code, or that is missing because the manifest does not name it.
+    code, or tensors other than plain ones on the CPU, or that is missing because the manifest does not name it.
     """
     try:
-        return load_file(path)
+        state = load_file(path)
     except (FileNotFoundError, pickle.UnpicklingError) as error:
         is_missing = isinstance(error, FileNotFoundError)
         content = "holds more than tensors and plain containers, though its checksum is right"
         fault = "is missing, and its manifest does not name it" if is_missing else content
         raise Untrusted(f"{path} is rejected: it {fault}; who wrote it?") from error
+    inner: list[Any] = [state]
+    seen = set[int]()
+    for value in inner:  # which grows
+        if isinstance(value, torch.Tensor):
+            plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+            if not plain or value.is_quantized or value.is_nested:
+                raise Untrusted(f"{path} is rejected: it holds a tensor that is not plain numbers; who wrote it?")
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may hold itself
+            seen.add(id(value))
+            inner += value.values() if isinstance(value, dict) else value
+    return state

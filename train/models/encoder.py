@@ -6,9 +6,11 @@ Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabula
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
 
@@ -17,6 +19,7 @@ from train.host.memory import total_memory_bytes
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze
 from train.models.pretrained import read_model_config, read_weights
+from train.storage.model_folder import ENCODERS
 
 # The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
 SIZES = {
@@ -174,12 +177,12 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
             value = getattr(config, theirs)
             check(wanted == value, f"model.{ours}={wanted}, but {cfg.pretrained} has {value}; leave it out")
     else:
-        try:
-            defaults = AutoConfig.for_model(cfg.architecture)
-        except ValueError as error:
-            raise InputError(
-                f"model.architecture={cfg.architecture} is not a model_type of transformers (albert, bert, ...)"
-            ) from error
+        check(
+            cfg.architecture in ENCODERS.split(),
+            f"model.architecture={cfg.architecture} is not an encoder of text that is known here; choose albert, bert, "
+            "modernbert, roberta, ...",
+        )
+        defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
         tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # of the architecture's own tokenizer
@@ -192,10 +195,9 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
                 f"model.initializer_range={cfg.initializer_range}: {config.model_type} has none; leave it out",
             )
             config.initializer_range = cfg.initializer_range
-    name = cfg.pretrained or f"model.architecture={cfg.architecture}"
     check(
-        hasattr(config, "hidden_size"),
-        f"{name} is not an encoder of text ({config.model_type}); choose albert, bert, ...",
+        config.model_type not in OFFSET_POSITIONS or config.pad_token_id is not None,
+        f"{cfg.pretrained}: a {config.model_type} counts positions from its pad_token_id, which is not set",
     )
     heads = getattr(config, "num_attention_heads", 1)
     check(
@@ -229,6 +231,12 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
         f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
         "prepare shorter sequences",
     )
+    check_memory(config)
+    return config
+
+
+def check_memory(config: PreTrainedConfig) -> None:
+    """Raise InputError for a model whose weights alone exceed this machine's memory."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_positions", "embedding_size")
     theirs = {ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names}
     sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
@@ -242,7 +250,21 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
         f"the model's weights alone take about {needed_bytes / 1e9:,.0f} GB, and this machine has "
         f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than model's {listed}",
     )
-    return config
+
+
+def without_weights(head: str, folder: Path) -> PreTrainedModel:
+    """Return the model of AutoModelFor<head> of a folder's config.json, with random weights.
+
+    Raises InputError if there is none, or if this machine's memory does not hold it.
+    """
+    config = read_model_config(str(folder))
+    check_memory(config)
+    auto: Any = getattr(transformers, f"AutoModelFor{head}")
+    check(type(config) in auto._model_mapping, f"{folder}: transformers has no {head} of type {config.model_type}")
+    network: PreTrainedModel = auto.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    return network
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:

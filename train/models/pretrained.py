@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import logging
-import pickle
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from train.config import InputError, check
 from train.data.text.tokenizer import quiet
-from train.storage.hub_access import asking_hub, why_missing
+from train.storage.hub_access import asking_hub, fetched, why_missing
+from train.storage.model_folder import read_model_json
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
+FILES = ("config.json", "adapter_config.json")  # at the Hub
+WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # in the configurations of transformers
+# Pickled weights are not read: until PyTorch 2.10 they could write to any memory (CVE-2026-24747).
+CONVERT = (
+    'python -c "import glob, torch; from safetensors.torch import save_file; save_file({k: v.contiguous().clone() '
+    "for f in glob.glob('pytorch_model*.bin') for k, v in torch.load(f, weights_only=True).items()}, "
+    "'model.safetensors', {'format': 'pt'})\""
+)
 
 
 def read_weights(
@@ -33,19 +44,21 @@ def read_weights(
     """
     try:
         with quiet(), asking_hub(source):
+            folder = fetched(source, WEIGHTS)
+            check_weights(folder)
             network, info = auto.from_pretrained(
-                source,
+                folder,
                 config=config,
                 attn_implementation=attention,
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported below
-                local_files_only=Path(source).is_dir(),
+                local_files_only=True,
                 trust_remote_code=False,
-                weights_only=True,
+                use_safetensors=True,
             )
-    except (*BAD_FILES, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except (*BAD_FILES, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError | InputError):
             raise
         raise InputError(unavailable(source, error)) from error
     missing, inside = set(info["missing_keys"]), set(network.base_model.parameters())
@@ -53,6 +66,10 @@ def read_weights(
     check(not encoder <= missing, f"{source} claims to be a {config.model_type}, but holds no weights of its encoder")
     lacking = sorted(encoder & missing)
     check(not lacking, f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}")
+    prefix = f"{network.base_model_prefix}."
+    kinds = {re.sub(r"\d+", "N", name.removeprefix(prefix)) for name in encoder}
+    unread = sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "N", name.removeprefix(prefix)) in kinds)
+    check(not unread, f"{source} holds layers that its config.json does not have: {', '.join(unread[:3])}")
     other = {name: f"{list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
     wrong = [name for name in sorted(other) if name in encoder or not new_head]
     hint = (
@@ -61,6 +78,8 @@ def read_weights(
     check(not wrong, f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}")
     if new_head:
         missing |= begin_head(network)
+    broken = [name for name, weight in network.named_parameters() if not weight.isfinite().all()]
+    check(not broken, f"{source}: {', '.join(broken[:3])} holds NaN or infinity; the weights are damaged")
     said = {"new, with random weights": missing, "left out, as this model has none": info["unexpected_keys"]}
     parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
     if parts:
@@ -88,37 +107,56 @@ def begin_head(network: PreTrainedModel) -> set[str]:
     return begun
 
 
-def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """The model of AutoModelFor<head> of a folder's config.json, with random weights. InputError for none."""
-    config = read_model_config(str(folder))
-    auto: Any = getattr(transformers, f"AutoModelFor{head}")
-    check(type(config) in auto._model_mapping, f"{folder}: transformers has no {head} of type {config.model_type}")
-    network: PreTrainedModel = auto.from_config(
-        config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
-    return network
-
-
 def read_model_config(source: str) -> PreTrainedConfig:
-    """The configuration of a folder or Hub id. InputError if there is none, or it needs code that comes with it."""
+    """Return the configuration of a folder or Hub id. Raises InputError if there is none, or one that cannot be used,
+    and for weights beside it that cannot be read. transformers does not see the file.
+    """
     try:
         with asking_hub(source):
-            config = AutoConfig.from_pretrained(source, local_files_only=Path(source).is_dir(), trust_remote_code=False)
-    except (*BAD_FILES, RecursionError) as error:
+            folder = fetched(source, FILES)
+            values = read_model_json(folder)
+    except InputError:
+        raise
+    except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
-    check_index(Path(source))
+    if values is None:
+        raise InputError(unavailable(source, FileNotFoundError("it has no config.json")))
+    try:
+        config = AutoConfig.for_model(values.pop("model_type"), **{**values, "name_or_path": source})
+    except Exception as error:  # whatever a value makes the code of an architecture raise
+        why = " ".join(str(error).split())
+        raise InputError(f"{source}/config.json is none that transformers can use: {why}") from error
+    config.return_dict = True
+    unknown = {name: act for name in ACTIVATIONS if (act := getattr(config, name, None)) and act not in ACT2FN}
+    check(not unknown, f"{source}/config.json: transformers has no activation {unknown}")
+    check_weights(folder)
     return config
 
 
-def check_index(folder: Path) -> None:
-    """Raise InputError for an index of sharded weights that names files which are missing or outside its folder."""
-    for path in folder.glob("*.index.json") if folder.is_dir() else ():
+def check_weights(folder: Path) -> None:
+    """Raise InputError for weights that cannot be read as safetensors: pickled ones, damaged files, and an index that
+    names files which are missing or outside its folder.
+    """
+    for path in folder.glob("*.index.json"):
         try:
             files = of_type(dict[str, FileName], read_object(path.read_bytes()).get("weight_map"), "weight_map")
         except BadContent as error:
             raise InputError(f"{path}: {error}") from error
         missing = sorted({file for file in files.values() if not (folder / file).is_file()})
         check(not missing, f"{path} names {', '.join(missing[:3])}, which does not exist")
+    paths = list(folder.glob("model*.safetensors"))
+    pickled = next(folder.glob("pytorch_model*.bin"), None)
+    check(
+        bool(paths) or pickled is None,
+        f"{pickled} holds pickled weights, which are not read here; convert them where PyTorch is 2.10 or newer: "
+        f"cd {shlex.quote(str(folder))} && {CONVERT}",
+    )
+    for path in paths:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} is damaged, or a pointer of Git LFS: {error}") from error
 
 
 def unavailable(source: str, error: Exception) -> str:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
-WEIGHTS = (".safetensors", ".bin")
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a process one of several
 
 
@@ -74,7 +73,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
         f"(it has no {needs})",
     )
     exported = {name.removeprefix("export/") for name in folder.names("export/")}
-    if "config.json" in exported and any(name.endswith(WEIGHTS) for name in exported):
+    if "config.json" in exported and any(name.endswith(".safetensors") for name in exported):
         if not is_outdated(folder):
             return local_copy(folder, "export/", cache)
         level = logging.WARNING if launched().rank == 0 else logging.DEBUG

@@ -62,7 +62,7 @@ def card(path: Path, name: str) -> str:
     blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
     blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
     if task is not None:
-        location = run.config.get("hub.push_to") or HERE
+        location = hub_id(run, "hub.push_to") or HERE
         call = [f'pipe = pipeline("{task.card.pipeline}", model="{location}")', f"pipe({task.card.example})"]
         code = ["```python", "from transformers import pipeline", "", *call, "```"]
         blocks += ["## How to use it", "\n".join(code)]

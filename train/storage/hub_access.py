@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 
 from train.storage.folders import local_path
 
@@ -58,7 +59,16 @@ def asking_hub(source: str) -> Iterator[None]:
         yield
 
 
-def why_missing(source: str, error: Exception) -> str:
+def fetched(source: str, patterns: Sequence[str]) -> Path:
+    """Return a folder itself, or the one in the Hub's cache with these files of a model, which are fetched into it."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=list(patterns)))
+
+
+def why_missing(source: str, error: BaseException) -> str:
     """The meaning of a library's error about `source` ("": files that are here), in one line."""
     if "trust_remote_code" in str(error):
         return "it holds code of its own, which is never executed here"

@@ -10,22 +10,27 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import logging as their_logging
 
 from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary, starts_of
 from train.storage.folders import Folder, scratch_folder, sha256_bytes
-from train.storage.hub_access import asking_hub, hub_or_path, why_missing
-from train.storage.schema import Sha256
+from train.storage.hub_access import asking_hub, fetched, hub_or_path, why_missing
+from train.storage.model_folder import read_model_json, read_tokenizer_json
+from train.storage.schema import Sha256, shown
 
 logger = logging.getLogger("train")
 
@@ -33,6 +38,30 @@ logger = logging.getLogger("train")
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
 TRAINER_THREADS = 16  # part of the result: sentencepiece adds its counts thread by thread
 PUBLISHED = "tokenizer/tokenizer.json"
+FILES = [
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+]  # at the Hub
+# Reads a tokenizer.json, and text of all scripts with it: damage in its tables makes the library's Rust code panic, or
+# ends the process, where no `except` helps. Of CJK, Hangul and what has no letters every 97th character is enough.
+TRIAL = """
+import sys
+sys.path[:] = sys.argv[2:]
+from itertools import chain
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+tokenizer.no_truncation()
+tokenizer.no_padding()
+alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
+text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
+tokenizer.decode(tokenizer.encode("a b " + text).ids)
+"""
+MOST_IDS = 2  # for each piece: some vocabularies have holes
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
@@ -144,9 +173,18 @@ def load_tokenizer(
     source = hub_or_path(source)
     try:
         with quiet(), asking_hub(source):
-            is_local = Path(source).is_dir()
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain ones for a file that is not a tokenizer's
+            folder = fetched(source, FILES)
+            config = tokenizer_config(source, folder)
+            if (folder / "tokenizer.json").is_file():
+                try_tokenizer(folder)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False
+            )
+    except InputError:
+        raise
+    except BaseException as error:  # tokenizers raises plain ones for a file that is not a tokenizer's
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust code
+            raise
         why = why_missing(source, error)
         raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub give a folder") from error
     check(
@@ -160,9 +198,49 @@ def load_tokenizer(
     )
     for name in needs:
         check(getattr(tokenizer, name) is not None, f"tokenizer {source} has no {name}, which the model needs")
+    piece, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    check(
+        last < MOST_IDS * len(tokenizer),
+        f"tokenizer {source}: piece {shown(piece)} has the number {last}, though there are {len(tokenizer)} pieces",
+    )
+    tokenizer.chat_template = None  # an encoder has none, and saved ones are files with names of the template's choice
     tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every text short
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
+    """Return a configuration of transformers that says no more than whose tokenizer it is: config.json is read here.
+
+    Raises BadContent for files that transformers must not see, InputError for a class that is no fast tokenizer.
+    """
+    values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
+    config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
+    config.tokenizer_class = values.get("tokenizer_class")
+    for name in map(str, filter(None, (settings.get("tokenizer_class"), config.tokenizer_class))):
+        for variant in (name, name.removesuffix("Fast"), f"{name}Fast"):  # transformers tries all, of all its classes
+            found: Any = tokenizer_class_from_name(variant)
+            check(
+                found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)),
+                f"tokenizer {source} is a slow one ({name}, pure Python) or none: a fast one knows which characters a "
+                "token is from; choose one (tokenizer.json)",
+            )
+    return config
+
+
+def try_tokenizer(folder: Path) -> None:
+    """Raise InputError if the tokenizer.json of a folder cannot be read and used, in a process that it may end."""
+    command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or [f"it ends a process with {done.returncode}"])[-1]
+        raise InputError(f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged ({why})")
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a prepared data set. Raises InputError for a damaged one."""
+    try_tokenizer(folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 @contextmanager
@@ -225,9 +303,9 @@ def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
     """The number of each piece, from the tokenizer of a prepared data set."""
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    return open_tokenizer(folder).get_vocab()
 
 
 def word_starts(folder: Path) -> np.ndarray:
     """[vocab] bool: True for pieces that begin a word, of a prepared data set's tokenizer."""
-    return starts_of(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    return starts_of(open_tokenizer(folder))

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
@@ -29,7 +28,7 @@ from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
 from train.data.text.encoding import starts_of
-from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, word_starts
+from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer, read_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
 from train.run_folder.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
@@ -250,7 +249,7 @@ class Spelling:
     """Tokens as text, by the tokenizer of a prepared data set."""
 
     def __init__(self, folder: Path, *, mask_id: int, special_ids: Sequence[int]) -> None:
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer = open_tokenizer(folder)
         self.starts = starts_of(self.tokenizer)
         self.mask_id, self.hidden = mask_id, set(special_ids) - {mask_id}
 
