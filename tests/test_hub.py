@@ -27,10 +27,12 @@ from services.process import free_port
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from train import hub as hub_command
+from train import predict
 from train.config import Failure, HubConfig, InputError, S3Config
 from train.publish import card
 from train.publish import push as hub
 from train.run_folder.folder import RunFolder
+from train.storage import hub_access
 
 TO = "jane/tweets"
 
@@ -51,6 +53,7 @@ def the_hub(monkeypatch, tmp_path):
             monkeypatch.setattr(constants, name, value)
         for name, text in {"HF_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}.items():
             monkeypatch.setenv(name, text)
+        monkeypatch.setattr(hub_access, "silence", lambda: None)  # of an earlier test it may know that there was no Hub
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         huggingface_hub.close_session()
         yield fake
@@ -94,6 +97,13 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
     assert torch.equal(*result)
     assert huggingface_hub.ModelCard.load(TO).data.model_name == "demo"
     assert any("/resolve/" in request.path for request in the_hub.requests)
+    ask = [TO, "--text", "good bad good", "--device", "cpu"]
+    assert predict.main(ask) == 0
+    repo = the_hub.repos["models", TO]
+    repo.files["config.json"] = json.dumps({**json.loads(repo.files["config.json"]), "auto_map": {}}).encode()
+    repo.commits.append("It was taken over")
+    assert predict.main(ask) == 2
+    assert "config.json: auto_map asks transformers to load code" in capsys.readouterr().err
 
 
 def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finished):

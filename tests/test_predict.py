@@ -291,7 +291,7 @@ def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(tmp_pa
     ("change", "line"),
     [
         ("no_head", "its head was not trained"),
-        ("nan", "computes NaN"),
+        ("nan", "holds NaN or infinity"),
         ("regression", "must choose one of several labels; it has 3 outputs and problem_type regression"),
     ],
 )
