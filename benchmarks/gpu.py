@@ -205,14 +205,18 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     torch.manual_seed(0)
     if work.classifies:
         config.num_labels = 3
-        model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForSequenceClassification.from_config(
+            config, attn_implementation="sdpa", trust_remote_code=False
+        )
         rows: list[Any] = labelled_rows(run.folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "tokenizer", trust_remote_code=False)
         collator = transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if best else None)
         if best:
             more["train_sampling_strategy"] = "group_by_length"
     else:
-        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForMaskedLM.from_config(
+            config, attn_implementation="sdpa", trust_remote_code=False
+        )
         rows = masked_rows(work, work.batch * 8)
     marks: list[tuple[float, int]] = []  # seconds and tokens at the beginning, after the first step, and around TIMED
     tokens = 0

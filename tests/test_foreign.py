@@ -145,7 +145,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "no activation": {"config.json": {"hidden_act": "swoosh"}},
     "'layer_norm_eps' expected float": {"config.json": {"layer_norm_eps": "small"}},
     "architectures[0] holds 5": {"config.json": {"architectures": [5]}},
-    "weights alone take": {"config.json": {"max_position_embeddings": 10**9}},
+    "weights alone take": {"config.json": {"max_position_embeddings": 10**9, "hidden_size": 10**6}},
     "is a slow one (BertModelFast": {"tokenizer_config.json": {"tokenizer_class": "BertModelFast"}},  # any class
     "is a slow one (AutoTokenizer": {"tokenizer_config.json": {"tokenizer_class": "AutoTokenizer"}},
     "auto_map asks transformers": {"tokenizer_config.json": {"auto_map": {"AutoTokenizer": [None, "evil.T"]}}},
