@@ -179,7 +179,7 @@ def figures(made: list[str]) -> dict[str, float]:
         "graphs": len(made),
         "kernels": kernels,
         "activations": round(moved_bytes / ACTIVATION_BYTES, 1),
-        "atomics": sum(code.count("atomic_add") for code in made),
+        "atomics": sum(code.count("tl.atomic_add") for code in made),
     }
 
 
