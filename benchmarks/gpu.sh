@@ -15,7 +15,7 @@ if [ "${1:-}" = --pack ]; then
     du -sh "$wheels"
     exit
 fi
-if [ -d "$wheels" ]; then
+if [ -d "$wheels" ] && ! "$python" -c 'import hydra, datasets, boto3' 2>/dev/null; then
     packages=$(mktemp -d)
     trap 'rm -rf "$packages"' EXIT
     "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$packages" "$wheels"/*.whl
