@@ -206,6 +206,13 @@ def test_a_try_that_fails_is_named(tmp_path):
         tried(f"import os, sys; {left}; print('error: no such rows\\nmore', file=sys.stderr); sys.exit(1)")
 
 
+def test_a_saved_experiment_keeps_what_was_typed_over_the_recipe():
+    best = Try(16, 1, "fits", {"world_size": 1, "device": "x", "precision": "fp32", "tokens_per_s": {"median": 1.0}})
+    text = sweep.experiment(["experiment=demo", "data.path=d", "max_epochs=3"], best, global_batch_size=16)
+    kept = OmegaConf.create(text)
+    assert kept.max_epochs == 3 and "max_steps" in kept and kept.max_steps is None  # the recipe has 2,600
+
+
 def test_a_sweep_ends_below_the_memory_and_its_experiment_is_read_back(tmp_path, prepared, monkeypatch, capsys):
     """The first try is a process, which runs out of memory; the others are made up."""
     tree, measured = tmp_path / "tree", {"world_size": 1, "device": "cpu", "precision": "fp32"}
