@@ -2,14 +2,20 @@ import hashlib
 
 import numpy as np
 import pytest
+from finetuning import byte_tokenizer, word_tokenizer
+from rejections import rejects
 from running import SEQ_LEN, train_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
+from train.data.text.words import WordEdges, word_edges
 from train.tasks import build_task
 
 V, S, B = 2000, 64, 500
 WORD_START = np.random.default_rng(3).random(V) < 0.6
+WORDS = WordEdges(WORD_START, np.zeros(V, bool))
 
 
 def masker(**changes):
@@ -33,7 +39,7 @@ def draw(tokens, epoch=0, first_row=0, **changes):
     ("seq_len", "changes", "digest"),
     [
         (S, {}, "7be078895dfd"),
-        (S, {"word_start": WORD_START, "max_predictions": S}, "296e38589c13"),
+        (S, {"words": WORDS, "max_predictions": S}, "296e38589c13"),
         (7, {"max_ngram": 1, "max_predictions": 2}, "ad37a0c8ca58"),
         (3000, {"mask_rate": 0.4, "max_predictions": 1000}, "32735151103a"),
     ],
@@ -47,10 +53,10 @@ def test_masks_are_those_of_earlier_versions(seq_len, changes, digest):
     assert hashlib.sha256(content).hexdigest()[:12] == digest
 
 
-@pytest.mark.parametrize("word_start", [None, WORD_START], ids=["tokens", "words"])
+@pytest.mark.parametrize("words", [None, WORDS], ids=["tokens", "words"])
 @pytest.mark.parametrize("max_ngram", [1, 3])
-def test_labels_are_the_hidden_tokens_and_everything_else_is_untouched(tokens, word_start, max_ngram):
-    result = draw(tokens, word_start=word_start, max_ngram=max_ngram)
+def test_labels_are_the_hidden_tokens_and_everything_else_is_untouched(tokens, words, max_ngram):
+    result = draw(tokens, words=words, max_ngram=max_ngram)
     used = result.labels != IGNORE_INDEX
     assert result.input_ids.shape == tokens.shape
     assert result.positions.shape == result.labels.shape == (B, 12)
@@ -64,7 +70,7 @@ def test_labels_are_the_hidden_tokens_and_everything_else_is_untouched(tokens, w
     assert not np.isin(result.positions[used], [0, 20, S - 1]).any()  # those of special tokens
     put_in = result.input_ids[lines, result.positions[used]]
     assert set(put_in[put_in < 5]) == {4}
-    if word_start is None:
+    if words is None:
         assert (used.sum(1) == round(0.15 * (S - 3))).all()
         capped = draw(tokens, max_predictions=5, max_ngram=max_ngram)
         assert ((capped.labels != IGNORE_INDEX).sum(1) == 5).all()
@@ -100,7 +106,7 @@ def test_run_lengths_follow_one_over_n():
 
 
 def test_whole_words_are_hidden_whole(tokens):
-    result = draw(tokens, word_start=WORD_START)
+    result = draw(tokens, words=WORDS)
     number = 0
     for row, positions, labels in zip(tokens, result.positions, result.labels, strict=True):
         hidden = set(positions[labels != IGNORE_INDEX].tolist())
@@ -112,6 +118,46 @@ def test_whole_words_are_hidden_whole(tokens):
                 assert position - 1 in hidden
         number += len(hidden)
     assert 0.135 < number / (B * (S - 3)) <= 0.152  # a word that does not fit any more is left out
+
+
+def test_of_a_word_that_is_longer_than_the_budget_a_part_is_hidden_anywhere_in_it(tokens):
+    result = draw(np.concatenate([tokens] * 4), words=WordEdges(np.zeros(V, bool), np.zeros(V, bool)))
+    is_used = result.labels != IGNORE_INDEX
+    assert (is_used.sum(1) == round(0.15 * (S - 3))).all()
+    assert all((np.diff(row[used]) == 1).all() for row, used in zip(result.positions, is_used, strict=True))
+    counts = np.bincount(result.positions[is_used], minlength=S)
+    assert set(np.flatnonzero(counts)) == {*range(1, 20), *range(21, S - 1)}
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "suffix", "words", "word pieces", "unigram"])
+def test_words_are_those_of_the_tokenizers_encodings(kind, tokenizer, tmp_path):
+    text = "ba be, na) x1.5 我们 ばか no! ba-be" if kind != "suffix" else "ba be, na bob"
+    if kind == "unigram":
+        fast = tokenizer
+    elif kind == "word pieces":
+        (tmp_path / "vocab.txt").write_text("\n".join(["[UNK]", *"bendo我们", *(f"##{letter}" for letter in "aetsn")]))
+        fast = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+    else:
+        fast = byte_tokenizer() if kind == "byte-level" else word_tokenizer(text.split())
+    if kind == "suffix":
+        pieces = {piece: n for n, piece in enumerate([*"abeno,", *(f"{letter}</w>" for letter in "abeno,")])}
+        fast = Tokenizer(models.BPE(pieces, [], end_of_word_suffix="</w>"))
+        fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        fast = PreTrainedTokenizerFast(tokenizer_object=fast)
+    fast.save_pretrained(tmp_path)
+    edges = word_edges(tmp_path)
+    encoding = fast.backend_tokenizer.encode(text, add_special_tokens=False)
+    ids, words = np.array(encoding.ids), np.array(encoding.word_ids)
+    begins = np.append(True, edges.begins[ids[1:]] | edges.ends[ids[:-1]])
+    assert begins.tolist() == np.append(True, np.diff(words) != 0).tolist(), encoding.tokens
+
+
+def test_sequences_with_nothing_to_hide_are_an_error_at_the_start(prepared, tmp_path, monkeypatch):
+    task = build_task(train_config(tmp_path, prepared))
+    rows = task.train_data()
+    rows.draw(np.arange(16)[None])
+    rows.masker.special[:] = True
+    rejects("of the first 32 sequences hold no token that may be hidden", rows.draw, np.arange(16)[None])
 
 
 def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(tokens):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from train.config import check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
@@ -25,6 +26,7 @@ from train.host.torchrun import leave_signals_to_the_parent
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once
 ORDER = 4  # the random number of a sequence that swaps it, beside those of masking.py
+CHECKED_ROWS = 1000  # of the first sequences that are drawn; at most 1 % may have nothing to predict
 EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
 
 
@@ -73,6 +75,7 @@ class MaskedRows:
     def __init__(self, shards: ShardSet, masker: Masker, *, is_training: bool, swapper: Swapper | None = None) -> None:
         """`swapper`: swap segments, for the model to predict their order."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
+        self.num_drawn, self.num_without = 0, 0  # of the first CHECKED_ROWS
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -94,6 +97,14 @@ class MaskedRows:
         tokens = tokens.reshape(*items.shape, -1)
         masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
         labels = np.stack([one.labels for one in masked])
+        if self.num_drawn < CHECKED_ROWS:
+            self.num_drawn += labels[..., 0].size
+            self.num_without += int((labels == IGNORE_INDEX).all(-1)[~is_padding].sum())
+            check(
+                self.num_without <= CHECKED_ROWS // 100,
+                f"{self.num_without} of the first {self.num_drawn} sequences hold no token that may be hidden: the "
+                "tokenizer does not know their characters; prepare them with another one",
+            )
         labels[is_padding] = IGNORE_INDEX
         segments = np.arange(tokens.shape[-1]) >= pivot.reshape(*items.shape, 1)
         inputs = {

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from train.data.random_bits import hash_bits, hash_uniform
+from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
-LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # which of a position's random numbers
+LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # which of a position's random numbers; the loader has 4
+PLACE = 5
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Masker:
     mask_id: int
     special_ids: tuple[int, ...]  # never hidden, never a replacement
     vocab_size: int
-    word_start: np.ndarray | None = None  # [V] bool: hide whole words; None: single tokens
+    words: WordEdges | None = None  # hide whole words; None: single tokens
     special: np.ndarray = field(init=False, repr=False)
     replacements: np.ndarray = field(init=False, repr=False)
 
@@ -64,10 +66,16 @@ class Masker:
         budget = np.rint(candidate.sum(1) * self.mask_rate).astype(np.int64).clip(1, self.max_predictions)
         chosen = order[:, : self.max_predictions]
         used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
-        if self.word_start is not None:  # the last word may have been cut: leave it out
+        if self.words is not None:  # the last word may have been cut: leave it out, unless nothing else is hidden
             last, following = order[line, budget[:, None] - 1], order[line, budget[:, None].clip(max=seq_len - 1)]
             is_cut = (unit[line, last] == unit[line, following]) & candidate[line, following] & (last != following)
-            used &= ~is_cut | (unit[line, chosen] != unit[line, last])
+            first = order[:, :1]
+            is_alone = is_cut & (unit[line, first] == unit[line, last])
+            used &= ~is_cut | is_alone | (unit[line, chosen] != unit[line, last])
+            # Of a word that is longer than the budget a part is hidden, anywhere in it.
+            length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
+            place = hash_uniform(PLACE, state=at_tokens[line, first])
+            chosen = chosen + np.where(is_alone, place * (length - budget[:, None] + 1), 0).astype(np.int64)
         positions = np.sort(np.where(used, chosen, seq_len), axis=1)
         used = positions < seq_len
         positions = np.where(used, positions, 0)
@@ -85,10 +93,10 @@ class Masker:
     def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
         """[B, S] number of the token or word that each position belongs to, counted from 0 in each sequence."""
         begins = candidate
-        if self.word_start is not None:
-            after_special = np.ones_like(candidate)
-            after_special[:, 1:] = ~candidate[:, :-1]
-            begins = candidate & (self.word_start[tokens] | after_special)
+        if self.words is not None:
+            after = np.ones_like(candidate)
+            after[:, 1:] = ~candidate[:, :-1] | self.words.ends[tokens[:, :-1]]
+            begins = candidate & (self.words.begins[tokens] | after)
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
     def _tiles(self, bits: np.ndarray) -> np.ndarray:

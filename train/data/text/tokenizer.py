@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
@@ -26,7 +25,7 @@ from transformers.utils import logging as their_logging
 
 from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
-from train.data.text.encoding import Vocabulary, starts_of
+from train.data.text.encoding import Vocabulary
 from train.storage.folders import Folder, scratch_folder, sha256_bytes
 from train.storage.hub_access import asking_hub, fetched, hub_or_path, why_missing
 from train.storage.model_folder import read_model_json, read_tokenizer_json
@@ -304,8 +303,3 @@ def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> 
 def read_vocabulary(folder: Path) -> dict[str, int]:
     """The number of each piece, from the tokenizer of a prepared data set."""
     return open_tokenizer(folder).get_vocab()
-
-
-def word_starts(folder: Path) -> np.ndarray:
-    """[vocab] bool: True for pieces that begin a word, of a prepared data set's tokenizer."""
-    return starts_of(open_tokenizer(folder))

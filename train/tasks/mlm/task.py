@@ -28,7 +28,8 @@ from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
 from train.data.text.encoding import starts_of
-from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer, read_vocabulary, word_starts
+from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer, read_vocabulary
+from train.data.text.words import word_edges
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
 from train.run_folder.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
@@ -85,7 +86,7 @@ class MaskedLMTask(Task):
             mask_id=info.mask_id,
             special_ids=tuple(info.special_ids),
             vocab_size=info.vocab_size,
-            word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
+            words=word_edges(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
         rate = cfg.task.eval_mask_rate
         self.eval_masker = self.masker if rate is None else self._masker_of_rate(rate)

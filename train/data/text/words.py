@@ -1,0 +1,47 @@
+"""Where words begin in the tokens of a text, told from the pieces alone: shards hold no word ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders
+
+from train.data.text.encoding import starts_of
+
+
+@dataclass(frozen=True)
+class WordEdges:
+    """[V] bool each: the pieces that begin a word wherever they are, and those behind which one begins."""
+
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+def word_edges(folder: Path) -> WordEdges:
+    """Return where the tokenizer of a prepared data set begins words: as in the word ids of its encodings, except that
+    byte-level tokenizers keep 't and the like in one word.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begins, pieces = starts_of(tokenizer), [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
+    model, splitter = json.loads(tokenizer.to_str())["model"], tokenizer.pre_tokenizer
+    if model["type"] == "WordLevel":
+        return WordEdges(np.ones_like(begins), np.zeros_like(begins))
+    if suffix := model.get("end_of_word_suffix"):
+        return WordEdges(np.zeros_like(begins), np.array([piece.endswith(suffix) for piece in pieces]))
+    if model["type"] == "WordPiece" or splitter is None:
+        return WordEdges(begins, np.zeros_like(begins))
+    bytes_of, is_bytes = decoders.ByteLevel(), any(piece.startswith("Ġ") for piece in pieces)
+
+    def splits(left: str, right: str) -> bool:
+        return any(begin == len(left) for _, (begin, _) in splitter.pre_tokenize_str(left + right))
+
+    ends = np.zeros_like(begins)
+    for number, piece in enumerate(pieces):
+        text = bytes_of.decode([piece]) if is_bytes else piece.replace("▁", " ")
+        if text and "\ufffd" not in text:  # a part of a character is no word
+            begins[number] |= splits("x", text)
+            ends[number] = not text.isspace() and splits(text, "x")
+    return WordEdges(begins, ends)
