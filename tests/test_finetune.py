@@ -102,6 +102,7 @@ def test_the_best_evaluation_is_what_is_kept_and_exported(best):
         assert torch.equal(value, weights[f"network.{name}"]), name
     assert exported.config.id2label == {0: "0", 1: "1", 2: "2"}
     assert "f1" in (best / "export" / "README.md").read_text().lower()
+    assert json.loads((best / "samples.json").read_text())["step"] == best_step(best) < 8
 
 
 def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):

@@ -138,6 +138,10 @@ def test_a_long_curve_is_thinned_without_losing_a_spike_and_every_run_is_in_the_
     runs = [report_run.read_run(write_run(tmp_path / name, whole_run())) for name in ("_a", "b")]
     report_figures.draw(report_figures.THROUGHPUT, runs, "step")
     assert [name.strip() for name in named] == ["_a", "b"]  # one that begins with an underscore too
+    monkeypatch.setattr(report_figures, "finish", lambda axes, *_: named.append(axes.lines[-1].get_label().strip()))
+    for panel in (report_figures.THROUGHPUT, next(p for p in report_figures.panels(runs) if p.kind == "eval")):
+        report_figures.draw(panel, runs[:1], "step")
+    assert named[2:] == ["training", "validation"]
 
 
 def test_a_card_and_a_report_need_no_torch_and_a_card_no_matplotlib(tmp_path):

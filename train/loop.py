@@ -282,11 +282,10 @@ def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -
     from train.publish import card  # late: the report is no part of a run
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
-    if cfg.best.export:
-        checkpoints.restore_best()
+    step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step
     with exported.renewed(folder, checkpoints.recorder.progress.step) as scratch:
         task.export(model, scratch)
-    write_samples(attempt, checkpoints.recorder.progress.step)
+    write_samples(attempt, step)
     card.write(folder)
     exported.mirror(folder)
     if cfg.hub.push_to is not None:

@@ -242,9 +242,9 @@ class CheckpointManager:
             max_loss_s=self.cfg.checkpoint.max_loss_s,
         )
 
-    def restore_best(self) -> None:
-        """Give the model of rank 0 the weights of the best evaluation, once training has ended. If these were not saved
-        or are damaged, the best checkpoint among the others is taken.
+    def restore_best(self) -> int:
+        """Give the model of rank 0 the weights of the best evaluation, once training has ended, and return their step.
+        If these were not saved or are damaged, the best checkpoint among the others is taken.
         """
         progress, manifests = self.recorder.progress, look_at_all(self.store)[0]
         while (step := best(manifests)) is not None:
@@ -252,7 +252,7 @@ class CheckpointManager:
                 text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
                 logger.warning(text, progress.best_step, step)
             if step == progress.step:
-                return
+                return step
             try:
                 path = self.store.fetch(step)
             except Damaged as error:
@@ -267,7 +267,8 @@ class CheckpointManager:
                 for name, value in own.items():  # an engine may have hooks on `load_state_dict`
                     value.copy_(weights[name])
             self.store.release(path)
-            return
+            return step
+        return progress.step
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:

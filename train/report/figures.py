@@ -176,7 +176,8 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     values = [y for _, ys in curves for y in ys]
     if not values:
         return None
-    names = [run.label for run in runs] if len(runs) > 1 else ["training"]
+    alone = "validation" if panel.kind == "eval" else "training"
+    names = [run.label for run in runs] if len(runs) > 1 else [alone]
     figure, axes = axes_of(panel.title, xlabel=X_LABELS[x], ylabel=panel.unit)
     for index, (name, (xs, ys)) in enumerate(zip(names, curves, strict=True)):
         label = f" {shortened(name)}"  # the space: a name that begins with "_" would be left out of the legend
