@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,9 @@ from transformers import AutoModelForSequenceClassification
 from train.attempt.preempt import StopRequest
 from train.checkpoints.manifest import step_name
 from train.config import InputError
+from train.report.run import read_run
+from train.tasks import TASKS, Metric, classify
+from train.tasks.classify.task import Classification
 from train.tasks.finetune import FineTuning
 
 TWEETS = ROOT / "tests" / "data" / "tweets.csv"
@@ -103,6 +108,21 @@ def test_the_best_evaluation_is_what_is_kept_and_exported(best):
     assert exported.config.id2label == {0: "0", 1: "1", 2: "2"}
     assert "f1" in (best / "export" / "README.md").read_text().lower()
     assert json.loads((best / "samples.json").read_text())["step"] == best_step(best) < 8
+
+
+@pytest.mark.parametrize(("lower", "wanted"), [(True, 2), (False, 6)])
+def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(train, tmp_path, monkeypatch, lower, wanted):
+    evaluate, rises = Classification.evaluate, count(1)
+    declared = {**classify.SPEC.metrics, "brier": Metric(lower_is_better=lower)}
+    monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, metrics=declared))
+    monkeypatch.setattr(Classification, "metrics", (*Classification.metrics, "brier"))
+    monkeypatch.setattr(Classification, "evaluate", lambda *given: {**evaluate(*given), "brier": float(next(rises))})
+    given = ["checkpoint.best=true", "best.metric=brier", "eval_every=2", "checkpoint.every=2", "max_steps=6"]
+    train(tmp_path / "run", *given)
+    assert best_step(tmp_path / "run") == wanted
+    assert read_run(tmp_path / "run").summary["scores"]["brier"]["best"][1] == wanted
+    monkeypatch.setitem(TASKS, "classify", classify.SPEC)
+    rejects("best.metric=brier has no direction: the metrics of the task", train, tmp_path / "other", *given)
 
 
 def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):

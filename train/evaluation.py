@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from train.attempt.attempt import Attempt
-from train.config import InputError, Unreachable, lower_is_better
+from train.config import InputError, Unreachable
 from train.data.batches.loader import Batch, Batches, batched
 from train.feed import draw, eval_order
 from train.run_folder import samples
+from train.tasks import best_metric
 from train.telemetry.metrics import Recorder
 from train.votes import Votes
 
@@ -38,7 +39,8 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     metrics, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
     best, step = attempt.cfg.best, recorder.progress.step
-    score = metrics[best.metric] if lower_is_better(best.metric) else -metrics[best.metric]
+    declared = best_metric(attempt.cfg)
+    score = metrics[best.metric] if declared and declared.lower_is_better else -metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
 
         def write() -> str | None:  # returns a failure: a full disk is no reason to stop training

@@ -8,7 +8,7 @@ without torch, so that launchers and reports can read a configuration on a machi
 
 # ruff: noqa: F401 -- the names that other packages import
 
-from train.config.attempt import CheckpointConfig, LeaseConfig, PreemptConfig, WatchdogConfig, lower_is_better
+from train.config.attempt import CheckpointConfig, LeaseConfig, PreemptConfig, WatchdogConfig
 from train.config.backend import BackendConfig, InstanceConfig, NeuronConfig, XLAConfig
 from train.config.checks import (
     Failure,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -78,11 +77,6 @@ class CheckpointConfig(Section, prefix="checkpoint."):
 @dataclass(kw_only=True)
 class ResumeConfig:
     force: bool = False  # resume although the task, the model, the data or the batches have changed
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether the smaller value of a metric is the better one, by its name."""
-    return re.search("loss|perplexity|error", metric) is not None
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from train.config import ShardsConfig, lower_is_better
+from train.config import ShardsConfig
 from train.report.data import Records, classes_table, labels_table, metrics_table, splits_table
 from train.report.page import facts
 from train.report.run import Line, Run, number, read_run, scores
@@ -19,7 +19,6 @@ from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"
 HERE = "path/to/this/folder"  # in the snippet, until the card goes to the Hub
-HUB_METRICS = ("exact_match", "accuracy", "precision", "recall", "f1", "perplexity", "loss")  # ids on the Hub
 SETTINGS = (  # of config.yaml and environment.json, flat
     ("Optimizer", "optim.name"),
     ("Peak learning rate", "plan.lr"),
@@ -91,7 +90,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
             dataset_config=run.config.get("data.name"),
             dataset_split=split,
             dataset_revision=run.config.get("data.revision"),
-            metric_type=next((known for known in HUB_METRICS if known in metric), metric),
+            metric_type=((known := run.metric(metric)) and known.hub_name) or metric,
             metric_name=metric,
             metric_value=round(value, 6),
         )
@@ -114,7 +113,7 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     line = exported_evaluation(run)
     others = [split.name for split in records.evaluated if split.name != "validation"]
     triples = []
-    for name, points in scores([line] if line else []).items():
+    for name, points in scores(run, [line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
         triples.append((split, name.removeprefix(f"{split}_"), points["last"][0]))
     return triples
@@ -126,7 +125,7 @@ def exported_evaluation(run: Run) -> Line | None:
     known = [line for line in lines if number(line, metric) is not None]
     if not (run.config.get("best.export") and known):
         return lines[-1] if lines else None
-    return (min if lower_is_better(metric) else max)(known, key=lambda line: line[metric])
+    return max(known, key=lambda line: run.direction(metric) * line[metric])
 
 
 # ---- names that may be published -----------------------------------------------------------------------------------
@@ -187,7 +186,7 @@ def results(run: Run, records: Records) -> Iterator[str]:
         yield "The run was not evaluated."
         return
     rows = [["Validation", "best", "last"]]
-    for name, points in scores(run.lines["eval"]).items():
+    for name, points in scores(run, run.lines["eval"]).items():
         values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
         rows.append([name.replace("_", " "), *values])
     yield table(rows)

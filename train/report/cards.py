@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from train.report.comparison import times
 from train.report.data import Records
-from train.report.run import HIGHER_IS_BETTER, Run, Summary, direction, newest_summary, number
+from train.report.run import Run, Summary, newest_summary, number
 from train.report.texts import duration, figure, plural, printable, spoken
 from train.tasks import TASKS
 
@@ -80,7 +80,7 @@ def quality(run: Run) -> Card:
     if best is not None and best[0] != value:
         notes.append(f"best {figure(best[0])} at step {best[1]:,}, last at step {step:,}")
     not_its_own = tuple(f"{split.name}_" for split in records.evaluated if split.name != "validation")
-    others = [each for each in scores if HIGHER_IS_BETTER.search(each) or each == "perplexity"]
+    others = [each for each in scores if (metric := run.metric(each)) and metric.is_headline]
     others = [each for each in others if each != name and not each.startswith((*not_its_own, "best_"))][:MOST_OTHERS]
     notes.append(", ".join(f"{spoken(each)} {figure(scores[each]['last'][0])}" for each in others))
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
@@ -89,7 +89,7 @@ def quality(run: Run) -> Card:
     title = f"Validation {spoken(name)}"
     if value is None:
         return Card("no number", notes, tone="bad", title=title)
-    sign = direction(name)
+    sign = run.direction(name)
     return Card(figure(value), notes, sign * value if sign else None, basis=lesson(run), title=title)
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from train.config import lower_is_better
 from train.config.checks import LARGEST_FLOAT
 from train.report.run import Run
 from train.report.texts import as_text, count, factor, percent, printable, shortened, spoken
@@ -50,7 +49,8 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     if apart <= tolerance:
         how_far = f"{percent(apart)} apart" if apart else "the same"
         return f"equal quality ({spoken(name)} {how_far}, tolerance {percent(tolerance)})"
-    which = "better" if (value < base) == lower_is_better(name) else "worse"
+    sign = run.direction(name)
+    which = "other" if not sign else "better" if sign * (value - base) > 0 else "worse"
     return f"unequal quality ({both}, {percent(apart)} {which}, tolerance {percent(tolerance)})"
 
 

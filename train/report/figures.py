@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from train.config import lower_is_better
 from train.report.comparison import times
 from train.report.data import Evaluated, Records, label_names
 from train.report.run import Line, Run, number
@@ -77,7 +76,7 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
     """Yield the panels of these runs, with what readers look for first: loss, throughput, quality."""
     yield from (LOSS, THROUGHPUT)
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
-        unit, file, spikes = spoken(name), file_name("validation", name), lower_is_better(name)
+        unit, file, spikes = spoken(name), file_name("validation", name), runs[0].direction(name) < 0
         yield Panel(file, f"Validation {unit}", unit, name, kind="eval", from_zero=False, spikes=spikes)
     yield from PANELS
 

@@ -11,13 +11,14 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from train.config import check, flatten, lower_is_better
+from train.config import check, flatten
 from train.config.checks import LARGEST, LARGEST_FLOAT
 from train.report.data import Records, read_mapping, read_records
 from train.report.texts import printable
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import read_yaml
+from train.tasks import Metric, metric_of
 from train.telemetry.lines import parse_lines
 
 Line = dict[str, Any]
@@ -40,6 +41,17 @@ class Run:
     @cached_property
     def summary(self) -> Summary:
         return summarise(self)
+
+    def metric(self, name: str) -> Metric | None:
+        """Return what the task declares of a metric; None if this version does not know it."""
+        prefix = "data.more_validation."
+        splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
+        return metric_of(self.config.get("task.kind"), name, splits)
+
+    def direction(self, name: str) -> int:
+        """Return 1 if higher values of a metric are better, -1 if lower ones are, 0 if that is not known."""
+        metric = self.metric(name)
+        return 0 if metric is None else -1 if metric.lower_is_better else 1
 
     @property
     def name(self) -> str:
@@ -150,19 +162,18 @@ def of_attempt(attempt: list[Line], key: str) -> float | None:
 # ---- summary -------------------------------------------------------------------------------------------------------
 
 NOT_SCORES = re.compile("attempt|step|examples|epoch|unigram_entropy|.*_s")  # the other numbers of an eval line
-HIGHER_IS_BETTER = re.compile("accuracy|f1|exact_match|precision|recall")
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
 OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interval_s", "suggested_every")
 
 
-def scores(evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
+def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
     """(value, step) of the last and the best of every metric; no best where the better direction is not known. The last
     value is None if it was no finite number.
     """
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
-        sign = direction(name)
+        sign = run.direction(name)
         best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
         if reached:
             end = next(line for line in reversed(evaluations) if name in line)
@@ -170,14 +181,9 @@ def scores(evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
     return result
 
 
-def direction(metric: str) -> int:
-    """1 if higher values of a metric are better, -1 if lower ones are, 0 if that is not known."""
-    return -1 if lower_is_better(metric) else 1 if HIGHER_IS_BETTER.search(metric) else 0
-
-
 def summarise(run: Run) -> Summary:
     """What the summary table says, as plain values; None is unknown. Times, tokens and peaks are of all attempts."""
-    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run.lines["eval"])}
+    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.lines["eval"])}
 
 
 def setting(run: Run) -> Summary:

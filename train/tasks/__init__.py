@@ -6,14 +6,15 @@ without torch: the module that computes is imported when a run has the task.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from train.config import TaskConfig, TrainConfig, check, check_choice
+from train.config import RecordsConfig, TaskConfig, TrainConfig, check, check_choice
 from train.tasks import classify, mlm, ner, qa
-from train.tasks.spec import Task, TaskSpec
+from train.tasks.spec import Metric, Task, TaskSpec
 
-__all__ = ["TASKS", "Task", "TaskSpec", "build_task", "class_of", "spec_of"]
+__all__ = ["TASKS", "Metric", "Task", "TaskSpec", "best_metric", "build_task", "class_of", "metric_of", "spec_of"]
 
 TASKS: dict[str, TaskSpec] = {
     "mlm": mlm.SPEC,
@@ -33,6 +34,19 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
     return spec
 
 
+def metric_of(kind: Any, name: str, splits: Iterable[str] = ()) -> Metric | None:
+    """Return a metric of a kind of task, also of further validation splits; None if no such task declares it."""
+    known = TASKS[kind].metrics if kind in TASKS else {}
+    plain = next((name.removeprefix(f"{split}_") for split in splits if name.startswith(f"{split}_")), name)
+    return known.get(name, known.get(plain))
+
+
+def best_metric(cfg: TrainConfig) -> Metric | None:
+    """Return what the task declares of best.metric."""
+    splits = cfg.data.more_validation if isinstance(cfg.data, RecordsConfig) else ()
+    return metric_of(cfg.task.kind, cfg.best.metric, splits)
+
+
 def class_of(spec: TaskSpec) -> Any:
     """The class that computes."""
     return import_module(spec.module).TASK
@@ -44,5 +58,9 @@ def build_task(cfg: TrainConfig) -> Task:
     check(
         cfg.best.metric in task.metrics,
         f"best.metric={cfg.best.metric} must be one of this task's metrics: {', '.join(task.metrics)}",
+    )
+    check(
+        best_metric(cfg) is not None,
+        f"best.metric={cfg.best.metric} has no direction: the metrics of the task's SPEC lack it",
     )
     return task

@@ -43,6 +43,18 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A number of an evaluation, as the task that computes it declares it."""
+
+    lower_is_better: bool = False
+    hub_name: str | None = None  # its id on the Hub; None: its name
+    is_headline: bool = True  # the report's card may show it beside the task's headline
+
+
+LOSS = Metric(lower_is_better=True, is_headline=False)
+
+
+@dataclass(frozen=True)
 class TaskSpec:
     """A task's entry in `train.tasks.TASKS`."""
 
@@ -50,6 +62,7 @@ class TaskSpec:
     module: str  # its TASK is a class: a `Task`, or a `train.tasks.finetune.TextTask`. It imports torch
     head: str  # transformers loads an export as AutoModelFor<head>
     card: CardText
+    metrics: Mapping[str, Metric]  # of evaluations, by name; further splits put their name before it
     headline: tuple[str, ...] = ("loss",)  # the metric that a report leads with: the first of these that a run has
     prediction: Prediction | None = None  # None: its models do not predict
 

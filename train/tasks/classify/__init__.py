@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig, check, setting
-from train.tasks.spec import CardText, Prediction, TaskSpec
+from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,11 @@ SPEC = TaskSpec(
     settings=ClassifyConfig,
     module="train.tasks.classify.task",
     head="SequenceClassification",
+    metrics={
+        "loss": LOSS,
+        "accuracy": Metric(),
+        **{f"f1_{mean}": Metric(hub_name="f1") for mean in ("macro", "weighted")},
+    },
     card=CardText(
         pipeline="text-classification",
         sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from train.config import HeadSize, ShardsConfig, TaskConfig, setting
-from train.tasks.spec import CardText, TaskSpec
+from train.tasks.spec import LOSS, CardText, Metric, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -34,6 +34,11 @@ SPEC = TaskSpec(
     settings=MLMConfig,
     module="train.tasks.mlm.task",
     head="MaskedLM",
+    metrics={
+        **{name: replace(LOSS, hub_name="loss") for name in ("loss", "mlm_loss", "sop_loss")},
+        **{name: Metric(hub_name="accuracy") for name in ("masked_accuracy", "sop_accuracy")},
+        "perplexity": Metric(lower_is_better=True),
+    },
     card=CardText(
         pipeline="fill-mask",
         sentence="It fills in masked tokens, and is a starting point for fine-tuning.",

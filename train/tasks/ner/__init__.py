@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig
-from train.tasks.spec import CardText, Prediction, TaskSpec
+from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -22,6 +22,7 @@ SPEC = TaskSpec(
     settings=NERConfig,
     module="train.tasks.ner.task",
     head="TokenClassification",
+    metrics={"loss": LOSS, **{name: Metric() for name in ("precision", "recall", "f1", "accuracy")}},
     card=CardText(
         pipeline="token-classification",
         sentence="It tags each word of a text with one of {labels} tags: {names}.",

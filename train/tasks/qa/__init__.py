@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig, check, setting
-from train.tasks.spec import CardText, Prediction, TaskSpec
+from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -33,6 +33,11 @@ SPEC = TaskSpec(
     settings=QAConfig,
     module="train.tasks.qa.task",
     head="QuestionAnswering",
+    metrics={
+        "loss": LOSS,
+        **{f"{group}exact_match": Metric(hub_name="exact_match") for group in ("", "has_answer_", "best_")},
+        **{f"{group}f1": Metric(hub_name="f1") for group in ("", "has_answer_", "no_answer_", "best_")},
+    },
     card=CardText(
         pipeline="question-answering",
         sentence="It finds the answer to a question in a context, as a span of it.",
