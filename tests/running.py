@@ -53,7 +53,7 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
             "corpus=text",
             f"corpus.path={corpus}",
             f"seq_len={SEQ_LEN}",
-            "tokenizer.vocab_size=120",
+            *([] if any("tokenizer.pretrained=" in each for each in overrides) else ["tokenizer.vocab_size=120"]),
             "validation_fraction=0.25",
             *overrides,
         ],
