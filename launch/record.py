@@ -254,7 +254,8 @@ class History:
     excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
     ended: Ended | None = None
     faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
-    idle: int = 0  # of them those in a row, up to now, that saved nothing new
+    idle: int = 0  # of them those in a row, up to now, that began and saved nothing new
+    requeued: str = ""  # why the job was requeued, until it ends or begins an attempt
     is_tried: bool = False  # an attempt was made since the last requeue
     damaged: list[str] = field(default_factory=list)  # events that cannot be read
 
@@ -290,7 +291,7 @@ class History:
                     self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
-                self.ended, self.is_tried = None, True
+                self.ended, self.is_tried, self.requeued = None, True, ""
             case "refused" if last is not None and details.get("attempt") == attempt_name(last.number):
                 last.reason = last.reason or text(details, "reason")
             case "attempt_ended" if last is not None:
@@ -298,7 +299,11 @@ class History:
                 last.step, last.checkpoint = count(details, "step"), count(details, "checkpoint")
                 last.outcome, last.reason = text(details, "outcome"), text(details, "reason")
                 last.next = text(details, "next")
-                self.add_try(progressed=details.get("made_progress") is True, in_order=last.outcome == "stopped")
+                self.add_try(
+                    progressed=details.get("made_progress") is True,
+                    in_order=last.outcome == "stopped",
+                    never_began=details.get("never_began") is True,
+                )
             case "gate":
                 failed = table(details, "failed").items()
                 self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
@@ -308,17 +313,18 @@ class History:
                 self.cancelled_unix_s = at_unix_s or 0.0
             case "requeued":
                 if not self.is_tried:
-                    self.add_try(progressed=False)
+                    self.add_try(progressed=False, never_began=details.get("never_began") is True)
+                self.requeued = text(details, "reason")
                 self.excluded = sorted({*self.excluded, *texts(details, "excluded")})
                 self.is_tried = False
             case "ended":
-                outcome = text(details, "outcome")
+                outcome, self.requeued = text(details, "outcome"), ""
                 self.ended = Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s)
             case kind if kind == DAMAGED:
                 self.damaged.append(text(details, "name"))
 
-    def add_try(self, *, progressed: bool, in_order: bool = False) -> None:
-        self.idle = 0 if progressed else self.idle + 1
+    def add_try(self, *, progressed: bool, in_order: bool = False, never_began: bool = False) -> None:
+        self.idle = 0 if progressed else self.idle + (not never_began)  # what never began says nothing of the run
         self.faults += not (progressed and in_order)
 
 

@@ -56,6 +56,10 @@ class Scheduler(ABC):
     def state(self, record: Record, handle: Handle) -> State:
         """What it says of the job now. Unreachable if it does not answer."""
 
+    def unanswered(self, record: Record) -> State:
+        """Return what is known of a job whose submission has left no answer."""
+        return State(failure="it never answered the submission; look there for a job of this run")
+
     @abstractmethod
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the job at once, without a checkpoint."""

@@ -73,11 +73,9 @@ def ask(record: Record, submission: Submission | None) -> State:
     name = submission.scheduler
     if submission.rejection:
         return State(False, f"not started: {submission.rejection}", scheduler=name)
-    if not submission.handle:
-        never = "it never answered the submission; look there for a job of this run"
-        return State(scheduler=name, failure=never)
     try:
-        return replace(scheduler(name).state(record, submission.handle), scheduler=name)
+        asked, handle = scheduler(name), submission.handle
+        return replace(asked.state(record, handle) if handle else asked.unanswered(record), scheduler=name)
     except (Failure, InputError) as error:
         return State(scheduler=name, failure=str(error))
 
@@ -140,6 +138,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
         ("stop asked", shown(history.stop_asked_unix_s, shown_moment)),
         ("cancelled", shown(history.cancelled_unix_s, shown_moment)),
         ("preflight", "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items())),
+        ("requeued", history.requeued),
         ("ended", end),
         ("damaged", ", ".join(f"{status.run_dir}.launch/{name}" for name in history.damaged)),
     ]

@@ -18,7 +18,7 @@ from launch.config import ClusterConfig
 from launch.record import Event, History, Record, read_history
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED, REJECTED, STOPPED
-from train.config import InputError, Unreachable
+from train.config import Failure, InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import ENVIRONMENT
 
@@ -41,6 +41,10 @@ def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
 def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: float, pause_s: float) -> Retrying:
     stop, wait = stop_after_delay(limit_s), wait_fixed(pause_s)
     return Retrying(retry=retry_if_exception_type(kinds), stop=stop, wait=wait, reraise=True)
+
+
+class NeverBegan(Failure):
+    """A part of a job that the scheduler did not start on the machines that it had given; the message is its own."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,13 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
     return ""
 
 
-def settled(decision: Decision, record: Record, cluster: ClusterConfig) -> Decision:
-    """Return the decision that stands: no requeue once the user has asked for a stop, or a limit is reached."""
+def settled(decision: Decision, record: Record, cluster: ClusterConfig, **details: Any) -> Decision:
+    """Return the decision that stands: no requeue once the user has asked for a stop, or a limit is reached. `details`
+    are those of the event of the requeue.
+    """
     if decision.next != "requeue":
         return decision
-    history = read_history([*retry(record.events), Event("requeued", 0.0, "")])
+    history = read_history([*retry(record.events), Event("requeued", 0.0, "", details)])
     if history.is_stop_asked:
         return replace(decision, next="end")
     limit = exhausted(history, cluster)
@@ -155,8 +161,8 @@ def supervise(
 ) -> Decision:
     """Make attempts until the decision is another than "again", each with its events in the record.
 
-    `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `stop` holds the
-    scheduler's request for the machines.
+    `start` makes the attempt of a number, counted over all of the run, and returns its exit code, or raises NeverBegan:
+    then the job is requeued. `stop` holds the scheduler's request for the machines.
     """
     run = record.run
     while True:
@@ -175,15 +181,22 @@ def supervise(
             return Decision("end", "failed", limit)
         retry(record.append_event, "attempt_began", **began)
 
-        code = start(number)
+        code, never_began = FAILED, ""
+        try:
+            code = start(number)
+        except NeverBegan as error:
+            never_began = str(error)
         outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         outcome = {} if outcome == before else outcome  # an older one
         ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
-        ended |= {"checkpoint": checkpoint, "step": outcome.get("step"), "outcome": outcome.get("outcome", "failed")}
+        ended |= {"never_began": bool(never_began), "checkpoint": checkpoint, "step": outcome.get("step")}
+        ended |= {"outcome": outcome.get("outcome", "failed")}
         history = retry(record.history)
         rejection = history.last_attempt.reason if history.last_attempt else ""  # as a machine has recorded it
         history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
+        if never_began and decision.next == "again":
+            decision = replace(decision, next="requeue", reason=never_began)
         ended |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
         retry(record.append_event, "attempt_ended", **ended)
         print(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}", flush=True)

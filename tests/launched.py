@@ -17,7 +17,7 @@ from planning import plan
 from launch.config import ClusterConfig
 from launch.record import Record
 from launch.schedulers import SCHEDULERS
-from launch.spec import State
+from launch.spec import Scheduler, State
 from train.config import S3Config
 
 HANDLE = {"job_id": 7}
@@ -40,6 +40,9 @@ class FakeScheduler:
             raise answer
         assert isinstance(answer, State)
         return answer
+
+    def unanswered(self, record: Record) -> State:
+        return Scheduler.unanswered(self, record)  # type: ignore[arg-type]
 
     def cancel(self, record: Record, handle: Mapping[str, Any]) -> None:
         self.cancelled.append(handle)

@@ -76,6 +76,28 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, hold, prepared, undi
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
+    slurm, hold, prepared, undisturbed_losses, tmp_path, is_known
+):
+    """Back before Slurm knows of its loss, its old step keeps the node busy; back while the job waits to be started
+    again, slurmctld may give the job a node on which it then makes no step.
+    """
+    hold.before(25)
+    settings = ("cluster.exclude=n3", f"cluster.gate={str(is_known).lower()}")
+    record = launch(tmp_path / "run", prepared, settings=settings)
+    record.wait_for_checkpoint()
+    slurm.lose("n2")
+    if is_known:
+        eventually(lambda: "PENDING" in record.state.text)
+    slurm.start("n2")
+    hold.let_go(25)
+    assert record.ended()["outcome"] == "done", record.logs()
+    assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
+    if not is_known:
+        assert "Slurm has not started it: Unable to create step" in record.of_kind("requeued")[0].details["reason"]
+
+
 def test_a_run_is_preempted_stopped_and_resumed(slurm, hold, prepared, undisturbed_losses, tmp_path):
     hold.before(25, 45, 65)
     record = launch(tmp_path / "run", prepared)

@@ -82,3 +82,23 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, 
     chosen, failed = run_preflight(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
     assert (chosen, list(failed)) == (["n1"], ["n2"]) and failed["n2"].startswith("no answer")
     assert read_history(batch.record.events()).failed_gate == failed
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_what_slurm_does_not_start_is_requeued_and_says_nothing_of_run_or_nodes(batch, monkeypatch, tmp_path, gate):
+    """Its line of an earlier step, and what a task prints, do not count."""
+    log, line = tmp_path / "log", "Unable to create step for job 7: Requested node configuration is not available"
+    log.write_text("srun: error: Unable to create step for job 7: an earlier one\n")
+    monkeypatch.setattr(batch, "log", lambda: log)
+    answering(tmp_path, "exit 0")
+    batch.cluster.gate = gate
+    script(tmp_path / "bin" / "srun", f"echo '0: srun: error: Unable to create step for job 7: x' >> '{log}'; exit 1")
+    assert batch.attempt(1) == 1
+    script(tmp_path / "bin" / "srun", f"echo 'srun: error: {line}' >> '{log}'; exit 1")
+    for times in range(1, 4):  # more than cluster.idle_attempts
+        requested = requests(tmp_path).count("requeue 7")
+        batch.train()
+        history = read_history(batch.record.events())
+        assert requests(tmp_path).count("requeue 7") == requested + 1
+        assert (history.faults, history.idle, history.failed_gate) == (times, 0, {})
+        assert line in [each for each in batch.record.events() if each.kind == "requeued"][-1].details["reason"]

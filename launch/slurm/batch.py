@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -22,13 +23,29 @@ from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.slurm.config import SlurmConfig
-from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, retrying, settled, supervise
-from train.cli.command import STOPPED, command_parser, run_flags
+from launch.supervise import (
+    CODES,
+    Decision,
+    NeverBegan,
+    StopFile,
+    prepared,
+    recording_failure,
+    retry,
+    retrying,
+    settled,
+    supervise,
+)
+from train.cli.command import STOPPED, command_parser, printable, run_flags
 from train.config import Failure, S3Config, check
 from train.host import processes
 
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2
+# What srun says where slurmctld makes no step, as on a node that was lost and is back before its job has restarted; and
+# where a node does not answer. What the tasks print has a label before it.
+NO_STEP = re.compile(rb"^srun: error: (Unable to create step for job .*)", re.MULTILINE)
+NO_LAUNCH = re.compile(rb"^srun: error: (Task launch for .* failed on node .*)", re.MULTILINE)
+STEP_S = 60  # for what an earlier step has left on the nodes to end; a requeue ends it too
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 
@@ -63,6 +80,7 @@ class Batch:
         self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
         self.is_overdue = False  # the limit has come, and the run has not stopped
         self.steps = 0  # that srun has started: each has a port of its own
+        self.never_began = False  # Slurm has not started the preflight, or a preparation
         self.excluded: list[str] = []  # nodes that a requeued job shall not get
 
     def train(self) -> int:
@@ -106,6 +124,20 @@ class Batch:
     def attempt(self, number: int) -> int:
         return self.on_nodes("train", self.nodes, name=attempt_name(number))
 
+    def srun(self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True) -> int:
+        """Run srun and return its exit code. Raises NeverBegan where Slurm does not start it, on all nodes if it needs
+        all.
+        """
+        log = self.log()
+        before = log.stat().st_size if log is not None else 0
+        process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
+        code = processes.exit_code(process, meanwhile=self.meanwhile, limit_s=limit_s)
+        said = log.read_bytes()[before:] if code and log is not None else b""
+        found = NO_STEP.search(said) or (NO_LAUNCH.search(said) if needs_all else None)
+        if found and self.stop.reason is None:
+            raise NeverBegan(f"Slurm has not started it: {printable(found[1].decode(errors='replace'))}")
+        return code
+
     def on_nodes(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """Run a command of launch.node on nodes, at the same time; srun's exit code."""
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
@@ -113,10 +145,16 @@ class Batch:
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
         node += join_flags(nodes, addresses, job=self.job_id, step=self.steps, name=name, group=group)
         ends_together = command != "preflight" and not group
-        srun = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        srun = [
+            f"--immediate={STEP_S}",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+            "--cpu-bind=none",
+        ]
         srun += [f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
-        process = processes.start([*srun, *self.container(), *node, *self.record.flags()], env=os.environ)
-        return processes.exit_code(process, meanwhile=self.meanwhile, limit_s=LIMITS_S.get(command, math.inf))
+        limit_s = LIMITS_S.get(command, math.inf)
+        return self.srun([*srun, *self.container(), *node], limit_s=limit_s, needs_all=command == "train")
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts
@@ -136,6 +174,9 @@ class Batch:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
         except Interrupted:  # this says nothing of the nodes
             return Decision("requeue", "stopped", self.stop.reason or "the preflight was interrupted by a signal")
+        except NeverBegan as error:  # nor does this
+            self.never_began = True
+            return Decision("requeue", "failed", str(error))
         for node, reason in failed.items():
             print(f"preflight: {node} is left out: {reason}", flush=True)
             if self.cluster.drain and is_certain(reason):
@@ -168,12 +209,13 @@ class Batch:
         some time later (KillWait) for good. The job waits meanwhile: Slurm accepts nodes to exclude only when it is
         pending. The decision that is returned says why a requeue was not possible.
         """
-        decision = settled(decision, self.record, self.cluster)
+        decision = settled(decision, self.record, self.cluster, never_began=self.never_began)
         if decision.next != "requeue":
             return decision
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The event comes first: later there is no time.
-        retry(self.record.append_event, "requeued", reason=decision.reason, excluded=self.excluded)
+        details = {"excluded": self.excluded, "never_began": self.never_began}
+        retry(self.record.append_event, "requeued", reason=decision.reason, **details)
         retry(self.slurm.requeue, self.job_id)
         if self.excluded:
             retrying(Failure, REQUEUED_S, PAUSE_S)(self.slurm.exclude, self.job_id, self.excluded)
@@ -183,15 +225,26 @@ class Batch:
 
     def upload(self) -> None:
         """Put what this job has printed into a record in S3: until then it is on this node."""
-        path = Path(f"/proc/{os.getpid()}/fd/1").readlink()
-        if self.record.is_remote and path.is_file():
+        path = self.log()
+        if self.record.is_remote and path is not None:
             self.record.folder.write(f"logs/job_{self.job_id}.txt", path.read_bytes())
+
+    def log(self) -> Path | None:
+        """The file that has what this process and srun print."""
+        path = Path(f"/proc/{os.getpid()}/fd/1").readlink()
+        return path if path.is_file() else None
 
     def prepare(self, *, merge: bool) -> int:
         part = os.environ.get("SLURM_ARRAY_TASK_ID")
         which = ["--merge"] if merge else [f"--part={part}"] if part else []
-        node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.flags()]
-        code = processes.exit_code(processes.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
+        node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which]
+        try:
+            code = self.srun(["--ntasks=1", *self.container(), *node])
+        except NeverBegan as error:
+            self.never_began = True
+            decision = self.requeue(Decision("requeue", "failed", str(error)))
+            self.end(decision)
+            return CODES[decision.outcome]
         if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
             self.end(prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation"))
         self.upload()
