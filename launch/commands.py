@@ -199,9 +199,9 @@ def end(record: Record, seen: Status) -> None:
         raise Failure(f"{record.location}/events names cluster={name}, {JOB} cluster={expected}: nothing was ended")
     # The event comes first: from then on a supervisor makes no attempt, and a launch on EC2 no machine.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
-    scheduler(name).cancel(record, submission.handle)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # or the next start would obey it
+    scheduler(name).cancel(record, submission.handle)
 
 
 def lost(seen: Status) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import boto3
 import pytest
-from ec2_launching import OWN, RUN, set_time, trial
+from ec2_launching import OWN, RUN, Killed, set_time, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
@@ -280,6 +280,31 @@ def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, cli, cap
     assert ec2.machines() == [] and ec2.passed_s - began_s < 100
     assert cli.do("clean", "--yes") == 0  # cancel leaves the groups
     assert ec2.anything() == [] and cli.status()["state"] == "cancelled"
+
+
+def test_a_launch_that_was_killed_before_it_asked_ec2_is_cancelled(ec2, cli, monkeypatch):
+    def killed(*_) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("launch.ec2.scheduler.resolve", killed)
+        with pytest.raises(Killed):
+            cli.launch("submit=true")
+    assert cli.status()["state"] == "waiting" and cli.do("cancel", "--yes") == 0
+    assert cli.status()["state"] == "cancelled" and ec2.requests == []
+    cli.acts.append(cli.end)
+    assert cli.launch("submit=true") == 0
+
+
+def test_cancel_fails_while_ec2_may_have_machines_that_it_does_not_list(ec2, cli, capsys):
+    ec2.hides_s = 280.0
+    cli.acts.append(cli.kill)
+    assert cli.launch("submit=true") == 130
+    capsys.readouterr()
+    assert cli.do("cancel", "--yes") == 1 and len(ec2.machines()) == 2
+    said = capsys.readouterr()
+    assert "EC2 may still have instance i-" in said.err and "was cancelled" not in said.out
+    assert cli.do("clean", "--yes") == 0 and ec2.anything() == []
 
 
 def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli):

@@ -75,6 +75,18 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     assert ec2.anything() == [] or not is_answered
 
 
+@pytest.mark.parametrize("known_s", [50.0, math.inf])
+def test_a_profile_that_was_just_made_is_waited_for(ec2, begin, known_s):
+    run = begin()
+    ec2.knows_profile_s = known_s
+    if known_s < math.inf:
+        assert run.launcher().run() == DONE and len(ec2.requests) == 3 and len(run.made()) == 2
+    else:
+        with pytest.raises(Failure, match=r"iamInstanceProfile.name is invalid.*create it \(cluster.instance_profile"):
+            run.launcher().run()
+        assert ec2.passed_s < 1000 and run.events_of("ended") and ec2.anything() == []
+
+
 @pytest.mark.parametrize(("market", "cost"), [("on-demand", "$36.00"), ("spot", "$12.00")])
 def test_a_launch_that_waits_says_what_it_has_cost_at_the_price_of_its_market(begin, capsys, market, cost):
     def train(run: Trial) -> None:

@@ -61,14 +61,16 @@ def store_of(bucket, tmp_path):
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
 def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
-    bucket, prepared, finished, on_machine, tmp_path
+    bucket, prepared, finished, on_machine, tmp_path, is_silent
 ):
     """The machine is killed before the manifest of step 6. The other one resumes from step 3, and at the end all is in
     S3 that an undisturbed run has on disk.
     """
     bucket.proxy.set(Fault("delay", match="^PUT .*step_00000006/manifest.json"))
-    options = [*bucket.overrides(), "watchdog.enabled=false"]  # which vanishes with the machine
+    # The watchdog vanishes with the machine.
+    options = [*bucket.overrides(), "watchdog.enabled=false", "lease.ttl_s=1"]
     arguments = train_overrides(bucket.location("run"), prepared, *options)
     process = start_forked(["train", *arguments], os.environ)
     eventually(lambda: any(seen.fault for seen in bucket.proxy.requests("manifest")) or not process.is_alive())
@@ -79,8 +81,11 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     killed = bucket.keys("run/checkpoints/step_00000006/")
     assert len(killed) == 4
     bucket.put("run/metrics.jsonl", bucket.get("run/metrics.jsonl") + b'{"kind": "tra')  # read while it was written
+    if is_silent:  # nobody knows whether it has ended, or is suspended
+        lease = json.loads(bucket.get("run/lease/00000001.json"))
+        bucket.put("run/lease/00000001.json", json.dumps({**lease, "host": "other", "boot_id": "other"}).encode())
     on_machine("second")
-    assert train(bucket, prepared) == ("done", 6)
+    assert train(bucket, prepared, "lease.ttl_s=1") == ("done", 6)
     assert not set(killed) & set(bucket.keys("run/"))
     for kind in ("train", "eval"):
         assert losses(lines_of(bucket, kind)) == losses(lines(finished, kind))

@@ -15,6 +15,7 @@ from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.config import CheckpointConfig
 from train.run_folder.lease import LeaseLost
+from train.run_folder.ownership import name_of
 from train.storage import folders
 from train.storage.folders import open_folder
 
@@ -138,3 +139,16 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
 def test_the_last_save_is_not_tried_again_after_max_run_s(max_run_s, run_s, least_s, most_s):
     cfg = SimpleNamespace(max_run_s=max_run_s, checkpoint=CheckpointConfig(patience_s=300.0))
     assert least_s <= last_save_patience_s(cfg, time.monotonic() - run_s) <= most_s
+
+
+def test_a_superseded_owner_takes_back_what_it_has_sent(bucket, store, monkeypatch):
+    """Nobody else may come after the next owner's end to remove it."""
+    saver, trained, upload = saver_of(store), built(), store.folder.upload
+
+    def upload_slowly(name, path):
+        upload(name, path)
+        store.folder.write(name_of(2), b"the next owner's")
+
+    monkeypatch.setattr(store.folder, "upload", upload_slowly)
+    assert saved(saver, 6, trained).startswith("LeaseLost: ")
+    assert not bucket.keys("run/checkpoints/")

@@ -122,6 +122,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not a finished run once more
             if has_measured and not cfg.collect_graphs:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
+        if reason in ENDS:
+            checkpoints.remove_leftovers()
         watch.phase("export", is_start=True)  # the others wait for rank 0
         if cfg.export and reason in ENDS:
             engine.gather_full_model()

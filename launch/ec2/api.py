@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from botocore.config import Config
+from botocore.exceptions import ClientError
 
 from train.config import S3Config, check
 from train.storage.aws_errors import NOT_ALLOWED, explained
@@ -24,6 +25,7 @@ LATER = (  # there may be such machines in the subnet later
     "ReservationCapacityExceeded",
 )
 NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # but perhaps in another
+NO_PROFILE = "InvalidParameterValue (instance profile)"  # which EC2 does not know, or not yet
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota says what to ask for"),
     **dict.fromkeys(
@@ -43,6 +45,8 @@ CURES = {
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",
     "InvalidIamInstanceProfileName.NotFound": "create it (python -m launch iam prints its policy)",
+    NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 knows a new one "
+    "after some seconds only",
 }
 
 
@@ -74,7 +78,13 @@ class Api:
     ) -> dict[str, Any]:
         """Call an operation, named as boto3 does. Raises what `train.storage.aws_errors.explain` has."""
         with explained(f"{region}, {operation}", cures=CURES):
-            answer: dict[str, Any] = getattr(self.client(region, service, tries=tries), operation)(**parameters)
+            try:
+                answer: dict[str, Any] = getattr(self.client(region, service, tries=tries), operation)(**parameters)
+            except ClientError as error:
+                said = error.response.get("Error", {})
+                if said.get("Code") == "InvalidParameterValue" and "iamInstanceProfile" in said.get("Message", ""):
+                    said["Code"] = NO_PROFILE
+                raise
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ machines made. Killed, it leaves machines that train to the end of the run and t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from launch.ec2 import calls
 from launch.ec2.account import Resolved, Site
-from launch.ec2.api import LATER, NEVER, Api, growing
+from launch.ec2.api import LATER, NEVER, NO_PROFILE, Api, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
 from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
@@ -30,9 +31,14 @@ from train.storage.schema import read_object, read_yaml
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two calls that are not answered
 LEAVE_S = 180.0  # for machines to upload their logs and end by themselves, once the run has ended
+PROFILE_S = 120.0  # for EC2 to know a profile that was just made, which takes seconds
 VISIBLE_S = 10.0  # after which EC2 knows a group that it has just made
 FAILED_START = "ec2/failed/{}.json"  # why a machine could not start, see boot.sh
 Result = TypeVar("Result")
+
+
+class NotYet(Failure):
+    """EC2 does not know the instance profile."""
 
 
 class NoCapacity(Failure):
@@ -131,6 +137,9 @@ class Launcher:
         request = parameters(call)
 
         def send() -> dict[str, Any]:
+            if call.answered_unix_s is not None:  # EC2 did not know the profile
+                call.answered_unix_s, call.sent_unix_s = None, time.time()
+                call.write(self.record)
             try:
                 return self.api.create(region, operation, **request)
             except (Cancelled, Superseded, BadCredentials):
@@ -139,13 +148,15 @@ class Launcher:
                 raise
             except Rejected as error:
                 self.answered(call, error=error.code)
+                if error.code == NO_PROFILE:  # whoever has just made one is not to launch twice
+                    raise NotYet(str(error)) from error
                 raise
             except Unreachable as error:
                 call.error, call.sent_unix_s = str(error), time.time()  # for status
                 call.write(self.record)
                 raise
 
-        answer = self.retried(send)
+        answer = self.retried(lambda: self.retried(send), NotYet, PROFILE_S)
         made = [str(each["InstanceId"]) for each in answer.get("Instances", ())]
         made += [str(answer["GroupId"])] if "GroupId" in answer else []
         made += [str(request["GroupName"])] if operation == PLACEMENT else []
@@ -159,17 +170,20 @@ class Launcher:
         call.answered_unix_s, call.made, call.error = round(time.time(), 3), [*made], error
         call.write(self.record)
 
-    def retried(self, act: Callable[[], Result], kind: type[Failure] = Unreachable) -> Result:
-        """Act, and again as long as that raises an error of this kind, for max_wait_s."""
-        began_s = time.time()
+    def retried(
+        self, act: Callable[[], Result], kind: type[Failure] = Unreachable, limit_s: float = math.inf
+    ) -> Result:
+        """Act, and again as long as that raises an error of this kind, for max_wait_s or `limit_s`."""
+        began_s, limit_s = time.time(), min(limit_s, self.cluster.max_wait_s)
         for pause_s in growing(FIRST_S, MOST_S):
             try:
                 return act()
             except kind as error:
                 waited_s = time.time() - began_s
-                if waited_s + pause_s > self.cluster.max_wait_s:
+                if waited_s + pause_s > limit_s:
                     cure = "" if self.is_training else f"; python -m launch resume {self.record.run_dir} asks again"
-                    waited = f"for {shown_duration(waited_s)} (cluster.max_wait_s)"
+                    why = " (cluster.max_wait_s)" if limit_s == self.cluster.max_wait_s else ""
+                    waited = f"for {shown_duration(waited_s)}{why}"
                     raise kind(f"{error}; {waited}{cure}") from error
                 self.tell(f"{error}; asked again")
             time.sleep(pause_s)

@@ -38,7 +38,7 @@ from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
 from train.cli.command import INTERRUPTED, printable
-from train.config import S3Config, check
+from train.config import Failure, S3Config, check
 from train.config.backend import CUDA
 from train.host.processes import is_gone, owner_name
 from train.storage import schema
@@ -124,11 +124,23 @@ class Scheduler(spec.Scheduler):
         hosts = [str(each.seen.get("PrivateDnsName") or each.id).split(".")[0] for each in alive]
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
+    def unanswered(self, record: Record) -> State:
+        """Return that there is nothing to look for: a launch asks EC2 for machines once it is submitted."""
+        return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
+
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the machines now. The record says so already, so the launch makes nothing more."""
-        api = open_api(record)
-        sweep.delete(api, calls.left_over(api, record, texts(handle, "regions")))
-        print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
+        """End the machines now. The record says so already, so the launch makes nothing more. Failure if EC2 may still
+        have some that train.
+        """
+        api, regions = open_api(record), texts(handle, "regions")
+        sweep.delete(api, calls.left_over(api, record, regions))
+        left = calls.left_over(api, record, regions)
+        states = ("pending", "running", sweep.UNLISTED, sweep.UNANSWERED)
+        may_run = [str(each) for each in left if each.kind == "instance" and each.state in states]
+        proof = f"python -m launch clean {record.run_dir} --yes proves that nothing is left"
+        if may_run:
+            raise Failure(f"EC2 may still have {', '.join(may_run)}; {proof}, and ends them")
+        print(printable(proof))
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:

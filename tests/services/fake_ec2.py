@@ -44,6 +44,7 @@ class FakeEc2:
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
     dry_run_error: str = ""  # an error
+    knows_profile_s: float = 0.0  # when it knows the instance profile, of `passed_s`
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
@@ -144,6 +145,9 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
         if before != given:
             raise EC2ClientError("IdempotentParameterMismatch", "The request has other parameters.")
         return answer
+    if fake.passed_s < fake.knows_profile_s:
+        said = "Value (machine) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
+        raise EC2ClientError("InvalidParameterValue", said)
     subnet = given["NetworkInterfaces"][0]["SubnetId"] if "NetworkInterfaces" in given else None
     if given.get("DryRun") and fake.dry_run_error:
         raise EC2ClientError(fake.dry_run_error, "You are not authorized to perform this operation.")

@@ -17,7 +17,7 @@ from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
 from train.checkpoints.saver import AsyncSaver, Saved, SavesFail
 from train.checkpoints.store import best, look_at_all, open_store
-from train.config import NotPermitted, TrainConfig, flat
+from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
 from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window
 
@@ -241,6 +241,18 @@ class CheckpointManager:
             step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
             max_loss_s=self.cfg.checkpoint.max_loss_s,
         )
+
+    def remove_leftovers(self) -> None:
+        """Remove what earlier owners have left of saves, of one too that may only be silent: once the run is done no
+        other attempt does, and no step of theirs comes after the last one.
+        """
+        if self.world.rank == 0 and self.attempt.lease is not None:
+            try:
+                self.store.remove_uncommitted(range(self.attempt.lease.number))
+            except NotPermitted:
+                pass  # which has been said at the start
+            except (InputError, Failure) as error:
+                logger.warning("files of unfinished saves stay in %s: %s", self.store.location, error)
 
     def restore_best(self) -> int:
         """Give the model of rank 0 the weights of the best evaluation, once training has ended, and return their step.

@@ -28,6 +28,7 @@ from train.checkpoints.store import Retention, Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
 from train.host.runtime import pool_beside_training
 from train.ranks import no_wait
+from train.run_folder.ownership import LeaseLost
 from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -213,6 +214,9 @@ class AsyncSaver:
                 self.retention.prune()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"
+            if isinstance(error, LeaseLost) and self.world.rank == 0:  # nobody else may come to remove what it has sent
+                with suppress(InputError, Failure):
+                    self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
             level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0 names the rank that failed
             logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
         if self.world.rank != 0:
