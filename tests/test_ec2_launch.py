@@ -456,7 +456,8 @@ def test_a_job_of_another_computer_needs_its_checksum(killed, capsys, monkeypatc
 def test_what_machines_write_decides_neither_image_nor_what_is_ended(killed, capsys):
     """They may add events, and with a broader role calls."""
     [event] = [each for each in killed.record.events() if each.kind == "submitted"]
-    event.details["handle"]["resolved"]["sites"][0]["image"] = "ami-00000000000000bad"
+    for site in event.details["handle"]["resolved"]["sites"]:
+        site["image"] = "ami-f4cf1d8d"
     killed.record.append_event("submitted", **event.details)
     assert killed.do("resume") == 0
     assert [each["ImageId"] for each in killed.ec2.requests] == [UBUNTU]
