@@ -84,14 +84,16 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, 
     assert read_history(batch.record.events()).failed_gate == failed
 
 
-@pytest.mark.parametrize("gate", [False, True])
-def test_what_slurm_does_not_start_is_requeued_and_says_nothing_of_run_or_nodes(batch, monkeypatch, tmp_path, gate):
+@pytest.mark.parametrize("has_preflight", [False, True])
+def test_what_slurm_does_not_start_is_requeued_and_says_nothing_of_run_or_nodes(
+    batch, monkeypatch, tmp_path, has_preflight
+):
     """Its line of an earlier step, and what a task prints, do not count."""
     log, line = tmp_path / "log", "Unable to create step for job 7: Requested node configuration is not available"
     log.write_text("srun: error: Unable to create step for job 7: an earlier one\n")
     monkeypatch.setattr(batch, "log", lambda: log)
     answering(tmp_path, "exit 0")
-    batch.cluster.gate = gate
+    batch.cluster.gate = has_preflight
     script(tmp_path / "bin" / "srun", f"echo '0: srun: error: Unable to create step for job 7: x' >> '{log}'; exit 1")
     assert batch.attempt(1) == 1
     script(tmp_path / "bin" / "srun", f"echo 'srun: error: {line}' >> '{log}'; exit 1")
