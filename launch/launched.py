@@ -49,8 +49,10 @@ def job_to_start(record: Record) -> Job:
     this computer has not launched, unless the user vouches for it by its checksum.
     """
     job = record.job()
-    if record.is_remote and not record.job_sha256:
-        record.job_sha256 = text(read(record), "job_sha256")
+    if not record.job_sha256:
+        record.job_sha256 = (
+            text(read(record), "job_sha256") if record.is_remote else sha256_bytes(record.folder.read(JOB))
+        )
         check(
             bool(record.job_sha256),
             f"this computer has not launched {record.run_dir}, and {record.location}/{JOB} may be of anybody who can "
@@ -58,5 +60,4 @@ def job_to_start(record: Record) -> Job:
             "--job-sha256=DIGEST",
         )
         job = record.job()
-    record.job_sha256 = record.job_sha256 or job.sha256
     return job
