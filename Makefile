@@ -162,5 +162,6 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.parallel --rounds 3 --rows 8
 	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'
 
+# What `make setup`, `make docs` and the linters make again; no run and no data.
 clean:
-	rm -rf $(VENV) build runs data/demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache

@@ -78,6 +78,12 @@ TYPED = [
     ("+new=1", "settings cannot be added"),
     ("++seed=1", "settings cannot be added"),
     ("~max_steps", "settings cannot be removed"),
+    *(
+        (f'max_steps="{digits}"', "max_steps must be a number in the digits 0 to 9")
+        for digits in ("\uff11\uff12", "\u0666")
+    ),
+    ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number in the digits"),
+    ("run_dir=$HOME/x", "$HOME is not looked up here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
     ("optm.lr=1", "did you mean optim?"),
@@ -201,6 +207,9 @@ FLAGS = [
     ("compare", "experiment=demo 'compare.largest_batch={xla: 0}'", "compare.largest_batch has 0"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'", "variant a: nosuch is not a setting"),
     ("compare", "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'", "is not the name of a file"),
+    ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "and none is run_dir"),
+    ("compare", "experiment=demo 'compare.variants={a: nosuch}'", "must be settings, key=value"),
+    ("train", "optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
     ("compare", f"{ONE_MORE} {shlex.quote(UNQUOTED)}", "No closing quotation"),
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
@@ -452,7 +461,9 @@ def check_rows(rows: Iterable[tuple[str, list[str], str]], capsys: pytest.Captur
 def with_settings(rows, command, given, places):
     """Command lines of `given` and what is typed after it."""
     for typed, says in rows:
-        words = [*given, *([typed] if isinstance(typed, str) else typed)]
+        own = [typed] if isinstance(typed, str) else typed
+        groups = tuple(f"{name}=" for name in ("model", "task") if any(each.startswith(f"{name}=") for each in own))
+        words = [*(each for each in given if not (groups and each.startswith(groups))), *own]  # a group is typed once
         yield command, [filled(word, places) for word in words], filled(says, places)
 
 

@@ -46,6 +46,7 @@ from train.config import (
     check_printable,
     check_values,
     flatten,
+    leaves,
 )
 from train.host.torchrun import leave_rejection
 from train.optim import OPTIMIZERS, check_optimizer
@@ -128,7 +129,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     overrides, users_own = opened(given)
     for override in overrides:
         check_override(schema, override)
-    listed = groups(CONFIGS[schema])  # Hydra has no value for "no option of this group", which is a default here
+    listed = groups(CONFIGS[schema])
+    # Hydra has no value for "no option of this group", which is a default here.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
         with initialize_config_module("conf", version_base="1.3"):
@@ -139,6 +141,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        check_digits(composed, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, given)) from error
     return composed
@@ -180,6 +183,16 @@ def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     parse = OverridesParser.create().parse_override
     given = {override.partition("=")[0]: parse(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
+
+
+def check_digits(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Raise InputError for a number in other digits than 0 to 9, which Python's int() and float() read as well."""
+    for override in overrides:
+        key, _, text = override.partition("=")
+        values = OverridesParser.create().parse_override(override).value() if not text.isascii() else {}
+        for name, value in leaves(values, key):
+            is_number = isinstance(OmegaConf.select(composed, name), int | float)
+            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number in the digits 0 to 9")
 
 
 def close_to(name: str, names: Sequence[str]) -> str:
@@ -313,6 +326,9 @@ def run(
             hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
             raise InputError(f"{flag} is not a flag; {hint}")
         keys = {override.partition("=")[0] for override in options.settings}
+        for group in keys & {*groups(CONFIGS[schema])}:
+            typed = sorted({override for override in options.settings if override.startswith(f"{group}=")})
+            check(len(typed) == 1, f"{' and '.join(typed)} choose the same thing; give one of them")
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
             return action(load_config(schema, overrides))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from train.cli import compose as cli
 from train.cli.command import DONE, STOPPED
-from train.config import InputError, TrainConfig, to_dict
+from train.config import InputError, TrainConfig, check, to_dict
 from train.config.train import CompareConfig, VariantsConfig
 from train.host import processes
 from train.run_folder.outcome import read_outcome
@@ -41,7 +41,8 @@ class Ending(NamedTuple):
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
     """The runs of a comparison, the baseline first. `given`: the overrides that led to `cfg`."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
-    variants = [make_variant(cfg, common, FileName(name)) for name in cfg.compare.names]
+    made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
+    variants = [made[name] for name in cfg.compare.names]
     for variant in list(variants):
         if size := cfg.compare.largest_batch.get(variant.name):
             largest = make_variant(cfg, common, variant.name, batch_size=size)
@@ -55,9 +56,12 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_
     folder = name if batch_size is None else f"{name}_batch_{batch_size}"
     location = f"{cfg.run_dir.rstrip('/')}/{folder}"
     try:
-        own = [*shlex.split(cfg.compare.variants[name]), f"run_dir={cli.quoted(location)}"]
+        own = shlex.split(cfg.compare.variants[name])
     except ValueError as error:
         raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
+    is_plain = all("=" in each and not each.startswith("run_dir=") for each in own)
+    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be settings, key=value, and none is run_dir")
+    own.append(f"run_dir={cli.quoted(location)}")
     if batch_size is not None:
         own += [f"micro_batch_size={batch_size}", "global_batch_size=null"]
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)

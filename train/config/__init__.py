@@ -21,6 +21,7 @@ from train.config.checks import (
     check_choice,
     check_printable,
     check_values,
+    leaves,
     setting,
 )
 from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, S3Config, ShardsConfig, check_endpoint

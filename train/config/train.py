@@ -168,6 +168,11 @@ class VariantsConfig(Section, prefix="compare."):
     def names(self) -> list[str]:
         return self.run or list(self.variants)
 
+    @property
+    def added(self) -> list[str]:
+        """Names of the user's variants, which are checked even if they are not run."""
+        return [name for name, settings in self.variants.items() if VARIANTS.get(name) != settings]
+
 
 @dataclass(kw_only=True)
 class CompareConfig(TrainConfig):

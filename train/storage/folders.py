@@ -65,7 +65,7 @@ def is_s3(location: str) -> bool:
 
 def open_folder(location: str, s3: S3Config) -> Folder:
     """The folder at a path, a file:// or an s3:// URL; it need not exist. InputError for another kind of URL."""
-    check_printable(location)
+    check_place(location)
     if is_s3(location):
         from train.storage.s3 import S3Folder  # boto3 takes long to import
 
@@ -150,9 +150,16 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
         raise InputError(f"cannot {action} {path}: {error.strerror}{hint}") from error
 
 
+def check_place(location: str) -> None:
+    """Raise InputError for a path or URL with control characters, or with a variable that no shell has looked up."""
+    check_printable(location)
+    if variable := re.search(r"\$[A-Za-z_]\w*", location):
+        raise InputError(f"{location}: {variable[0]} is not looked up here; let the shell do it, without single quotes")
+
+
 def local_path(location: str) -> Path:
     """The path of a local folder given by the user, with "~" written out. InputError if it cannot be one."""
-    check_printable(location)
+    check_place(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
     if "://" not in location and NO_URL.match(location):  # a library for paths has made one slash of two
