@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from train.cli.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
 from train.cli.help import groups, settings_help
-from train.cli.precedence import over_recipe
+from train.cli.precedence import check_digits, check_groups, over_recipe
 from train.config import (
     SPLITS,
     BackendConfig,
@@ -46,7 +46,6 @@ from train.config import (
     check_printable,
     check_values,
     flatten,
-    leaves,
 )
 from train.host.torchrun import leave_rejection
 from train.optim import OPTIMIZERS, check_optimizer
@@ -141,7 +140,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
-        check_digits(composed, overrides)
+        parse = OverridesParser.create().parse_override
+        check_digits(composed, {each: parse(each).value() for each in overrides if not each.isascii()})
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, given)) from error
     return composed
@@ -183,16 +183,6 @@ def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     parse = OverridesParser.create().parse_override
     given = {override.partition("=")[0]: parse(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
-
-
-def check_digits(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Raise InputError for a number in other digits than 0 to 9, which Python's int() and float() read as well."""
-    for override in overrides:
-        key, _, text = override.partition("=")
-        values = OverridesParser.create().parse_override(override).value() if not text.isascii() else {}
-        for name, value in leaves(values, key):
-            is_number = isinstance(OmegaConf.select(composed, name), int | float)
-            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number in the digits 0 to 9")
 
 
 def close_to(name: str, names: Sequence[str]) -> str:
@@ -326,9 +316,7 @@ def run(
             hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
             raise InputError(f"{flag} is not a flag; {hint}")
         keys = {override.partition("=")[0] for override in options.settings}
-        for group in keys & {*groups(CONFIGS[schema])}:
-            typed = sorted({override for override in options.settings if override.startswith(f"{group}=")})
-            check(len(typed) == 1, f"{' and '.join(typed)} choose the same thing; give one of them")
+        check_groups(options.settings, keys & {*groups(CONFIGS[schema])})
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
             return action(load_config(schema, overrides))

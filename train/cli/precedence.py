@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from train.cli.help import option_values
-from train.config import check, flatten
+from train.config import check, flatten, leaves
 
 LENGTHS = ("max_steps", "max_examples", "max_epochs")
 SIZES = ("vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -43,3 +45,21 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
             if other not in typed and other not in chosen:
                 values[other] = None
     return values
+
+
+def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
+    """Raise InputError if two options of one of these groups were typed."""
+    for group in groups:
+        options = sorted({override for override in typed if override.startswith(f"{group}=")})
+        check(len(options) == 1, f"{' and '.join(options)} choose the same thing; give one of them")
+
+
+def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
+    """Raise InputError for a number in other digits than 0 to 9, which Python's int() and float() read as well.
+
+    `given`: by override, what it holds.
+    """
+    for override, values in given.items():
+        for name, value in leaves(values, override.partition("=")[0]):
+            is_number = isinstance(OmegaConf.select(composed, name), int | float)
+            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number in the digits 0 to 9")
