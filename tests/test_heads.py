@@ -246,13 +246,17 @@ def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(labelled
     assert torch.equal(model.network.bert.pooler.dense.weight, theirs["bert.pooler.dense.weight"])
 
 
-def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path):
+def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, log):
     config = json.loads((labelled_folder / "config.json").read_text())
     config |= {"id2label": {str(n): f"LABEL_{n}" for n in range(3)}, "label2id": {f"LABEL_{n}": n for n in range(3)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(labelled_folder / "model.safetensors")
     model = build("label", ModelConfig(pretrained=str(tmp_path)), sharp=False)
     assert model.network.config.id2label == dict(enumerate(LABELS))
+    assert "LABEL_0 is taken for bad, LABEL_1 is taken for so so" in log.text and "set data.labels" in log.text
+    log.clear()
+    build("label", ModelConfig(pretrained=str(tmp_path)), labels=["0", "1", "2"], sharp=False)
+    assert "LABEL" not in log.text
     torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
     with pytest.raises(InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, the data has a, b"):
         build("label", ModelConfig(pretrained=str(tmp_path)), labels=["a", "b"])

@@ -146,6 +146,15 @@ def test_facts_say_what_the_rows_are(cfg, raw):
     assert facts["splits"]["validation"]["bad_rows"] == 0
 
 
+def test_a_label_of_no_training_row_is_named_each_time(cfg, caplog):
+    wanted = ["no training row has the label q: it cannot be learnt"]
+    for calls in (3, 0):
+        caplog.clear()
+        words = Words()
+        open_tables(with_data(cfg, labels=["n", "q", "p"]), words)
+        assert caplog.messages == wanted and len(words.calls) == calls
+
+
 def test_the_id_is_of_what_training_sees(cfg, raw):
     first = open_tables(cfg, Words())
     content = raw.read_text()

@@ -5,7 +5,9 @@ Shapes: B sequences, S tokens, C labels.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import transformers
@@ -16,6 +18,9 @@ from train.config import ModelConfig, check
 from train.models.encoder import fitting_config, make_network
 from train.models.network import Network
 
+logger = logging.getLogger("train")
+
+SHOWN_LABELS = 10
 # The names of a head's dropout in the configurations of transformers.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
@@ -69,7 +74,9 @@ def build_with_head(
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """InputError if a checkpoint's head is for other labels, or another order. LABEL_0, ... stand for no names."""
+    """InputError if a checkpoint's head is for other labels, or another order. LABEL_0, ... stand for no names: the log
+    says which labels they are taken for.
+    """
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:
         return
@@ -81,4 +88,18 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     check(
         len(theirs) == len(ours) and not (has_names and theirs != ours),
         f"{cfg.pretrained} has a head for the labels {', '.join(theirs)}, the data has {', '.join(ours)}; {remedy}",
+    )
+    if not has_names and ours != theirs and ours != [str(number) for number in range(len(ours))]:
+        report_taken(cfg.pretrained, tuple(zip(theirs, ours, strict=True)))
+
+
+@cache  # a run checks more than once
+def report_taken(source: str, pairs: tuple[tuple[str, str], ...]) -> None:
+    shown = ", ".join(f"{theirs} is taken for {ours}" for theirs, ours in pairs[:SHOWN_LABELS])
+    more = ", ..." if len(pairs) > SHOWN_LABELS else ""
+    logger.warning(
+        "%s has a head without names: %s%s; if that is wrong, set data.labels in its order, or model.new_head=true",
+        source,
+        shown,
+        more,
     )

@@ -87,6 +87,8 @@ def csv_rows(
                 columns = columns or [str(number) for number in range(len(fields))]
                 fits = len(fields) == len(columns)
                 wrong = f"{len(fields)} fields where the {first} has {len(columns)}"
+                if header and fields == columns:
+                    fits, wrong = False, "the header again, as where files were joined; remove this line"
                 yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)
 
     return names, rows()

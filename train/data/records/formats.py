@@ -114,7 +114,7 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
         start = text.read(START_CHARS)
     hint = "write one object a line, as jq -c '.[]' does"
     check(not start.lstrip().startswith("["), f"{name}: one JSON list, which cannot be read in pieces; {hint}")
-    return "squad" if SQUAD_START.match(start) else "jsonl"
+    return "squad" if SQUAD_START.match(start) and '"paragraphs"' in start else "jsonl"
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
@@ -200,6 +200,11 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
 
     BadRow for another shape, or an answer that is not where it should be.
     """
+    if isinstance(value, str):
+        read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
+        raise BadRow(
+            f"answers are text, as CSV holds them; write JSON lines: {read}.to_json(NEW, 'records', lines=True)"
+        )
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
     texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +22,8 @@ TOKENS = {  # columns of every row of tokens
     "length": NUMBER,
     "row": NUMBER,  # number of the row that it was made of
 }
+WHOLE = re.compile(r"\+?(-?\d+)\.0*")
+BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,20 @@ class Row:
 
 
 def plain(value: Any) -> str:
-    """How settings write an id or a label: 1, 1.0 and "1" are 1; nothing and not-a-number are empty."""
+    """Return how settings write an id: 1 and 1.0 are "1"; nothing and not-a-number are empty."""
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value).strip()
+
+
+def plain_label(value: Any) -> str:
+    """Return how settings write a label, which is the same in any format: 1, 1.0 and "1.0" are "1", True and "TRUE" are
+    "true"; nothing and not-a-number are empty.
+    """
+    text = plain(value)
+    whole = WHOLE.fullmatch(text)
+    if whole is None:
+        return BOOLEANS.get(text, text)
+    return "0" if whole[1] == "-0" else whole[1]

@@ -6,6 +6,7 @@ few at a time into Arrow files. A row that cannot be used is named, counted, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,12 @@ from train.data.files.errors import naming
 from train.data.random_bits import hash_uniform, text_uniform
 from train.data.records.formats import Table, open_splits
 from train.data.records.kinds import STRING, RowKind
-from train.data.records.rows import Dropped, LabelNames, examples
+from train.data.records.rows import SHOWN_LABELS, Dropped, LabelNames, examples
 from train.data.records.sources import FILE_FORMATS, MAX_LISTED, is_named, layout
 from train.data.records.table_facts import column
 from train.storage.folders import scratch_folder
+
+logger = logging.getLogger("train")
 
 BATCH_ROWS = 500  # gathered in memory before they are written
 
@@ -57,6 +60,9 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         table = write_table(rows, cfg, kind, folder / f"{number}.arrow")
         dropped[split].check()
         labels = labels or (names.in_order() if has_labels else [])
+        if split == "train" and names.unmapped and any(cfg.label_map.values()):
+            some = ", ".join(sorted(names.unmapped)[:SHOWN_LABELS])
+            logger.warning("data.label_map does not name %s: these labels stay as they are", some)
         if labels:
             label = datasets.ClassLabel(names=labels)
             table = table.cast_column(kind.target, datasets.List(label) if kind.check_each else label)
@@ -112,10 +118,11 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     names = table.class_names.get(kind.columns_of(cfg.columns)[kind.target])
     if names is None:
         return list(cfg.labels)
+    labels = LabelNames(cfg)
+    mapped = dict.fromkeys(labels.look_up(number, names)[1] for number in range(len(names)))
     if not cfg.labels:
-        return [] if cfg.label_map else list(names)
-    mapped = {cfg.label_map.get(name, name) for name in names} - {None}
-    agree = mapped <= set(cfg.labels)
+        return [name for name in mapped if name is not None]
+    agree = mapped.keys() - {None} <= set(cfg.labels)
     have = f"{table.where}: its labels are {', '.join(names)}, data.labels are {', '.join(cfg.labels)}"
     check(agree, f"{have}; name the same ones, or lead from one to the other with data.label_map")
     return list(cfg.labels)

@@ -11,13 +11,15 @@ from typing import Any
 from train.config import InputError, RecordsConfig, check
 from train.data.files.errors import BadRow
 from train.data.records.formats import LocatedRow, Table
-from train.data.records.kinds import Row, RowKind, plain
+from train.data.records.kinds import Row, RowKind, plain, plain_label
 
-MAX_NAMED = 10  # bad rows of a split that are named
+MAX_NAMED, SHOWN_ROWS = 10, 3  # bad rows of a split that are named: by train.records, and in an error
 MAX_LABELS = 1000  # seen in the data; more are another column
-SHOWN_LABELS = 10
+SHOWN_LABELS, SHOWN_COLUMNS = 10, 20
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
-NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+MAX_NUMBERS = 50  # that are labels; more are scores, years or ids
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
 
 @dataclass
@@ -38,8 +40,8 @@ class Dropped:
     def check(self) -> None:
         """InputError if there are too many."""
         what = f"{self.split}: {self.bad_rows:,} bad rows, data.max_bad_rows={self.limit} are allowed"
-        hint = "" if self.bad_rows <= len(self.bad_examples) else "; ..."
-        check(self.bad_rows <= self.limit, f"{what}: {'; '.join(self.bad_examples)}{hint}")
+        hint = "" if self.bad_rows <= SHOWN_ROWS else "; ..."
+        check(self.bad_rows <= self.limit, f"{what}: {'; '.join(self.bad_examples[:SHOWN_ROWS])}{hint}")
 
     def facts(self) -> dict[str, Any]:
         return {"bad_rows": self.bad_rows, "bad_examples": self.bad_examples, "left_out": self.left_out}
@@ -49,33 +51,59 @@ class LabelNames:
     """Maps the labels in the data to their names. `known`: the only names that are right; empty: any name is."""
 
     def __init__(self, cfg: RecordsConfig, known: Sequence[str] = ()) -> None:
-        self.map = cfg.label_map
-        targets = dict.fromkeys(name for name in cfg.label_map.values() if name is not None)
-        self.known = list(known or cfg.labels or targets)
+        self.map = {plain_label(value): name for value, name in cfg.label_map.items()}
+        self.known = list(known or cfg.labels)
+        self.spellings = {plain_label(name): name for name in self.known}
         self.seen: set[str] = set()
+        self.unmapped: set[str] = set()
+
+    def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
+        """Return a value as settings write it, or its name if it is a number of `names`, and what data.label_map leads
+        to from there: None leaves the row out.
+        """
+        key = plain_label(value)
+        if names is not None and type(value) is int and 0 <= value < len(names):
+            by_number = key in self.map and plain_label(names[value]) not in self.map
+            key = key if by_number else names[value]
+        return key, self.map.get(plain_label(key), key)
 
     def of(self, value: Any, names: Sequence[str] | None) -> str | None:
         """The name for a value, which is a number of `names` if they are given; None: the row is left out."""
-        key = plain(value)
-        if names is not None and isinstance(value, int) and 0 <= value < len(names):
-            key = names[value]
-        name = self.map.get(key, key)
+        key, name = self.look_up(value, names)
         if name is None:
             return None
         if name == "":
             raise BadRow("an empty label")
+        name = name if name in self.known else self.spellings.get(plain_label(name), name)
         if self.known and name not in self.known:
             some = ", ".join(self.known[:SHOWN_LABELS]) + (", ..." if len(self.known) > SHOWN_LABELS else "")
             raise BadRow(f"unknown label {key[:40]}; the labels are {some}")
         self.seen.add(name)
-        many = f"the data holds more than {MAX_LABELS} different labels, is data.columns right? as {name[:40]}"
-        check(bool(self.known) or len(self.seen) <= MAX_LABELS, many)
+        if plain_label(key) not in self.map:
+            self.unmapped.add(name)
+        if not self.known and len(self.seen) > MAX_LABELS:
+            self.check_numbers()
+            many = f"more than {MAX_LABELS} different labels, is data.columns right? as {name[:40]}"
+            raise InputError(f"the data holds {many}")
         return name
+
+    def check_numbers(self) -> None:
+        """Raise InputError if the labels are numbers that are no classes."""
+        if self.known or not self.seen or not all(map(NUMBER.fullmatch, self.seen)):
+            return
+        fraction = next((name for name in sorted(self.seen) if not float(name).is_integer()), None)
+        what = "numbers that are not whole" if fraction else f"more than {MAX_NUMBERS} different numbers"
+        check(
+            fraction is None and len(self.seen) <= MAX_NUMBERS,
+            f"the labels are {what}, as {fraction or max(self.seen, key=float)}: scores are learnt by regression, not "
+            "as classes; if each number is a class, list all in data.labels, as data.labels=[0,1,2]",
+        )
 
     def in_order(self) -> list[str]:
         """Return the names seen so far, in the order of the numbers that they are, or that data.label_map leads from to
         them; names without such numbers in alphabetical order.
         """
+        self.check_numbers()
         names = sorted(self.seen)
         numbers = {name: [key for key, to in self.map.items() if to == name] or [name] for name in names}
         if all(map(NUMBER.fullmatch, names)):
@@ -131,12 +159,29 @@ def target_of(
         return {kind.target: kind.read_target(value, example, not is_new)}
     try:
         if kind.check_each is None:
+            if value not in labels.known:
+                check_single(value, row.columns[kind.target], kind)
             return {kind.target: labels.of(value, names)}
         return {kind.target: labels_of_each(value, example[kind.split_by], kind, labels, names)}
     except BadRow:
         if not is_new:
             raise
         return {kind.target: None}
+
+
+def check_single(value: Any, column: str, kind: RowKind) -> None:
+    """Raise BadRow for a list or an object in place of a label, also where it was written as text."""
+    if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
+        return
+    is_object = isinstance(value, dict) or str(value).lstrip().startswith("{")
+    inner = next(iter(value), "...") if isinstance(value, dict) else "..."
+    if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():
+        what = "answers, which task=qa learns"
+    elif is_object:
+        what = f"an object, not a label; a column may lead into it: data.columns.{kind.target}={column}.{inner}"
+    else:
+        what = f"a list: several labels of a row are multi-label classification; task={kind.name} learns one label"
+    raise BadRow(f"{column} holds {str(value)[:40]}, {what}")
 
 
 def labels_of_each(
@@ -149,6 +194,8 @@ def labels_of_each(
     found: list[str] = []
     for number, (item, value) in enumerate(zip(items, values, strict=True), 1):
         try:
+            if isinstance(value, list | dict):
+                raise BadRow(f"{value!r:.40} in place of a tag: task={kind.name} learns one for each word")
             if not plain(value).isprintable():
                 raise BadRow(f"the tag {value!r:.40} has control characters")
             label = labels.of(value, names)
@@ -170,12 +217,15 @@ def with_columns(needed: dict[str, str], table: Table) -> Iterator[LocatedRow]:
     first = list(islice(rows, COLUMN_ROWS))
     good = [(where, values) for where, values in first if not isinstance(values, BadRow)]
     if good:
-        check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), good[0][0])
+        where, row = good[0]
+        lists = [name for name, value in row.items() if isinstance(value, list) and isinstance((*value, 0)[0], dict)]
+        hint = f"; are the rows inside of {lists[0]}? Write one a line, as jq -c '.{lists[0]}[]' does" if lists else ""
+        check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), where, hint)
     return chain(first, rows)
 
 
-def check_columns(needed: dict[str, str], columns: Sequence[str], where: str) -> None:
+def check_columns(needed: dict[str, str], columns: Sequence[str], where: str, hint: str = "") -> None:
+    have = ", ".join(columns[:SHOWN_COLUMNS]) + (", ..." if len(columns) > SHOWN_COLUMNS else "") or "(none)"
     for key, column in needed.items():
         is_there = column in columns or column.split(".")[0] in columns
-        have = ", ".join(columns) or "(none)"
-        check(is_there, f"{where}: no column {column} (data.columns.{key}); the columns are: {have}")
+        check(is_there, f"{where}: no column {column} (data.columns.{key}); the columns are: {have}{hint}")

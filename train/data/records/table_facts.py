@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # shares of rows that are as short
 SHORTEST_EDGE = 4
+SHOWN_LABELS = 10
 STEP = 16  # suggested lengths are multiples of it, as matrix units like them
 
 
@@ -41,6 +42,15 @@ def facts_of_split(
         "padding_share": round(padding_share(lengths, [seq_len]), 6),
         "notes": notes,
     }
+
+
+def untrained_labels(label_counts: dict[str, int]) -> str:
+    """Return a line about the labels that no training row has; empty if there is none."""
+    names = [name for name, count in label_counts.items() if not count]
+    more = ", ..." if len(names) > SHOWN_LABELS else ""
+    return (
+        f"no training row has the label {', '.join(names[:SHOWN_LABELS])}{more}: it cannot be learnt" if names else ""
+    )
 
 
 def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:
