@@ -35,7 +35,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "matplotlib": "report/figures",
     "jinja2": "report/page",
     "huggingface_hub": "publish/push publish/card storage/hub_access",
-    "sklearn": "tasks/classify/task",
+    "sklearn": "tasks/classify/task tasks/ner/task",
     "seqeval": "tasks/ner/task",
     "hydra": "cli/compose",
     "mlflow": "telemetry/trackers",

@@ -1,6 +1,9 @@
 """Tags of words: words to tokens, the loss, entities by seqeval, what a run writes, and what is rejected."""
 
 import json
+import shutil
+from functools import partial
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -8,17 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from finetuning import FP32, byte_tokenizer, task_of, train_with, tuning, word_tokenizer
+from rejections import rejects
 from running import ROOT, lines
 from transformers import AutoTokenizer
 
 from train import predict
-from train.config import InputError
+from train.config import ColumnsConfig, InputError
 from train.data.batches.masking import IGNORE_INDEX
+from train.data.records.conll import conll_rows
 from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, statistics, tables
 
 ENTITIES = ROOT / "tests" / "data" / "entities.conll"
 STEPS = 60
-score = TokenClassification.score
+score = partial(TokenClassification.score, SimpleNamespace(has_entities=True))
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,9 @@ def test_entities_are_right_as_a_whole():
     assert scores["per_class"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
     assert [scores["per_class"][kind]["support"] for kind in ("ORG", "PER")] == [0, 1]
     assert score([["O"]], [["O"]])["f1"] == 0 and not tables([["O"]], [["O"]])["per_class"]
+    bilou = [["B-PER", "L-PER", "U-LOC", "U-LOC"], ["B-PER", "I-PER", "L-PER"]]
+    assert score(bilou, bilou) == dict.fromkeys(("precision", "recall", "f1", "accuracy"), 1.0)
+    assert tables(bilou, bilou)["per_class"]["LOC"]["support"] == 2  # side by side
 
 
 def test_it_learns(trained, predictions):
@@ -152,6 +160,88 @@ def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
     assert task.labels == names
 
 
+def sentence_of(*lines, end="\n\n"):
+    return "\n".join(lines) + end
+
+
+GERMAN = sentence_of("1\tAnna\tB-PER\tO", "2\t99\tO\tO", "3\tUni\tB-ORG\tO", "4\tBonn\tI-ORG\tB-LOC") * 4
+UNIVERSAL = "# text = in 99\n" + "".join(
+    f"{number}\t{word}\t_\t{tag}" + "\t_" * 6 + "\n"
+    for number, word, tag in [
+        ("1-2", "im", "_"),
+        ("1", "in", "ADP"),
+        ("2", "dem", "DET"),
+        ("2.1", "x", "X"),
+        ("3", "#", "SYM"),
+    ]
+)
+COMMENTED = "# id 0\tdomain=en\n# O\n# a b\n" + sentence_of("Anna B-PER", "# O") + "# id 1\n# O\nBonn L-LOC\n\n"
+IN_COLUMNS = {  # a file, settings, and its words with their tags
+    "german": (GERMAN, {"word": "1", "tag": "2"}, "Anna/B-PER 99/O Uni/B-ORG Bonn/I-ORG"),
+    "german, inner": (GERMAN, {"word": "1"}, "Anna/O 99/O Uni/O Bonn/B-LOC"),
+    "universal": (UNIVERSAL, {"word": "1", "tag": "-7"}, "in/ADP dem/DET #/SYM"),
+    "commented": (COMMENTED, {}, "#/O Anna/B-PER #/O"),
+    "few numbers": ("2024 O\n", {}, "2024/O"),
+}
+
+
+@pytest.mark.parametrize("case", IN_COLUMNS)
+def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
+    content, columns, wanted = IN_COLUMNS[case]
+    rows = [row for _, row in conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns))]
+    assert " ".join(map("/".join, zip(rows[0]["tokens"], rows[0]["tags"], strict=True))) == wanted
+    note = ["a.conll: tags are those of column 3; column 2 holds tags too: see data.columns.tag"]
+    assert caplog.messages == (note if case == "german, inner" else [])
+    if case == "commented":
+        assert rows[1] == {"tokens": ["#", "Bonn"], "tags": ["O", "L-LOC"]}
+
+
+NO_WORDS = [
+    (
+        GERMAN,
+        {},
+        r"a\.conll: column 0 has no letters, as numbers of words: set data.columns.word, as data.columns.word=1",
+    ),
+    ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
+    (GERMAN, {"word": "4"}, r"a\.conll:1: data.columns.word=4 is no column: they are 0 to 3"),
+    (GERMAN, {"tag": "x"}, "data.columns.tag=x is no column"),
+    (GERMAN, {"word": "-1"}, "both column 3"),
+]
+
+
+@pytest.mark.parametrize(("content", "columns", "message"), NO_WORDS)
+def test_columns_that_hold_no_words_are_rejected_with_the_setting(content, columns, message):
+    rejects(message, list, conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns)))
+
+
+def test_a_map_of_some_tags_leaves_the_others(overrides, tmp_path):
+    task = task_of(overrides(tmp_path / "run", "data.label_map={B-LOC: B-PLACE, I-LOC: I-PLACE}"))
+    assert task.labels == ["B-ORG", "B-PER", "B-PLACE", "I-ORG", "I-PER", "I-PLACE", "O"]
+
+
+def test_tags_without_prefixes_are_scored_by_the_word(words_folder, tmp_path, capsys):
+    tags = ["PROPN VERB ADP PROPN PUNCT", "PRON VERB ADP PROPN PUNCT"]
+    words = ["Anna lives in Bonn .", "She sings in Paris ."]
+    pairs = [zip(words[n % 2].split(), tags[n % 2].split(), strict=True) for n in range(40)]
+    (tmp_path / "pos.conll").write_text("".join(sentence_of(*map(" ".join, pair)) for pair in pairs))
+    shutil.copy(tmp_path / "pos.conll", tmp_path / "dev.conll")
+    words = ["task=ner", "task.scheme=none", "data=records", f"data.path={tmp_path}", "data.train=pos.conll"]
+    words += ["data.validation=dev.conll", "seq_len=16", f"data.cache_dir={tmp_path}/cache", "optim.lr=1e-2"]
+    words += ["max_steps=30", "eval_every=30", "micro_batch_size=8", "best.metric=accuracy", "samples=1"]
+    train_with(tuning(tmp_path / "run", words_folder, *words, "checkpoint.best=true"))
+    scores = json.loads((tmp_path / "run/evaluation.json").read_text())["splits"]["validation"]
+    assert scores["accuracy"] > 0.8 and "f1" not in scores
+    assert (
+        scores["labels"] == ["ADP", "PRON", "PROPN", "PUNCT", "VERB"] and scores["per_class"]["VERB"]["support"] == 40
+    )
+    (sample,) = json.loads((tmp_path / "run/samples.json").read_text())["samples"]
+    assert sample["answers"][0]["truth"] == "Anna/PROPN lives/VERB in/ADP Bonn/PROPN ./PUNCT"
+    for source in ("run", "run/export"):  # with the run's settings, and without
+        assert predict.main([str(tmp_path / source), *FP32, "--tokens", "Anna " * 20]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert set(answer) == {"id", "tokens", "prediction"} and len(answer["prediction"]) == 20
+
+
 GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
 
 
@@ -161,11 +251,18 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         (GOOD + "Tom B-\x1b[31mPER\n", r"a\.conll:6: word 1, 'Tom': the tag 'B-\\x1b\[31mPER' has control characters"),
         (GOOD + "Tom x B-PER\n", r"a\.conll:6: 3 columns where the first word has 2"),
         (GOOD + "Tom B-PER\nsings\n", r"a\.conll:7: 1 columns where the first word has 2"),
-        (GOOD + "he O\nTom PERSON\n", r"a\.conll:6: word 2, 'Tom': the tag PERSON is neither O nor a type behind B-"),
+        (
+            GOOD + "he O\nTom PERSON\n",
+            r"a\.conll:6: word 2, 'Tom': the tag PERSON is neither O nor a type behind B-.*scheme=none",
+        ),
         (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
         ("Anna\nsings\n", r"a\.conll:1: no column tags"),
         ("", r"train: no row is left: none is in .*a\.conll"),
         ("-DOCSTART- O\n\n", r"train: no row is left: none is in .*a\.conll"),
+        (
+            {"tokens": ["Tom"], "tags": [["O"]]},
+            r"dev\.jsonl:1: word 1, 'Tom': \['O'\] in place of a tag: task=ner learns one",
+        ),
         ("he O\n" * 10_001, r"a\.conll:10001: a sentence of more than 10,000 words"),
         ({"tokens": ["Tom"], "tags": ["B-ORG"]}, r"dev\.jsonl:1: word 1, 'Tom': unknown label B-ORG"),
         ({"tokens": ["Tom"], "tags": ["O", "O"]}, r"dev\.jsonl:1: 1 words need a list of as many tags"),

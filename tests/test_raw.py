@@ -82,13 +82,36 @@ def test_glue_tsv(folder):
     )
     path = put(folder, "train.tsv", content)
     columns = {"id": "index", "text": "sentence1", "text_pair": "sentence2", "label": "gold_label"}
-    raw = read(path, quote=None, columns=columns)
+    raw = read(path, columns=columns)
     row = raw.splits["train"][0]
     assert raw.splits["train"].column_names == ["id", "text", "text_pair", "label"]
     assert row["text"] == f'"open {row["id"]}' and row["text_pair"] == 'he said "so"'
     assert raw.labels == ["entailment", "neutral"] and raw.splits["train"].features["label"].names == raw.labels
 
 
+def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_unsaid(folder, caplog):
+    marks = {3: '"open {}', 7: '{} closed"'}  # of twenty rows
+    texts = [marks.get(number % 20, "{}").format(text) for number, (text, _) in enumerate(ROWS * 5)]
+    rows = [(text, "01"[number % 2]) for number, text in enumerate(texts)]
+    path = put(folder, "a.tsv", csv_of(rows, delimiter="\t"))
+    raw = read(path)
+    assert sum(map(len, raw.splits.values())) == 200 == raw.dropped["train"].read_lines and not caplog.messages
+    assert [row["text"] for row in new_rows(path)] == texts
+    assert [row["text"] for row in new_rows(put(folder, "b.txt", csv_of(rows, delimiter="\t")), **TABS)] == texts
+    assert not caplog.messages
+    assert len(new_rows(path, quote='"')) == 160
+    first, second = caplog.messages
+    assert first.startswith(f"{path}:5 and 9 more: a field of several lines that look like rows, or of many; if a quot")
+    assert second == f"{path}: 200 lines read, 160 rows made of them"
+    dropped = read(path, quote='"').dropped["train"]
+    assert (dropped.read_lines, dropped.read_rows, dropped.bad_rows) == (200, 160, 0)
+    caplog.clear()
+    put(folder, "c.tsv", csv_of([('"he said ""a"""', "1"), ('"so"', "0")], delimiter="\t"))
+    new_rows(folder / "c.tsv")
+    assert "c.tsv:2 and 0 more: quotation marks around fields are text; data.quote='\"' removes them" in caplog.text
+
+
+TABS = {"format": "csv", "delimiter": "\t"}
 BAD = {  # a row, and why it is left out
     b"fine,1": None,
     b"too,many,fields": "3 fields where the header has 2",

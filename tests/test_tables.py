@@ -411,7 +411,7 @@ def command(raw, monkeypatch, capsys):
     return run
 
 
-def test_the_command_prepares_and_says_what_there_is(command, tmp_path):
+def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
     code, said = command(f"data.save_to={tmp_path / 'saved'}", "seq_len=16")
     facts = json.loads((tmp_path / "saved" / "tables.json").read_bytes())
     train = facts["splits"]["train"]
@@ -427,7 +427,9 @@ def test_the_command_prepares_and_says_what_there_is(command, tmp_path):
         f"saved to {tmp_path / 'saved'}",
     ):
         assert words in said
-    assert "data.lengths=" not in said  # nothing shorter would help
+    assert "data.lengths=" not in said and "  lines " not in said  # nothing shorter would help
+    raw.write_text(raw.read_text() + '"good\nday",p\n')
+    assert "  lines     1,205 read, 1,204 rows made of them; if no text has line ends" in command("seq_len=16")[1]
 
 
 def test_the_command_suggests_lengths_that_save_much(command):

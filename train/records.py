@@ -71,12 +71,16 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
         for name, number in facts["notes"].items():
             yield f"  {name.replace('_', ' ')}: {number:,.10g}"
         yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {at_most} tokens"
+        lines, rows = facts.get("read_lines", 0), facts.get("read_rows", 0)
+        if lines != rows:
+            hint = "if no text has line ends, set data.quote=null"
+            yield f"  lines     {lines:,} read, {rows:,} rows made of them; {hint}"
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])
-    rows = tables.lengths("train")
-    better = best_lengths(rows, seq_len, MOST_LENGTHS)
-    now, then = (1 - padding_share(rows, some) for some in (lengths, better))
+    token_counts = tables.lengths("train")
+    better = best_lengths(token_counts, seq_len, MOST_LENGTHS)
+    now, then = (1 - padding_share(token_counts, some) for some in (lengths, better))
     if 1 - now / then > WORTH_SAYING:
         yield (
             f"data.lengths=[{','.join(map(str, better))}] would compute {1 - now / then:.0%} fewer tokens in training "

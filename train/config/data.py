@@ -62,6 +62,8 @@ class ColumnsConfig:
     answers: str = "answers"  # answers with their texts and places, as SQuAD has them
     tokens: str = "tokens"  # this one and the next are for named entities: lists of words, and of their tags
     tags: str = "tags"  # a tag for each word of `tokens`
+    word: str = "0"  # of CoNLL files: the column that holds the words, counted from 0
+    tag: str = "-1"  # of CoNLL files: the column that holds the tags; -1: the last
 
 
 @dataclass(kw_only=True)
@@ -85,7 +87,7 @@ class RecordsConfig(DataConfig):
     lengths: list[int] = field(default_factory=list)  # tokens that batches are padded to, rising, one graph
     # for each; empty: seq_len alone
     delimiter: str = ","  # of CSV, as are the three below
-    quote: str | None = '"'  # None: quotation marks are text
+    quote: str | None = "auto"  # auto: ", and text where fields are separated by tabs; None: quotation marks are text
     escape: str | None = None  # such as \\: the character after it is text; None: a doubled quote is a quote
     header: bool = True  # the first line names the columns; if there is none they are 0, 1, ...
     encoding: str = "utf-8"  # of the files, by its name in Python
@@ -100,7 +102,8 @@ class RecordsConfig(DataConfig):
         check(rising, f"data.lengths={self.lengths} must be rising numbers of tokens, as [32,64,128]")
         for name in ("delimiter", "quote", "escape"):
             value = getattr(self, name)
-            check(value is None or len(value) == 1, f"data.{name}={value} must be one character")
+            ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
+            check(ok, f"data.{name}={value} must be one character")
         reserved = sorted({"train", "validation"} & set(self.more_validation))
         check(not reserved, f"data.more_validation names {', '.join(reserved)}; choose other names")
         twice = sorted({label for label in self.labels if self.labels.count(label) > 1})

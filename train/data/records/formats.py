@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import datasets
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check
 from train.data.files.data_sets import open_builder
-from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
-from train.data.files.rows import BATCH_ROWS, Values, csv_dialect, csv_rows, json_rows, open_parquet
+from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
+from train.data.files.rows import BATCH_ROWS, Values, json_rows, open_parquet
 from train.data.files.text import open_text
+from train.data.records.conll import conll_rows
+from train.data.records.delimited import Lines, csv_lines
 from train.data.records.sources import (
     FILE_FORMATS,
     SUFFIXES,
@@ -34,13 +36,9 @@ from train.storage.schema import BadContent, FileName, of_type, read_object
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 START_CHARS = 4096  # in which SQuAD differs from other JSON
-MAX_FIELD_CHARS = 2**20  # of CSV; an open quote swallows no more than this
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
 LEVELS = ("data", "paragraphs", "qas")  # of SQuAD: lists, each in the objects of the one before
 SHOWN_CHARS = 40  # of a text in an error
-MAX_WORDS = 10_000  # of a sentence in columns; more are a file without blank lines
-DOCUMENT = "-DOCSTART-"  # begins a document in columns: no word
-TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 
 LocatedRow = tuple[str, Values]  # where a row is, as file.csv:17, and its values
 
@@ -54,6 +52,7 @@ class Table:
     columns: list[str] | None = None  # None: those of the first rows
     class_names: dict[str, list[str]] = field(default_factory=dict)  # of columns that hold numbers: what they mean
     keys: ColumnsConfig | None = None  # of a format whose columns have names of their own
+    lines: Lines = field(default_factory=Lines)
 
 
 def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path) -> dict[str, list[Table]]:
@@ -85,15 +84,19 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
     if form == "squad":
         return Table(name, lambda: squad_rows(path, name, cfg.encoding), keys=ColumnsConfig(id="id"))
 
+    lines = Lines()
+
     def rows() -> Iterator[LocatedRow]:
         with open_text(path, cfg.encoding) as (text, _):
             if form == "csv":
-                lines = csv_lines(text, name, cfg)
+                found = csv_lines(lines.counted(text, int(cfg.header)), name, cfg)
+            elif form == "conll":
+                found = conll_rows(text, name, cfg.encoding, cfg.columns)
             else:
-                lines = (conll_rows if form == "conll" else json_rows)(text, cfg.encoding)
-            yield from ((f"{name}:{number}", row) for number, row in lines)
+                found = json_rows(text, cfg.encoding)
+            yield from ((f"{name}:{number}", row) for number, row in found)
 
-    return Table(name, rows, keys=ColumnsConfig() if form == "conll" else None)
+    return Table(name, rows, keys=ColumnsConfig() if form == "conll" else None, lines=lines)
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
@@ -115,52 +118,6 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
     hint = "write one object a line, as jq -c '.[]' does"
     check(not start.lstrip().startswith("["), f"{name}: one JSON list, which cannot be read in pieces; {hint}")
     return "squad" if SQUAD_START.match(start) and '"paragraphs"' in start else "jsonl"
-
-
-def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Rows in the dialect of the settings; files whose names end in .tsv have tabs by themselves."""
-    is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
-    delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
-    marks = [mark for mark in (delimiter, cfg.quote, cfg.escape) if mark is not None]
-    usable = len(set(marks)) == len(marks) and not set(marks) & set("\r\n")
-    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ, and be no line ends")
-    dialect = csv_dialect(delimiter, cfg.quote, cfg.escape)
-    return csv_rows(text, name, cfg.encoding, header=cfg.header, max_field_chars=MAX_FIELD_CHARS, dialect=dialect)[1]
-
-
-def conll_rows(lines: Iterable[str], encoding: str) -> Iterator[tuple[int, Values]]:
-    """Sentences in columns, as of CoNLL-2003: a line a word, which is in the first column and its tag in the last; a
-    blank line ends a sentence. The number of each one's first line, and its `tokens` and, if there are columns, `tags`.
-
-    Columns are separated by tabs or, in lines without one, by blanks. All words of a file have equally many columns.
-    """
-    columns, first, bad = 0, 0, None
-    words: list[list[str]] = []
-
-    def sentence() -> Iterator[tuple[int, Values]]:
-        if bad is not None:
-            yield bad
-        elif words:
-            tags = {"tags": [fields[-1] for fields in words]} if columns > 1 else {}
-            yield first, {"tokens": [fields[0] for fields in words], **tags}
-
-    for number, line in enumerate(lines, 1):
-        text = line.strip(" \t\r\n")
-        fields = (TABS if "\t" in text else BLANKS).split(text)
-        if not text or fields[0] == DOCUMENT:
-            yield from sentence()
-            words, bad = [], None
-            continue
-        columns, first = columns or len(fields), first if words else number
-        if bad is None and (fault := unreadable(line, encoding)) is not None:
-            bad = number, fault
-        elif bad is None and len(fields) != columns:
-            bad = number, BadRow(f"{len(fields)} columns where the first word has {columns}")
-        elif bad is None and len(words) == MAX_WORDS:
-            bad = number, BadRow(f"a sentence of more than {MAX_WORDS:,} words; a blank line ends each")
-        if bad is None:
-            words.append(fields)
-    yield from sentence()
 
 
 def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Values]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from train.config import InputError, RecordsConfig, check
 from train.data.files.errors import BadRow
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, plain, plain_label
+
+logger = logging.getLogger("train")
 
 MAX_NAMED, SHOWN_ROWS = 10, 3  # bad rows of a split that are named: by train.records, and in an error
 MAX_LABELS = 1000  # seen in the data; more are another column
@@ -31,6 +34,8 @@ class Dropped:
     bad_rows: int = 0
     bad_examples: list[str] = field(default_factory=list)
     left_out: int = 0
+    read_lines: int = 0  # of CSV, in whose fields line ends may be
+    read_rows: int = 0  # made of them
 
     def add(self, where: str, bad: BadRow) -> None:
         self.bad_rows += 1
@@ -44,7 +49,8 @@ class Dropped:
         check(self.bad_rows <= self.limit, f"{what}: {'; '.join(self.bad_examples[:SHOWN_ROWS])}{hint}")
 
     def facts(self) -> dict[str, Any]:
-        return {"bad_rows": self.bad_rows, "bad_examples": self.bad_examples, "left_out": self.left_out}
+        lines = {"read_lines": self.read_lines, "read_rows": self.read_rows}
+        return {"bad_rows": self.bad_rows, "bad_examples": self.bad_examples, "left_out": self.left_out, **lines}
 
 
 class LabelNames:
@@ -127,7 +133,7 @@ def examples(
     for table in tables:
         columns = kind.columns_of(table.keys or cfg.columns)
         rows = with_columns({key: columns[key] for key in columns if not is_new or key != kind.target}, table)
-        names = table.class_names.get(columns[kind.target])
+        names, first = table.class_names.get(columns[kind.target]), number + 1
         for where, values in rows:
             number += 1
             try:
@@ -146,6 +152,11 @@ def examples(
                 dropped.left_out += 1
             else:
                 yield example
+        num_lines, num_rows = table.lines.count, number + 1 - first
+        if num_lines and dropped is not None:
+            dropped.read_lines, dropped.read_rows = dropped.read_lines + num_lines, dropped.read_rows + num_rows
+        elif num_lines not in (0, num_rows):
+            logger.warning("%s: %d lines read, %d rows made of them", table.where, num_lines, num_rows)
 
 
 def target_of(

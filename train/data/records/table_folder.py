@@ -27,7 +27,14 @@ NAME = "tables.json"
 FORMAT = 2
 
 
-class SplitEntry(TypedDict):
+class SplitLines(TypedDict, total=False):
+    """Of data from CSV."""
+
+    read_lines: int
+    read_rows: int  # made of them, bad ones too
+
+
+class SplitEntry(SplitLines):
     """See table_facts."""
 
     examples: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.config import HeadSize, TaskConfig
+from train.config import HeadSize, TaskConfig, setting
 from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
 
 
@@ -13,6 +13,8 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, as B-PER where a person's name begins, I-PER in it, O elsewhere."""
 
     kind: str = "ner"
+    scheme: str = setting("entities", among=("entities", "none"))  # entities: tags are O or types behind B-, I- and the
+    # like (IOB2, BIOES, BILOU); none: any tags, as parts of speech, which are scored by the word
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=labels or 9)  # as many as CoNLL-2003 has
@@ -28,6 +30,6 @@ SPEC = TaskSpec(
         sentence="It tags each word of a text with one of {labels} tags: {names}.",
         example='"Anna lives in Bonn ."',
     ),
-    headline=("f1",),
+    headline=("f1", "accuracy"),
     prediction=Prediction(does="tags words", inputs={"tokens": "words to tag, separated by spaces"}),
 )

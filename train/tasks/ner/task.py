@@ -2,14 +2,13 @@
 
 Metrics are of seqeval, which follows CoNLL's script conlleval: an entity is right if its first word, its last word and
 its type are. It is imported by the first evaluation: with scikit-learn it takes a second, for which no first step
-should wait.
+should wait. Tags that are no entities (task.scheme=none) are scored as labels of words.
 
 Shapes: B sentences, S tokens, M tokens of the longest batches, C tags.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from train.config import check
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
+from train.data.records.conll import TAG
 from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
@@ -34,9 +34,9 @@ from train.tasks.topk import topk
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-TAG = re.compile(r"O|[BIES]-\S+")  # O is the tag of words that are in no entity
+BIOES = {"L": "E", "U": "S"}  # prefixes that seqeval does not know, of BILOU
 NAMES = ("precision", "recall", "f1", "accuracy")
 Tags = Sequence[list[str]]  # of the words of each sentence
 
@@ -50,21 +50,24 @@ def read_words(row: Row) -> dict[str, list[str]]:
 
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
-        raise BadRow(f"the tag {tag[:40]} is neither O nor a type behind B- or I-, as B-PER; see data.label_map")
+        what = f"the tag {tag[:40]} is neither O nor a type behind B- or I-, as B-PER"
+        raise BadRow(f"{what}; see data.label_map, or set task.scheme=none for tags of another kind")
 
 
-NER_ROWS = RowKind(
-    "ner",
-    columns={"tokens": List(STRING), "tags": List(STRING)},
-    read=read_words,
-    target="tags",
-    check_each=check_tag,
-    split_by="tokens",
-    tokens={
-        "labels": NUMBERS,  # of each token: its word's tag, or IGNORE_INDEX behind the first token of a word
-        "words": NUMBERS,  # the numbers of the words that have a label here
-    },
-)
+def ner_rows(scheme: str) -> RowKind:
+    """Return the kind of rows that hold words with tags."""
+    return RowKind(
+        "ner",
+        columns={"tokens": List(STRING), "tags": List(STRING)},
+        read=read_words,
+        target="tags",
+        check_each=check_tag if scheme == "entities" else lambda _: None,
+        split_by="tokens",
+        tokens={
+            "labels": NUMBERS,  # of each token: its word's tag, or IGNORE_INDEX behind the first token of a word
+            "words": NUMBERS,  # the numbers of the words that have a label here
+        },
+    )
 
 
 class NERFeaturizer(TextFeaturizer):
@@ -73,7 +76,9 @@ class NERFeaturizer(TextFeaturizer):
     Words are joined by spaces, as any tokenizer saw text when its model was trained.
     """
 
-    kind = NER_ROWS
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, scheme: str = "entities") -> None:
+        super().__init__(tokenizer, seq_len=seq_len, **({} if scheme == "entities" else {"scheme": scheme}))
+        self.kind = ner_rows(scheme)
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
         """The features of rows of `tokens` and `tags`, which become 0 in rows to predict."""
@@ -116,14 +121,19 @@ class TokenClassification(TextTask):
     """
 
     columns = {"labels": "labels"}
-    metrics = ("loss", *NAMES)
-    csv_columns = ["id", "tokens", "prediction", "entities"]
 
     def __init__(self, cfg: NERConfig, sizes: Sizes) -> None:
         """InputError without the library of the metrics, before anything is read."""
         check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
         super().__init__(cfg, sizes)
-        self.featurizer = NERFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
+        self.use_scheme(cfg.scheme)
+
+    def use_scheme(self, scheme: str) -> None:
+        """Take tags as entities, or as they are."""
+        self.has_entities = scheme == "entities"
+        self.featurizer = NERFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme)
+        self.metrics = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
+        self.csv_columns = ["id", "tokens", "prediction", *(["entities"] if self.has_entities else [])]
 
     def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """The loss summed over the words."""
@@ -146,29 +156,40 @@ class TokenClassification(TextTask):
         """The sentences of the features, the right tags of their words, and the model's."""
         examples = examples_of(examples, features)
         truth = [[self.labels[number] for number in numbers] for numbers in examples["tags"]]
-        return examples, truth, [tags for tags, _ in tagged(statistics, features, truth, self.labels)]
+        return examples, truth, [tags for tags, _ in self.tagged(statistics, features, truth)]
 
-    @staticmethod
-    def score(truth: Tags, predicted: Tags) -> dict[str, float]:
+    def tagged(
+        self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
+    ) -> Iterator[tuple[list[str], list[float]]]:
+        """See `tagged`. Words without a token are in no entity, or have no tag."""
+        return tagged(rows, features, sentences, self.labels, unread="O" if self.has_entities else "")
+
+    def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
         """Metrics of all entities, whatever their type, and the share of words that are right. No entity: all are 0."""
         from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
+        if not self.has_entities:
+            return {"accuracy": float(accuracy_score(truth, predicted))}
+        truth, predicted = bioes(truth), bioes(predicted)
         scores = precision_recall_fscore_support(truth, predicted, average="micro", zero_division=0)
         values = (*scores[:3], accuracy_score(truth, predicted))
         return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """A line for each sentence, and the table of each type of entity."""
+        """A line for each sentence, and the table of each type of entity, or of each tag."""
         examples, truth, predicted = self.tags(examples, features, statistics)
         values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
         lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
-        return {f"{split}.jsonl": json_lines(lines)}, tables(truth, predicted)
+        table = tables(truth, predicted) if self.has_entities else table_of_tags(truth, predicted, self.labels)
+        return {f"{split}.jsonl": json_lines(lines)}, table
 
     # ---- predictions -----------------------------------------------------------------------------------------------
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels = [config.id2label[number] for number in range(config.num_labels)]
-        strange = [label for label in labels if not TAG.fullmatch(label)]
+        if not any(map(TAG.fullmatch, labels)):
+            self.use_scheme("none")
+        strange = [label for label in labels if self.has_entities and not TAG.fullmatch(label)]
         check(not strange, f"{source} must give tags as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
         return labels
 
@@ -176,8 +197,12 @@ class TokenClassification(TextTask):
         return {"tokens": texts["tokens"].split()}
 
     def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
-        answers = tagged(statistics, features, [row["tokens"] for row in rows], self.labels)
+        answers = self.tagged(statistics, features, [row["tokens"] for row in rows])
         for row, (tags, shares) in zip(rows, answers, strict=True):
+            answer = {"id": row["id"], "tokens": row["tokens"], "prediction": tags}
+            if not self.has_entities:
+                yield answer
+                continue
             found = [
                 {
                     "type": kind,
@@ -188,15 +213,16 @@ class TokenClassification(TextTask):
                 }
                 for kind, first, last in entities(tags)
             ]
-            yield {"id": row["id"], "tokens": row["tokens"], "prediction": tags, "entities": found}
+            yield {**answer, "entities": found}
 
     def known(self, row: Entry, prediction: Entry) -> tuple[list[str], list[str]] | None:
         return None if row.get("tags") is None else (row["tags"], prediction["prediction"])
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         words, tags = row["tokens"], prediction["prediction"]
-        truth, answer = named_entities(words, row["tags"]), named_entities(words, tags)
-        surest = min([1.0, *(entity["probability"] for entity in prediction["entities"])])
+        named = named_entities if self.has_entities else tagged_words
+        truth, answer = named(words, row["tags"]), named(words, tags)
+        surest = min([1.0, *(entity["probability"] for entity in prediction.get("entities", ()))])
         score = float(row["tags"] == tags)
         return Sample(excerpt(" ".join(words)), [Answer(excerpt(truth), [Guess(excerpt(answer), surest)], score)])
 
@@ -217,9 +243,9 @@ def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
 
 
 def tagged(
-    rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]], labels: Sequence[str]
+    rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]], labels: Sequence[str], unread: str
 ) -> Iterator[tuple[list[str], list[float]]]:
-    """The tag of each word and its probability, by the statistics [sentences, 1 + 2 * M] of features; O with a
+    """The tag of each word and its probability, by the statistics [sentences, 1 + 2 * M] of features; `unread` with a
     probability of 0 for words without a token. `sentences`: something for each word of each of them.
     """
     arrow = features.with_format("arrow")[:]
@@ -227,7 +253,7 @@ def tagged(
     targets, words = (Lists(arrow.column(name)).take(every) for name in ("labels", "words"))
     tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
     for row, sentence in enumerate(sentences):
-        tags, shares = ["O"] * len(sentence), [0.0] * len(sentence)
+        tags, shares = [unread] * len(sentence), [0.0] * len(sentence)
         for word, token in zip(words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True):
             tags[word], shares[word] = labels[int(tags_of_tokens[row, token])], float(shares_of_tokens[row, token])
         yield tags, shares
@@ -240,18 +266,37 @@ def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
     types = sorted({kind for tags in (*truth, *predicted) for kind, _, _ in entities(tags)})
     if not types:
         return {"labels": [], "per_class": {}}
+    truth, predicted = bioes(truth), bioes(predicted)
     scores = precision_recall_fscore_support(truth, predicted, average=None, zero_division=0)
     return {"labels": types, "per_class": table_of(types, scores)}
+
+
+def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[str, Any]:
+    """Precision, recall (the accuracy of its words), F1 and support for each tag, over all words."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    flat = [[tag for tags in sentences for tag in tags] for sentences in (truth, predicted)]
+    scores = precision_recall_fscore_support(*flat, labels=list(names), zero_division=0)
+    return {"labels": list(names), "per_class": table_of(names, scores)}
+
+
+def bioes(sentences: Tags) -> Tags:
+    """Return tags with the prefixes that seqeval knows."""
+    return [[BIOES.get(tag[0], tag[0]) + tag[1:] if tag[1:2] == "-" else tag for tag in tags] for tags in sentences]
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
     """The type, the first and the last word of each entity of a sentence."""
     from seqeval.metrics.sequence_labeling import get_entities
 
-    found: list[tuple[str, int, int]] = get_entities(tags)
+    found: list[tuple[str, int, int]] = get_entities(*bioes([tags]))
     return found
 
 
 def named_entities(words: list[str], tags: list[str]) -> str:
     """The entities of a sentence as text; empty if it has none."""
     return ", ".join(f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in entities(tags))
+
+
+def tagged_words(words: list[str], tags: list[str]) -> str:
+    return " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True))

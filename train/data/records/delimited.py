@@ -1,0 +1,82 @@
+"""Rows of CSV and TSV in the dialect of the settings, and what shows that quotation marks were meant otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from train.config import RecordsConfig, check
+from train.data.files.errors import BadRow
+from train.data.files.rows import Values, csv_dialect, csv_rows
+
+logger = logging.getLogger("train")
+
+MAX_FIELD_CHARS = 2**20  # an open quote swallows no more than this
+FEW_LINES = 5  # of a field; more may be rows that a quotation mark swallowed
+
+
+@dataclass
+class Lines:
+    """The number of lines of a file that hold rows, as far as it was read; blank ones and a header do not count."""
+
+    count: int = 0
+
+    def counted(self, text: Iterable[str], header: int) -> Iterator[str]:
+        self.count = -header
+        for line in text:
+            self.count += not line.isspace()
+            yield line
+
+
+def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
+    """Rows in the dialect of the settings; files whose names end in .tsv have tabs by themselves."""
+    is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
+    delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
+    quote = cfg.quote
+    if quote == "auto":
+        quote = None if delimiter == "\t" else '"'
+    marks = [mark for mark in (delimiter, quote, cfg.escape) if mark is not None]
+    usable = len(set(marks)) == len(marks) and not set(marks) & set("\r\n")
+    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ, and be no line ends")
+    dialect = csv_dialect(delimiter, quote, cfg.escape)
+    rows = csv_rows(text, name, cfg.encoding, header=cfg.header, max_field_chars=MAX_FIELD_CHARS, dialect=dialect)[1]
+    return report_quotes(rows, name, delimiter, quote)
+
+
+def report_quotes(
+    rows: Iterable[tuple[int, Values]], name: str, delimiter: str, quote: str | None
+) -> Iterator[tuple[int, Values]]:
+    """The same rows. At their end, the log names the first that looks as if data.quote were wrong."""
+    first, others = "", 0
+    for number, values in rows:
+        yield number, values
+        fields = [] if isinstance(values, BadRow) else list(values.values())
+        if quote is None:
+            strange = any(map(is_quoted, fields))
+        else:
+            strange = any("\n" in field and holds_rows(field, delimiter, len(fields)) for field in fields)
+        if strange:
+            others += bool(first)
+            first = first or f"{name}:{number}"
+    if first and quote is None:
+        logger.warning(
+            "%s and %d more: quotation marks around fields are text; data.quote='\"' removes them", first, others
+        )
+    elif first:
+        hint = "if a quotation mark is text there, it swallowed rows: set data.quote=null"
+        logger.warning(
+            "%s and %d more: a field of several lines that look like rows, or of many; %s", first, others, hint
+        )
+
+
+def is_quoted(field: str) -> bool:
+    """Return whether a program put a field into quotation marks, and doubled those in it."""
+    inner = field[1:-1]
+    return len(field) > 1 and field[0] == field[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
+
+
+def holds_rows(field: str, delimiter: str, num_columns: int) -> bool:
+    """Return whether a field has many lines, or one with as many delimiters as a row."""
+    *lines, _ = field.split("\n")
+    return len(lines) >= FEW_LINES or any(line.count(delimiter) == num_columns - 1 > 0 for line in lines)
