@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import random
 from functools import cache
@@ -14,8 +15,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from train import prepare
+from train.config import FilesCorpusConfig, InputError, RecordsConfig
+from train.data.files import text as files_text
 from train.data.files.text import MAX_LINE_CHARS, STRETCH, STRETCH_CHARS, stretches
+from train.data.records.formats import file_table
 from train.data.text import preparation
+from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import MAX_LINE_BYTES, short_lines
 
 # Checksums of the shards as they were before very long lines were cut.
@@ -120,3 +125,24 @@ def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> 
     encoded = tokenizer.encode_batch([part.strip() for part in STRETCH.findall(line)], add_special_tokens=False)
     assert len(encoded) >= 3
     assert sum((part.ids for part in encoded), []) == tokenizer.encode(line, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "rows", "conll"])
+def test_a_line_is_read_up_to_a_limit_that_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, word = 2 * MAX_LINE_CHARS, "x" * (2 * MAX_LINE_CHARS - 100)
+    monkeypatch.setattr(files_text, "LONGEST_LINE_CHARS", most)
+    form = {"csv": "text\n{}\n", "text": "a\n{}\n", "conll": "a O\n{} O\n"}.get(
+        kind, '{{"text": "a"}}\n{{"text": "{}"}}\n'
+    )
+    path = tmp_path / f"a.{'jsonl' if kind == 'rows' else kind}.gz"
+
+    def read(text: str) -> int:
+        path.write_bytes(gzip.compress(form.format(text).encode(), 1))
+        if kind in ("rows", "conll"):
+            data = RecordsConfig(path="x")
+            return sum(1 for _ in file_table(path, data, ["text"], tmp_path).rows())
+        return sum(1 for _ in open_corpus(FilesCorpusConfig(kind=kind, name="test", path=str(path))).documents())
+
+    assert read(word) > 0
+    with pytest.raises(InputError, match=r"a\.\w+\.gz:2: a line of more than 2,097,152 characters, which is the limit"):
+        read(word * 2)

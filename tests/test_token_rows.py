@@ -64,6 +64,24 @@ def test_tensors_hold_the_rows_asked_for(table):
     assert drawn["tokens"] == [sum(table["length"][row] for row in rows) for rows in ([3, 4], [49, 3])]
 
 
+def test_columns_keep_their_numbers_or_are_rejected(table):
+    add = lambda values, kind: table.add_column("own", values, feature=kind)  # noqa: E731
+    for kind, dtype in (("float32", torch.float32), ("float64", torch.float64), ("bool", torch.int64)):
+        values = [number % 3 == 0 if kind == "bool" else number / 8 for number in range(ROWS)]
+        data = token_rows(add(values, datasets.Value(kind)), columns={"own": "own"})
+        drawn = data.draw(np.array([[7, 9, PADDING]]))["inputs"]["own"]
+        assert drawn.dtype == dtype and drawn.tolist() == [[values[7], values[9], IGNORE_INDEX]]
+    lists = add([[0.5] * length for length in table["length"]], datasets.List(datasets.Value("float32")))
+    drawn = token_rows(lists, columns={"own": "own"}).draw(np.array([[7]]))["inputs"]["own"]
+    assert drawn.dtype == torch.float32 and set(drawn.ravel().tolist()) == {0.5, IGNORE_INDEX}
+    for values, kind, message in (
+        (["a"] * ROWS, datasets.Value("string"), "column own holds string: an input of the model must be numbers"),
+        ([1, None] * (ROWS // 2), datasets.Value("int64"), "column own holds empty values"),
+        ([[1], [None]] * (ROWS // 2), datasets.List(datasets.Value("int64")), "column own holds empty values"),
+    ):
+        rejects(message, token_rows, add(values, kind), columns={"own": "own"})
+
+
 def test_a_row_takes_the_first_length_it_fits_into(table):
     data, lengths = token_rows(table, LENGTHS), np.array(table["length"])
     assert np.array_equal(data.bucket_of, lengths > 8) and data.bucket_of.dtype == np.uint8

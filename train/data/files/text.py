@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from train.config import check
 from train.data.files.errors import naming
 
+LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte may hold one of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text comes in stretches, so that memory and time are bounded
 STRETCH_CHARS = 2**16  # of such a line, at most
 STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
@@ -106,6 +108,22 @@ class BoundedFile(io.RawIOBase):
         content = self.raw.read(min(len(buffer), self.end - self.raw.tell()))
         buffer[: len(content)] = content
         return len(content)
+
+
+def check_length(num_chars: int, where: str) -> None:
+    """Raise InputError for a line of so many characters that is too long."""
+    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
+    check(num_chars <= LONGEST_LINE_CHARS, f"{where}: a line of more than {most}")
+
+
+def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
+    """Lines. Raises InputError for one that is too long, before all of it is in memory."""
+    number = 0
+    while line := text.readline(LONGEST_LINE_CHARS + 1):
+        number += 1
+        if len(line) > LONGEST_LINE_CHARS:
+            check_length(len(line), f"{name}:{number}")
+        yield line
 
 
 def stretches(text: IO[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, che
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import BATCH_ROWS, Values, json_rows, open_parquet
-from train.data.files.text import open_text
+from train.data.files.text import bounded_lines, open_text
 from train.data.records.conll import conll_rows
 from train.data.records.delimited import Lines, csv_lines
 from train.data.records.sources import (
@@ -87,7 +87,8 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
     lines = Lines()
 
     def rows() -> Iterator[LocatedRow]:
-        with open_text(path, cfg.encoding) as (text, _):
+        with open_text(path, cfg.encoding) as (file, _):
+            text = bounded_lines(file, name)
             if form == "csv":
                 found = csv_lines(lines.counted(text, int(cfg.header)), name, cfg)
             elif form == "conll":

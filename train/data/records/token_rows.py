@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray
 
+FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # by Arrow's names
+NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input that holds the class of a row, or of each of its tokens, where rows have one
 
 
@@ -46,6 +48,18 @@ class Lists:
         return lists
 
 
+def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
+    """Return the type of the input that a column becomes: int64 of whole numbers and booleans, its own of floats.
+    Raises InputError for anything else, and for empty values.
+    """
+    parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
+    kinds = {str(part.type) for part in parts}
+    check(kinds <= NUMBERS, f"column {name} holds {', '.join(sorted(kinds))}: an input of the model must be numbers")
+    check(not any(part.null_count for part in (column, *parts)), f"column {name} holds empty values")
+    is_float = any(kind in FLOATS for kind in kinds)
+    return np.dtype(FLOATS[kinds.pop()] if is_float else np.int64)
+
+
 class TokenRows:
     """A Drawable (batches/loader.py) of a table with the columns `input_ids` (lists), `second_at` and `length`."""
 
@@ -61,11 +75,12 @@ class TokenRows:
         """
         Args:
             lengths: tokens that batches are padded to, rising; a row takes the first it fits into.
-            columns: further inputs and the integer columns that hold them; `labels` among them is the class.
+            columns: further inputs and the columns of numbers that hold them; `labels` among them is the class.
             weights: [labels] float, what a row of each class counts; None: 1.
 
         Raises:
-            InputError: a column is missing, or a row is longer than the last of `lengths`.
+            InputError: a column is missing or holds something else than numbers, or a row is longer than the last of
+                `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
         check(not missing, f"the data has no column {', '.join(missing)}; there are {', '.join(table.column_names)}")
@@ -75,6 +90,7 @@ class TokenRows:
         self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
         self.second_at = arrow.column("second_at").to_numpy()
         named = {name: arrow.column(column) for name, column in columns.items()}
+        self.dtypes = {name: input_dtype(column, columns[name]) for name, column in named.items()}
         self.lists = {name: Lists(column) for name, column in named.items() if hasattr(column.type, "value_type")}
         self.values = {name: column.to_numpy() for name, column in named.items() if name not in self.lists}
         longest = int(self.row_lengths.max(initial=0))
@@ -86,7 +102,8 @@ class TokenRows:
 
     def draw(self, items: np.ndarray) -> Batch:
         """The batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket of S tokens:
-        input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B] or of lists [K, B, S], all int64.
+        input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B] or of lists [K, B, S], all int64 but
+        for columns of floats, which keep their precision.
 
         PADDING is row 0 with IGNORE_INDEX in its columns. "count" is the labels (the rows, where there are no
         `labels`), or the sum of their weights; "tokens" the tokens without padding.
@@ -111,9 +128,9 @@ class TokenRows:
             "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(np.int64),
         }
         for name, values in self.values.items():
-            inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows].astype(np.int64))
+            inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows]).astype(self.dtypes[name])
         for name, lists in self.lists.items():
-            inputs[name] = np.full((len(rows), seq_len), IGNORE_INDEX, np.int64)
+            inputs[name] = np.full((len(rows), seq_len), IGNORE_INDEX, self.dtypes[name])
             for number, values_of_row in enumerate(lists.take(rows)):
                 if not is_padding[number]:
                     inputs[name][number, : len(values_of_row)] = values_of_row

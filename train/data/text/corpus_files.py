@@ -13,12 +13,19 @@ from typing import IO
 from train.config import FilesCorpusConfig, InputError, check
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, QUOTES, csv_rows, json_rows, open_parquet
-from train.data.files.text import check_encoding, is_seekable, open_text, stretches
+from train.data.files.text import (
+    LONGEST_LINE_CHARS,
+    bounded_lines,
+    check_encoding,
+    check_length,
+    is_seekable,
+    open_text,
+    stretches,
+)
 from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, find_files, listing, text_of
 from train.storage.folders import sha256_json
 
 MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded
-MAX_FIELD_CHARS = 2**31 - 1  # of CSV, the most that a C long holds everywhere
 STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # of Parquet
 BLANK = r"^\s*$"  # the usual separator, for which str.isspace is the same and faster
 ENCODING = "corpus.encoding"
@@ -155,10 +162,12 @@ class TextFiles(FilesCorpus):
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
         """Lines, very long ones in stretches. InputError for one with characters that no text has."""
-        number, is_whole = 0, True
+        number, is_whole, num_chars = 0, True, 0
         for line in stretches(text):
             number += is_whole
+            num_chars = len(line) if is_whole else num_chars + len(line)
             is_whole = line.endswith("\n")
+            check_length(num_chars, line_name(path, first, number))
             bad = unreadable(line, self.cfg.encoding, DECODING)
             check(bad is None, f"{line_name(path, first, number)}: {bad}")
             yield line
@@ -171,17 +180,18 @@ class JsonLines(FilesCorpus):
     suffixes = (".jsonl", ".json")
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        with self.opened(path, first, last) as (lines, position):
+        with self.opened(path, first, last) as (text, position):
+            lines = bounded_lines(text, str(path) if first == 0 else f"{path}, from byte {first} on")
             for number, row in json_rows(lines, self.cfg.encoding, DECODING):
                 where = line_name(path, first, number)
                 if isinstance(row, BadRow):
                     raise InputError(f"{where}: {row}")
-                text = text_of(row, self.cfg.column, where)
+                value = text_of(row, self.cfg.column, where)
                 # JSON can escape half a character, which cannot be encoded again and which tokenizers reject.
-                if not text.isascii() and SURROGATE.search(text):
+                if not value.isascii() and SURROGATE.search(value):
                     check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
-                    text = SURROGATE.sub("\ufffd", text)
-                yield text, position()
+                    value = SURROGATE.sub("\ufffd", value)
+                yield value, position()
 
 
 class Csv(FilesCorpus):
@@ -191,9 +201,9 @@ class Csv(FilesCorpus):
         return False  # a line end may be in a field
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        with self.opened(path) as (lines, position):
-            encoding = self.cfg.encoding
-            columns, rows = csv_rows(lines, str(path), encoding, DECODING, max_field_chars=MAX_FIELD_CHARS)
+        with self.opened(path) as (text, position):
+            encoding, lines = self.cfg.encoding, bounded_lines(text, str(path))
+            columns, rows = csv_rows(lines, str(path), encoding, DECODING, max_field_chars=LONGEST_LINE_CHARS)
             check_column(self.cfg.column, columns or [], f"{path}:1")
             for line, row in rows:
                 if isinstance(row, BadRow):
