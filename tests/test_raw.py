@@ -140,7 +140,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         assert example.startswith(reason)
     rejects(r"validation: 8 bad rows, data.max_bad_rows=7 .*a\.csv:3: 3 fields", read, path, **settings, max_bad_rows=7)
     path = put(folder, "many.csv", csv_of([*ROWS, *[("", "1")] * 30]))
-    rejects(r"30 bad rows, .*: (\S+many\.csv:\d+: an empty text; ){3}\.\.\.$", read, path, max_bad_rows=20)
+    rejects(r"30 bad rows, .*: (\S+many\.csv:\d+: an empty text; ){2,9}\.\.\.$", read, path, max_bad_rows=20)
 
 
 @pytest.mark.parametrize(

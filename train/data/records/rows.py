@@ -16,7 +16,8 @@ from train.data.records.kinds import Row, RowKind, plain, plain_label
 
 logger = logging.getLogger("train")
 
-MAX_NAMED, SHOWN_ROWS = 10, 3  # bad rows of a split that are named: by train.records, and in an error
+MAX_NAMED = 10  # bad rows of a split that are named
+SHOWN_CHARS = 300  # of them in an error, which is one line
 MAX_LABELS = 1000  # seen in the data; more are another column
 SHOWN_LABELS, SHOWN_COLUMNS = 10, 20
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
@@ -45,8 +46,13 @@ class Dropped:
     def check(self) -> None:
         """InputError if there are too many."""
         what = f"{self.split}: {self.bad_rows:,} bad rows, data.max_bad_rows={self.limit} are allowed"
-        hint = "" if self.bad_rows <= SHOWN_ROWS else "; ..."
-        check(self.bad_rows <= self.limit, f"{what}: {'; '.join(self.bad_examples[:SHOWN_ROWS])}{hint}")
+        shown = self.bad_examples[:1]
+        for example in self.bad_examples[1:]:
+            if len("; ".join([*shown, example])) > SHOWN_CHARS:
+                break
+            shown.append(example)
+        hint = "" if self.bad_rows <= len(shown) else "; ..."
+        check(self.bad_rows <= self.limit, f"{what}: {'; '.join(shown)}{hint}")
 
     def facts(self) -> dict[str, Any]:
         lines = {"read_lines": self.read_lines, "read_rows": self.read_rows}
