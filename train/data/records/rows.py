@@ -191,14 +191,14 @@ def check_single(value: Any, column: str, kind: RowKind) -> None:
     if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
         return
     is_object = isinstance(value, dict) or str(value).lstrip().startswith("{")
-    inner = next(iter(value), "...") if isinstance(value, dict) else "..."
+    inner = next((key for key in value if isinstance(value, dict) and key.isidentifier()), "...")
     if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():
         what = "answers, which task=qa learns"
     elif is_object:
         what = f"an object, not a label; a column may lead into it: data.columns.{kind.target}={column}.{inner}"
     else:
         what = f"a list: several labels of a row are multi-label classification; task={kind.name} learns one label"
-    raise BadRow(f"{column} holds {str(value)[:40]}, {what}")
+    raise BadRow(f"{column} holds {value!r:.40}, {what}")
 
 
 def labels_of_each(
@@ -235,10 +235,14 @@ def with_columns(needed: dict[str, str], table: Table) -> Iterator[LocatedRow]:
     good = [(where, values) for where, values in first if not isinstance(values, BadRow)]
     if good:
         where, row = good[0]
-        lists = [name for name, value in row.items() if isinstance(value, list) and isinstance((*value, 0)[0], dict)]
+        lists = [name for name, value in row.items() if name.isidentifier() and holds_objects(value)]
         hint = f"; are the rows inside of {lists[0]}? Write one a line, as jq -c '.{lists[0]}[]' does" if lists else ""
         check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), where, hint)
     return chain(first, rows)
+
+
+def holds_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def check_columns(needed: dict[str, str], columns: Sequence[str], where: str, hint: str = "") -> None:
