@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders
+from tokenizers import decoders
 
 from train.data.text.encoding import starts_of
+from train.data.text.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ def word_edges(folder: Path) -> WordEdges:
     """Return where the tokenizer of a prepared data set begins words: as in the word ids of its encodings, except that
     byte-level tokenizers keep 't and the like in one word.
     """
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(folder)
     begins, pieces = starts_of(tokenizer), [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
     model, splitter = json.loads(tokenizer.to_str())["model"], tokenizer.pre_tokenizer
     if model["type"] == "WordLevel":
