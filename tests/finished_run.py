@@ -15,7 +15,7 @@ CONFIG = {
     "global_batch_size": 8,
     "task": {"kind": "classify", "label_smoothing": 0.1, "class_weights": None, "balanced": False},
     "model": {"pretrained": None, "init_from": "/home/jane/runs/pretrained", "architecture": "albert"},
-    "data": {"path": "/home/jane/data/tweets.csv", "format": "csv", "lengths": [32, 64], "name": None},
+    "data": {"path": "/home/jane/data/tweets.csv", "format": "csv", "lengths": "auto", "name": None},
     "s3": {"endpoint": "http://minio.lan:9000"},
     "optim": {"name": "adamw", "lr": 0.001, "schedule": "linear", "weight_decay": 0.01},
     "best": {"metric": "f1_macro", "export": True},
@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "parameters": 1234567,
     "precision": "bf16",
     "world_size": 2,
-    "identity": {"data": "sha-of-the-data"},
+    "identity": {"data": "sha-of-the-data", "data.lengths": [32, 64]},
     "plan": {"lr": 0.002, "global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 10},
     "versions": {"torch": "2.9.1", "torch-neuronx": None, "transformers": "5.0"},
 }

@@ -112,6 +112,17 @@ def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shar
     assert padding["count"] == [int((padding["inputs"]["labels"] != IGNORE_INDEX).sum())]
 
 
+def test_a_part_of_the_evaluation_is_drawn_by_the_seed_and_masked_as_in_the_whole(shards):
+    part, other = (build_task(train_config(shards / "run", shards, "eval_examples=9", f"seed={n}")) for n in (0, 1))
+    rows = part.eval_sample
+    assert (
+        part.eval_rows == len(set(rows)) == 9 and rows.tolist() != list(range(9)) and (rows != other.eval_sample).any()
+    )
+    whole = build_task(train_config(shards / "run", shards)).eval_data().draw(rows[None])["inputs"]
+    drawn = part.eval_data().draw(np.arange(9)[None])["inputs"]
+    assert all(torch.equal(drawn[name], whole[name]) for name in ("input_ids", "labels", "positions"))
+
+
 @pytest.mark.parametrize("numbers", [[0, 10**6], [-1], [3, -(10**6), 5]])
 def test_a_number_that_no_sequence_has_is_an_error(shards, numbers):
     rejects("sequences .* of", rows_of(shards).shards.rows, np.array(numbers), error=IndexError)

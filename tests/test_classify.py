@@ -11,6 +11,7 @@ from finetuning import task_of, tuning
 from rejections import rejects
 
 from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks.classify import ClassifyConfig
@@ -60,7 +61,9 @@ def test_texts_are_cut_and_counted(tokenizer):
     assert result["input_ids"][1][-1] == tokenizer.sep_token_id
     assert result["second_at"] == result["length"]
     assert (result["row"], result["label"]) == ([10, 11, 12], [0, 1, 2])
-    counts = {"truncated": 1, "unknown_tokens": 0, "text_tokens": sum(result["length"]) - 6}
+    lost = len(tokenizer(rows["text"][1])["input_ids"]) - 8
+    assert featurizer.tokens_cut.tolist() == [0, lost, 0] and lost > 50
+    counts = {"truncated": 1, "tokens_cut": lost, "unknown_tokens": 0, "text_tokens": sum(result["length"]) - 6}
     assert featurizer.notes("train") == counts and featurizer.notes("validation") == {}
 
 
@@ -82,8 +85,12 @@ def test_special_tokens_in_a_text_are_text(tokenizer):
     assert [token for token in ids if token in special] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
 
 
-def test_the_last_length_is_that_of_the_longest_sequence_or_what_the_model_can_read(make):
-    assert make("seq_len=null", "model.max_positions=48").lengths == (48,)
+def test_the_last_length_is_that_of_the_longest_row_up_to_what_the_model_can_read(make):
+    whole, cut = make("seq_len=null", "model.max_positions=600"), make("seq_len=null", "model.max_positions=24")
+    longest = max(rows.max() for rows in (whole.train_data().row_lengths, whole.eval_data().row_lengths))
+    assert whole.sizes.seq_len == 512 and whole.seq_len == whole.lengths[-1] == -(-longest // 8) * 8 < 64
+    assert cut.sizes.seq_len == cut.seq_len == 24
+    assert make("seq_len=null", "data.lengths=[]").lengths == whole.lengths[-1:]
     rejects("seq_len=64 is longer than the model's 48 positions", make, "model.max_positions=48")
     assert lengths_up_to(64, []) == (64,)
     assert lengths_up_to(64, [16, 32]) == lengths_up_to(64, [16, 32, 64]) == (16, 32, 64)
@@ -91,7 +98,7 @@ def test_the_last_length_is_that_of_the_longest_sequence_or_what_the_model_can_r
 
 
 def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):
-    assert make().buckets is None
+    assert make("data.lengths=[]").buckets is None
     buckets = task.buckets
     assert buckets.lengths == (16, 32, 64)
     assert len(buckets.train) == task.train_rows == 90 and len(buckets.evaluation) == task.eval_rows == 32
@@ -99,8 +106,44 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
     assert set(buckets.train) == {0, 1, 2}
     padded = np.array(buckets.lengths)[buckets.train].sum()
     assert task.facts["padding_share"] == pytest.approx(1 - task.train_data().row_lengths.sum() / padded)
-    assert task.facts["padding_share"] < make().facts["padding_share"]
-    assert set(task.facts) == {"padding_share", "truncated_share", "unknown_tokens_share"}
+    assert task.facts["padding_share"] < make("data.lengths=[]").facts["padding_share"]
+    assert set(task.facts) == {"padding_share", "truncated_share", "tokens_cut_share", "unknown_tokens_share"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "step", "most"),
+    [
+        ([], False, 8, 64),
+        ([], True, 16, 64),
+        (["backend.compile=layers"], False, 16, 3),
+        (["backend=xla"], False, 16, 3),
+        (["backend=neuron", "backend.device=neuron"], False, 16, 3),
+    ],
+)
+def test_by_default_lengths_keep_padding_low_or_are_few_graphs(make, monkeypatch, settings, gpus, step, most):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    task = make("backend.device=auto", *settings)
+    *shorter, _ = task.lengths
+    assert all(length % step == 0 for length in task.lengths) and len(task.lengths) <= most
+    rows = task.tables.lengths("train")
+    every = best_lengths(rows, task.lengths[-1], most, step=step, shortest=8)
+    assert padding_share(rows, task.lengths) < max(0.1, padding_share(rows, every) + 0.02)
+    assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
+    lengths = ", ".join(map(str, shorter))
+    said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto), of which in training "
+    assert task.summary() == f"{said}{padding_share(rows, task.lengths):.1%} are padding"
+
+
+def test_what_lies_behind_the_end_is_said(make):
+    task = make("seq_len=16")
+    for name in ("train", "validation", "other"):
+        notes = task.tables.facts["splits"][name]["notes"]
+        assert f"; {name}: {notes['truncated']:.0f} of " in task.summary() and notes["tokens_cut"] > 0
+    train = task.tables.facts["splits"]["train"]
+    total = sum(map(len, task.sizes.tokenizer(list(task.tables.examples("train")["text"]))["input_ids"]))
+    lost = total - train["tokens"]
+    assert f"rows are cut at 16 tokens: {lost:,} of {total:,} tokens ({lost / total:.1%}) are lost" in task.summary()
+    assert task.facts["tokens_cut_share"] == lost / total
 
 
 def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
@@ -121,7 +164,7 @@ def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
 @pytest.mark.parametrize("smoothing", ["0", "0.2"])
 @pytest.mark.parametrize("weights", ["", "task.balanced=true", "task.class_weights=[1,5,0.5]"])
 def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights, smoothing):
-    task = make(f"task.label_smoothing={smoothing}", *weights.split())
+    task = make("data.lengths=[]", f"task.label_smoothing={smoothing}", *weights.split())
     torch.manual_seed(0)
     model = task.build_model().eval()
     assert task.flops_per_example(model, 64) > task.flops_per_example(model, 16) > 0
@@ -197,11 +240,13 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     assert np.trace(result["splits"]["validation"]["confusion"]) == 19
 
 
-def test_a_part_of_each_split_can_be_evaluated(make, tmp_path):
+def test_a_part_of_each_split_is_drawn_by_the_seed(make, tmp_path):
     task = make("eval_examples=15")
     assert task.eval_rows == 15 + 12 and len(task.eval_data()) == 27
     labels = task.eval_data().values["labels"]
-    assert (labels == make().eval_data().values["labels"][[*range(15), *range(20, 32)]]).all()
+    rows, others = (list(each.splits[0].features["row"]) for each in (task, make("eval_examples=15", "seed=1")))
+    assert rows == sorted(set(rows)) != list(range(15)) and len(rows) == len(set(others)) == 15 and rows != others
+    assert (labels == make().eval_data().values["labels"][[*rows, *range(20, 32)]]).all()
     rows = certain(labels, wrong=[14, 15])
     result = task.eval_metrics(rows)
     assert (result["accuracy"], result["other_accuracy"]) == (pytest.approx(14 / 15), pytest.approx(11 / 12))

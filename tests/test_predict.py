@@ -87,6 +87,20 @@ def rejected(capsys, *arguments):
     return line.removeprefix("error: ")
 
 
+def test_rows_that_were_cut_are_marked_and_what_they_lose_is_said(labelled, answering, capsys, tmp_path):
+    text = "ba be " * 100
+    rows = tmp_path / "new.jsonl"
+    rows.write_text("".join(json.dumps({"name": each[:2], "body": each}) + "\n" for each in ("na", text)))
+    (whole, cut), said = answers(capsys, labelled[0], "--input", rows)
+    assert "tokens_cut" not in whole and cut["tokens_cut"] > 100
+    assert f"1 of 2 rows are cut at 64 tokens: {cut['tokens_cut']} of " in said
+    question = ["--question", text, "--context", "ba be na", "--null-threshold", "0"]
+    (one,), said = answers(capsys, answering[0], *question)
+    assert f"1 of 1 rows are cut at 48 tokens: {one['tokens_cut']} of " in said
+    (one,), said = answers(capsys, answering[0], "--question", "ba?", "--context", text, *question[-2:])
+    assert "tokens_cut" not in one and "are cut" not in said  # windows read all of a context
+
+
 def samples_of(run):
     """What a run shows of its validation data, as the answer to each text."""
     return [(sample, *sample.answers) for sample in samples.read(LocalFolder(run)).samples]
@@ -108,7 +122,8 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     assert predict.main([*given, str(tmp_path / "out.csv")]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["id", "label", "prediction", "probability_bad", "probability_fair", "probability_good"]
+    shares = [f"probability_{label}" for label in LABELS]
+    assert list(rows[0]) == ["id", "label", "prediction", *shares, "tokens_cut"] and not rows[0]["tokens_cut"]
     assert [(row["id"], row["prediction"]) for row in rows] == [(line["id"], line["prediction"]) for line in wanted]
     assert float(rows[3]["probability_fair"]) == pytest.approx(wanted[3]["probabilities"]["fair"], abs=1e-5)
     with dev.open() as file:

@@ -18,6 +18,7 @@ from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
+from train.tasks.finetune import drawn
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import losses_of, statistics
@@ -48,7 +49,7 @@ def make(texts, tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def task(make):
-    return make()
+    return make("data.lengths=[]")
 
 
 @pytest.fixture(scope="module")
@@ -262,17 +263,18 @@ def test_v2_gives_no_answer_where_none_scores_higher_than_the_threshold(make, v2
     assert result["no_answer_f1"] == 0 and result["has_answer_f1"] == 100 and result["best_f1"] == 100
 
 
-def test_part_of_the_data_ends_with_a_whole_question(make, task, tmp_path):
+def test_part_of_the_data_is_of_whole_questions(make, task, tmp_path):
     owners = np.array(task.splits[0].features["row"])
-    inside = next(i for i in range(1, len(owners)) if owners[i] == owners[i - 1] != owners[0])
-    part = make(f"eval_examples={inside}")
-    assert part.eval_rows == np.searchsorted(owners, owners[inside]) < inside
+    part = make(f"eval_examples={len(owners) // 2}")
+    kept = np.array(part.splits[0].features["row"])
+    assert all((kept == owner).sum() == (owners == owner).sum() for owner in set(kept)) and len(set(kept)) > 1
+    assert len(owners) // 4 < part.eval_rows <= len(owners) // 2
     result = part.eval_metrics(knowing(part)[0])
     assert result["exact_match"] == 100
     part.write_evaluation(knowing(part)[0], LocalFolder(tmp_path), step=1)
-    assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == owners[inside]
-    windows = Dataset.from_dict({"row": [0, 0, 0, 1, 1, 2]})
-    assert [task.task.cut(windows, most) for most in range(1, 6)] == [3, 3, 3, 3, 5]  # one question at least
+    assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == len(set(kept))
+    windows = Dataset.from_dict({"row": [0, 0, 0, 1, 1, 1]})
+    assert {len(drawn(windows, most, seed=0, split=0)) for most in range(1, 6)} == {3}  # one question at least
 
 
 def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_lengths(make, task):
@@ -281,6 +283,7 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
     inputs = one_batch(task, [0, 1, PADDING])
     several = make("data.lengths=[16,32]")
     assert several.task.k == 16 and several.buckets.lengths == (16, 32, 48)
+    assert make().lengths[0] >= make().task.k == 20  # by default no length keeps fewer candidates
     with torch.no_grad():
         rows = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import sys
 import threading
@@ -26,7 +27,7 @@ from train.cli import compose as cli
 from train.cli import progress
 from train.config import InputError, TrainConfig, check
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
-from train.data.records.tables import LAUNCH, once_per_machine, open_tables
+from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
 from train.storage.folders import sha256_file
 from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tasks.qa import QAConfig
@@ -412,7 +413,7 @@ def command(raw, monkeypatch, capsys):
 
 
 def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
-    code, said = command(f"data.save_to={tmp_path / 'saved'}", "seq_len=16")
+    code, said = command(f"data.save_to={tmp_path / 'saved'}", "seq_len=16", "data.lengths=[8]")
     facts = json.loads((tmp_path / "saved" / "tables.json").read_bytes())
     train = facts["splits"]["train"]
     assert code == 0 and said.startswith(str(tmp_path / "cache" / "records"))
@@ -420,10 +421,11 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         f": id {facts['id'][:12]}, classify, at most 16 tokens",
         "train: 1,200 examples, 1,200 rows of tokens",
         "n 400 (33.3%), p 800 (66.7%)",
-        f"truncated: {train['notes']['truncated']:.0f}",
+        f"cut       {train['notes']['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
+        f"tokens: {train['notes']['tokens_cut']:,.0f} of ",
         "1 bad rows, 2 by data.label_map",
         "train.csv:1202: 1 fields",
-        f"padding   {train['padding_share']:.1%} of batches of 16 tokens",
+        f"padding   {padding_share(Tables(tmp_path / 'saved', '', facts).lengths('train'), [8, 16]):.1%} of batches of",
         f"saved to {tmp_path / 'saved'}",
     ):
         assert words in said
@@ -433,6 +435,8 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
 
 
 def test_the_command_suggests_lengths_that_save_much(command):
-    assert "data.lengths=[16,32,128] would compute 8" in command("seq_len=128")[1]
-    _, said = command("seq_len=128", "data.lengths=[16,32,128]")
-    assert "data.lengths=" not in said and "batches of 16 or 32 or 128 tokens" in said
+    code, said = command("seq_len=128", "data.lengths=[]")
+    assert code == 0 and "data.lengths=auto would compute 8" in said and "batches of 128 tokens" in said
+    suggested = re.search(r"in batches of (.*) tokens$", said, re.MULTILINE)[1]
+    _, said = command("seq_len=128")
+    assert "data.lengths=" not in said and f"of batches of {suggested} tokens" in said

@@ -62,7 +62,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         task = build_task(cfg)
         check_layers(cfg)
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
-        identity = identity_of(cfg, plan, task.data_id)
+        identity = identity_of(cfg, plan, task.data_id, task.lengths)
     search_as_usual()  # all is imported
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
@@ -268,6 +268,13 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "
         f"ranks, {plan.global_batch_size} sequences a step ({plan.micro_batch_size} x {plan.accumulation} a {each})"
     )
+    if summary := task.summary():
+        logger.info(summary)
+    if left := task.train_rows % plan.global_batch_size:
+        logger.info(
+            f"an epoch is {plan.steps_per_epoch:,} steps: {left:,} of {task.train_rows:,} rows do not fill a batch and "
+            "are left out of it, others in the next epoch"
+        )
     if (shape := shape_of_model(model)) is not None:
         sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
         logger.info(memory_of(cfg, shape, seq_len=task.seq_len, precision=backend.precision, **sizes))

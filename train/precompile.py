@@ -33,6 +33,7 @@ from pathlib import Path
 from train.cli import compose as cli
 from train.cli.command import command_parser, guarded
 from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan
+from train.data.records.table_facts import MOST_GRAPHS
 from train.host import machine
 from train.host.launched import Launched, check_launch
 from train.host.versions import read_versions
@@ -127,7 +128,9 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
     world = ranks * num_nodes
     check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
-    lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
+    lengths = 1
+    if isinstance(cfg.data, RecordsConfig):  # the data is not opened here
+        lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
     # The data is not opened here: these are enough rows for every run, and its length may be unknown.

@@ -260,7 +260,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
         raise InputError(f"{options.input} holds no row")
     predictor.load({name: getattr(options, name) for name in OPTIONS}, backend.device, backend.autocast)
     backend.place(predictor.model)
-    columns = predictor.task.csv_columns
+    columns = [*predictor.task.csv_columns, "tokens_cut"]
     is_csv = path is not None and path.suffix == ".csv"
     with tqdm(unit=" sequences", unit_scale=True, disable=None) as bar, written_whole(path) as file:
         if is_csv:
@@ -273,6 +273,8 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     remark = unknown_share(unknown, tokens, f"the tokenizer of {options.model} reads the texts", most=1)
     if remark.startswith("warning"):
         print(remark, file=sys.stderr)
+    if cut := predictor.cut_rows():
+        print(f"{cut}; tokens_cut says how many of each", file=sys.stderr)
     if metrics := predictor.metrics():
         print(metrics, file=sys.stderr if path is None else sys.stdout)
     return DONE

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from train.cli import compose as cli
 from train.config import RecordsConfig, TrainConfig, check
-from train.data.records.table_facts import best_lengths, padding_share
+from train.data.records.table_facts import cut_words, padding_share
 
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
-
-MOST_LENGTHS = 3  # suggested: each is a graph more to compile
 
 NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # what a run must have, and data does not
 WORTH_SAYING = 0.1  # share of the tokens computed that other lengths would save
@@ -49,15 +48,19 @@ def show(cfg: TrainConfig) -> int:
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
     from train.tasks import build_task  # torch takes seconds to import: what is wrong is rejected before
+    from train.tasks.texts import resolved_lengths
 
     task = cast(Any, build_task(cfg))
-    for line in (*description(cfg, task.tables, task.lengths), *task.remarks):
+    assert isinstance(cfg.data, RecordsConfig)
+    given = {"seq_len": task.sizes.seq_len, "shortest": task.task.shortest}
+    auto = resolved_lengths(replace(cfg, data=replace(cfg.data, lengths="auto")), task.tables, **given)
+    for line in (*description(cfg, task.tables, task.lengths, auto), *task.remarks):
         print(line)
     return cli.DONE
 
 
-def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
-    """Lines for people: where the data is, each split, and lengths of batches that suit it better than `lengths`."""
+def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: Sequence[int]) -> Iterator[str]:
+    """Yield lines for people: where the data is, each split, and whether the lengths `auto` save much of `lengths`."""
     assert isinstance(cfg.data, RecordsConfig)
     seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
@@ -68,8 +71,11 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
             counts = (f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items())
             yield f"  classes   {', '.join(counts)}"
         yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
+        cut = cut_words(rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len)
+        yield f"  cut       {cut or 'no row'}"
         for name, number in facts["notes"].items():
-            yield f"  {name.replace('_', ' ')}: {number:,.10g}"
+            if name not in ("truncated", "tokens_cut"):
+                yield f"  {name.replace('_', ' ')}: {number:,.10g}"
         yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {at_most} tokens"
         lines, rows = facts.get("read_lines", 0), facts.get("read_rows", 0)
         if lines != rows:
@@ -78,13 +84,12 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])
-    token_counts = tables.lengths("train")
-    better = best_lengths(token_counts, seq_len, MOST_LENGTHS)
-    now, then = (1 - padding_share(token_counts, some) for some in (lengths, better))
+    rows = tables.lengths("train")
+    now, then = (1 - padding_share(rows, some) for some in (lengths, auto))
     if 1 - now / then > WORTH_SAYING:
         yield (
-            f"data.lengths=[{','.join(map(str, better))}] would compute {1 - now / then:.0%} fewer tokens in training "
-            f"({1 - then:.1%} padding), with {len(better)} graphs to compile"
+            f"data.lengths=auto would compute {1 - now / then:.0%} fewer tokens in training ({1 - then:.1%} padding), "
+            f"in batches of {' or '.join(map(str, auto))} tokens"
         )
     if cfg.data.save_to is not None:
         yield f"saved to {cfg.data.save_to}"

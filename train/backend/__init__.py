@@ -9,14 +9,43 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import torch
+
 from train.backend.auto_compile import Workload
 from train.backend.base import Backend, GradSync, State
 from train.config import BackendConfig, InstanceConfig, S3Config, check
 from train.host import machine
 from train.host.launched import launched
 
-__all__ = ["Backend", "GradSync", "State", "Workload", "open_backend"]
+__all__ = ["Backend", "GradSync", "State", "Workload", "compiles_each_length", "is_cuda", "open_backend"]
 logger = logging.getLogger("train")
+
+
+def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
+    """Return the name of the backend that these settings mean on this machine: ddp, xla or neuron."""
+    if cfg.name != "auto":
+        return cfg.name
+    device = instance.device or cfg.device
+    has_neuron = device == "neuron" or (device == "auto" and bool(machine.neuron_devices()))
+    package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
+    kind = machine.instance_type()
+    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # which is for XLA
+    return ("neuron" if is_native else "xla") if has_neuron else "ddp"
+
+
+def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
+    """Return whether these settings mean a CUDA device on this machine, as `open_backend` would choose it."""
+    device = instance.device or cfg.device
+    chosen = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return chosen and name_of(cfg, instance) == "ddp"
+
+
+def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
+    """Return whether each length of a batch is a graph that has to be compiled. No device is opened.
+
+    backend.compile=auto counts the lengths itself, and compiles only where each has enough batches to repay it.
+    """
+    return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
 
 
 def open_backend(
@@ -49,12 +78,7 @@ def open_backend(
             is_known = kind in machine.instance_names()
             setting = f"instance={kind}" if is_known else f"instance.name={kind} and its figures (docs/trainium.md)"
             logger.warning("this is a %s: set %s to check the ranks and report MFU and cost", kind, setting)
-    name = cfg.name
-    if name == "auto":
-        has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))
-        package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
-        is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # which is for XLA
-        name = ("neuron" if is_native else "xla") if has_neuron else "ddp"
+    name = name_of(cfg, instance)
     check(
         cfg.compile in ("none", "auto") or name != "xla",
         f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",

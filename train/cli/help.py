@@ -21,7 +21,13 @@ from omegaconf import MISSING
 from train.config.checks import LIMITS
 
 WIDTH = 110  # columns
-TYPES: dict[object, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+TYPES: dict[object, str] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Any: "list of whole numbers or auto",
+}
 
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:

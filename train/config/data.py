@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
@@ -84,8 +85,9 @@ class RecordsConfig(DataConfig):
     labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those of the data, sorted,
     # or in the order of the numbers of label_map
     label_map: dict[str, str | None] = field(default_factory=dict)  # value: its label; null leaves the row out
-    lengths: list[int] = field(default_factory=list)  # tokens that batches are padded to, rising, one graph
-    # for each; empty: seq_len alone
+    lengths: Any = "auto"  # tokens that batches are padded to, rising, as [32,64,128]; the longest row's or seq_len is
+    # added | []: that one alone | auto: as few as keep padding below 10 %, multiples of 8, of 16 on CUDA; where each
+    # length is a graph to compile (XLA, Trainium, backend.compile) at most three
     delimiter: str = ","  # of CSV, as are the three below
     quote: str | None = "auto"  # auto: ", and text where fields are separated by tabs; None: quotation marks are text
     escape: str | None = None  # such as \\: the character after it is text; None: a doubled quote is a quote
@@ -98,8 +100,10 @@ class RecordsConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # command lines have no tab
-        rising = all(0 < a < b for a, b in zip([1, *self.lengths], self.lengths, strict=False))
-        check(rising, f"data.lengths={self.lengths} must be rising numbers of tokens, as [32,64,128]")
+        given = [] if self.lengths == "auto" else self.lengths
+        ok = isinstance(given, list) and all(type(length) is int for length in given)
+        ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
+        check(ok, f"data.lengths={self.lengths} must be auto, or rising numbers of tokens, as [32,64,128]")
         for name in ("delimiter", "quote", "escape"):
             value = getattr(self, name)
             ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")

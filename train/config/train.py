@@ -56,7 +56,8 @@ class TrainConfig(Section):
 
     run_dir: str = MISSING  # where the run writes everything; with the same folder a run resumes where it stopped
     seed: int = setting(0, least=0)  # for weights, order of the data, masking and dropout
-    seq_len: int | None = setting(None, least=8)  # tokens; None: the length of the prepared data
+    seq_len: int | None = setting(None, least=8)  # tokens of the longest sequences; None: of prepared text its length;
+    # of records the longest row's, at most 512 and what the model can read
     global_batch_size: int | None = setting(None, above=0)  # sequences per optimizer step over all ranks; None: micro *
     # world size
     micro_batch_size: int | None = setting(None, above=0)  # sequences per rank and forward pass; None: global / world
@@ -68,7 +69,7 @@ class TrainConfig(Section):
     max_run_s: float | None = setting(None, above=0)  # time of this attempt, after which it stops with a checkpoint
     log_every: int = setting(10, above=0)  # steps between lines in metrics.jsonl and on the console
     eval_every: int | None = setting(500, above=0)  # steps between evaluations; None: only at the end
-    eval_examples: int | None = setting(None, above=0)  # validation sequences used; None: all
+    eval_examples: int | None = setting(None, above=0)  # validation sequences used, drawn by the seed; None: all
     eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # sequences per rank and batch of an
     # evaluation, to which the last one is padded; None: micro_batch_size
     collect_graphs: bool = False  # for train.precompile: run each graph once, check no number, save nothing

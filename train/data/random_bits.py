@@ -15,6 +15,7 @@ import numpy as np
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+EVAL_STREAM = 2**20  # the coordinate behind the seed where validation examples are drawn; splits count from 0
 
 
 def mix(value: np.ndarray) -> np.ndarray:
@@ -38,6 +39,12 @@ def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np
 def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
     """Uniform float64 numbers in [0, 1), of the bits of `hash_bits`."""
     return (hash_bits(*coordinates, state=state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
+    """Return `most` different row numbers below `num_rows`, rising, drawn by the coordinates; all if not more."""
+    order = np.argsort(hash_uniform(*coordinates, np.arange(num_rows)), kind="stable")
+    return np.sort(order[:most])
 
 
 def text_uniform(text: str, seed: int) -> tuple[float, float]:

@@ -29,7 +29,7 @@ SETTINGS = (  # of config.yaml and environment.json, flat
     ("Gradient clipped to the norm", "optim.max_grad_norm"),
     ("Global batch (sequences)", "plan.global_batch_size"),
     ("Micro batch (sequences per rank)", "plan.micro_batch_size"),
-    ("Padded to (tokens)", "data.lengths"),
+    ("Padded to (tokens)", "identity.data.lengths"),
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )

@@ -11,7 +11,7 @@ from train.report.run import Run
 from train.report.texts import as_text, count, factor, percent, printable, shortened, spoken
 
 SAME_EXAMPLES = 0.01  # share by which as many sequences may differ: a batch does not divide every epoch
-WORK = ("task.", "model.", "optim.", "seed", "data.lengths")  # settings that decide what is learnt
+WORK = ("task.", "model.", "optim.", "seed")  # settings that decide what is learnt
 BATCH = ("global_batch_size", "steps")  # what runs at another batch cannot have in common
 MACHINE = ("device", "instance", "world_size")
 
@@ -65,8 +65,9 @@ def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
     there, here = (each.summary["examples"] for each in both)
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
-    if all(each.summary["seq_len"] for each in both):  # old runs do not record it, and do not differ by that
-        result += summaries_differ(run, baseline, ("seq_len",))
+    for key in ("seq_len", "lengths"):
+        if all(each.summary[key] for each in both):  # old runs do not record them, and do not differ by that
+            result += summaries_differ(run, baseline, (key,))
     return result + (summaries_differ(run, baseline, BATCH) if same_batch else [])
 
 

@@ -214,6 +214,7 @@ def setting(run: Run) -> Summary:
         "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
         "accumulation": number(environment, "plan.accumulation"),
         "seq_len": number(environment, "seq_len") or number(config, "seq_len"),
+        "lengths": environment.get("identity.data.lengths"),
         **counted,
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value) or None,
     }

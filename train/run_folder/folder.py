@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,6 @@ from train.config import (
     InputError,
     NotPermitted,
     Plan,
-    RecordsConfig,
     S3Config,
     TrainConfig,
     Unreachable,
@@ -265,7 +264,7 @@ class RunFolder:
         return read_outcome(self.storage) or read_outcome(LocalFolder(self.path))
 
 
-def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
+def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[int] | None) -> dict[str, Any]:
     """The settings that must stay the same for a run to resume, as one flat table."""
     plain = to_dict(cfg)
     sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
@@ -274,7 +273,7 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
-        **({"data.lengths": cfg.data.lengths} if isinstance(cfg.data, RecordsConfig) else {}),  # the order is by them
+        **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order is by them
     }
 
 
@@ -292,10 +291,13 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     if changed and force:
         logger.warning("resume.force=true: resuming another run than %s: %s", source, ", ".join(changed))
         return
+    lengths = ",".join(map(str, before.get("data.lengths") or ()))
+    is_same = not any(each.startswith("data.lengths: ") for each in changed)
+    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches, which other devices would not choose"
     check(
         not changed,
         f"{source} is of another run ({', '.join(changed)}); choose another run_dir, or resume with the new settings "
-        "by resume.force=true",
+        f"by resume.force=true{hint}",
     )
 
 

@@ -8,7 +8,7 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
+from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.kinds import Featurizer
-from train.data.records.table_facts import column, padding_share
+from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
@@ -32,7 +33,7 @@ from train.storage.folders import Folder, canonical_json
 from train.tasks import spec_of
 from train.tasks.predictor import Predictor
 from train.tasks.spec import Origin, Task
-from train.tasks.texts import Sizes
+from train.tasks.texts import Sizes, resolved_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -67,7 +68,7 @@ class TextTask(ABC):
     metrics: tuple[str, ...]
     csv_columns: list[str]  # of predictions
     featurizer: Featurizer
-    shortest = 8  # the least tokens of a batch
+    shortest: int = 8  # the least tokens of a batch
 
     def __init__(self, cfg: Any, sizes: Sizes) -> None:
         """`cfg`: the task's settings."""
@@ -99,10 +100,6 @@ class TextTask(ABC):
     @abstractmethod
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
         """What an evaluation that is the best writes beside its metrics."""
-
-    def cut(self, features: Dataset, most: int) -> int:
-        """The number of rows of a longer table to evaluate."""
-        return most
 
     # ---- in train.predict ------------------------------------------------------------------------------------------
 
@@ -151,11 +148,16 @@ class Split:
 class FineTuning(Task):
     """See `train.tasks.Task`."""
 
+    lengths: tuple[int, ...]
+
     def __init__(self, cfg: TrainConfig, task: TextTask) -> None:
         assert isinstance(cfg.data, RecordsConfig)
         self.cfg, self.data, self.task, self.sizes = cfg, cfg.data, task, task.sizes
-        self.lengths, self.seq_len = self.sizes.lengths, self.sizes.seq_len
         self.tables = open_tables(cfg, task.featurizer)
+        given = {"seq_len": self.sizes.seq_len, "shortest": task.shortest}
+        self.lengths = resolved_lengths(cfg, self.tables, **given)
+        self.sizes = task.sizes = replace(self.sizes, lengths=self.lengths)
+        self.seq_len = self.lengths[-1]
         self.labels = task.labels = self.tables.facts["labels"]
         self.remarks = list(remarks(self.sizes.tokenizer, self.tables.facts))
         if self.labels:
@@ -165,7 +167,7 @@ class FineTuning(Task):
         for name in ("validation", *cfg.data.more_validation):
             features = self.tables.features(name)
             if cfg.eval_examples is not None and cfg.eval_examples < len(features):
-                features = features.select(range(task.cut(features, cfg.eval_examples)))
+                features = features.select(drawn(features, cfg.eval_examples, cfg.seed, len(self.splits)))
             self.splits.append(Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows))
             self.eval_rows += len(features)
         self.train_table = self._rows(self.tables.features("train"), task.columns)
@@ -179,9 +181,11 @@ class FineTuning(Task):
         self.details = self._details()
         train = self.details["splits"]["train"]
         notes = dict(train["notes"])
-        tokens = {"unknown_tokens_share": notes.pop("unknown_tokens", 0) / (notes.pop("text_tokens", 0) or 1)}
-        rows = {f"{name}_share": number / train["examples"] for name, number in notes.items()}
-        self.facts = {"padding_share": train["padding_share"], **tokens, **rows}
+        tokens = {"unknown_tokens": notes.pop("text_tokens", 0)}
+        tokens["tokens_cut"] = train["tokens"] + notes.get("tokens_cut", 0)
+        of = {name: tokens.get(name, train["examples"]) or 1 for name in notes}
+        self.facts = {"padding_share": train["padding_share"]}
+        self.facts |= {f"{name}_share": number / of[name] for name, number in notes.items()}
         task.begin(self.train_table)
 
     def _rows(self, table: Dataset, columns: Mapping[str, str]) -> TokenRows:
@@ -197,6 +201,16 @@ class FineTuning(Task):
             padding = {"padding_share": padding_share(lengths, self.lengths)}
             splits[name] = {**facts["splits"][name], "used_rows": len(lengths), **padding}
         return {"kind": facts["kind"], "labels": facts["labels"], "lengths": list(self.lengths), "splits": splits}
+
+    def summary(self) -> str:
+        """Return in words what batches are padded to, and what of the texts is cut."""
+        lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))
+        line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}), of which in training "
+        line += f"{self.facts['padding_share']:.1%} are padding"
+        for name, facts in self.details["splits"].items():
+            of_split = {key: facts[key] for key in ("rows", "tokens", "notes")}
+            line += f"; {name}: {words}" if (words := cut_words(**of_split, seq_len=self.sizes.seq_len)) else ""
+        return line
 
     def shuffle_block(self) -> ShuffleBlock:
         return ShuffleBlock(1)
@@ -258,7 +272,7 @@ class FineTuning(Task):
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Some validation examples, as `python -m train.predict` answers them."""
-        predictor = Predictor(Origin(str(export), (self.cfg, run), self.data), self.seq_len)
+        predictor = Predictor(Origin(str(export), (self.cfg, run), self.data), self.cfg.seq_len)
         examples, target = self.tables.examples("validation"), predictor.task.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=self.labels))
         if not rows:
@@ -280,6 +294,17 @@ def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:
     """The example of each of the features."""
     return examples.select(column(features, "row"))
+
+
+def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
+    """Return the rows of `features`, rising, that belong to examples drawn by the seed: at most so many rows, but of
+    one example at least. `split` is the number of the table.
+    """
+    owners = column(features, "row")
+    examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
+    order = np.argsort(hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable")
+    num_drawn = int(np.searchsorted(counts[order].cumsum(), most, side="right"))
+    return np.flatnonzero(np.isin(owner_of, order[: max(1, num_drawn)]))
 
 
 # ---- which validation examples become samples ----------------------------------------------------------------------

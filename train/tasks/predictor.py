@@ -5,8 +5,10 @@ Rows are those of `train.data.records.raw.read_texts`. One process, on the CPU o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,18 +18,17 @@ from datasets import Dataset, Features, concatenate_datasets
 from train.config import ModelConfig, TaskConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.kinds import TOKENS
+from train.data.records.table_facts import column, cut_words
 from train.data.records.token_rows import TokenRows
 from train.models.heads import build_with_head, logits_of
 from train.tasks import TASKS, class_of, spec_of
 from train.tasks.spec import Origin
-from train.tasks.texts import Sizes
+from train.tasks.texts import EAGER_CPU_STEP, MOST_LENGTHS, MOST_TOKENS, Sizes
 
 if TYPE_CHECKING:
     from train.tasks.finetune import TextTask
 
 TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times as much memory
-STEP = 8  # tokens; batches are padded to multiples of it, which suits matrix units
-MOST_LENGTHS = 128  # different lengths that batches are padded to
 SHOWN_LABELS = 10
 CPU = torch.device("cpu")
 
@@ -41,7 +42,8 @@ class Predictor:
         task = None
         if origin.run is not None:
             task, seq_len = origin.run[0].task, seq_len or origin.run[0].seq_len
-        sizes = Sizes.read(ModelConfig(pretrained=origin.source, tokenizer=origin.source), seq_len)
+        most = None if origin.run is None else MOST_TOKENS  # texts are cut as the run cut them
+        sizes = Sizes.read(ModelConfig(pretrained=origin.source, tokenizer=origin.source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
         task = task or default_task(origin.source, names)
         spec = spec_of(task)
@@ -51,6 +53,10 @@ class Predictor:
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.labels_of(origin.source, sizes.config)
         self.num_rows, self.has_target = 0, False
+        self.num_tokens, self.cut = (
+            0,
+            Counter[str](),
+        )  # tokens read; rows cut and tokens lost, as TextFeaturizer's notes
         self.known: list[tuple[Any, Any]] = []  # the right answers of rows that have one, and the model's
 
     def load(
@@ -66,14 +72,15 @@ class Predictor:
         new = ", ".join(sorted(model.new)[:3])
         check(not model.new, f"{source} holds no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
-        step = max(STEP, -(-seq_len // MOST_LENGTHS))
-        self.lengths = [*range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step), seq_len]
+        step = max(EAGER_CPU_STEP, -(-seq_len // MOST_LENGTHS))
+        lengths = (*range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step), seq_len)
+        self.sizes = task.sizes = replace(self.sizes, lengths=lengths)
 
     def predict(
         self, rows: list[dict[str, Any]], *, batch_size: int, on_batch: Callable[[int], Any] = lambda _: None
     ) -> list[dict[str, Any]]:
         """The model's answer to each row, in their order. `on_batch` gets the number of sequences read."""
-        features = self.features(rows)
+        features, tokens_cut = self.features(rows)
         statistics = self.statistics(features, batch_size, on_batch)
         check(bool(np.isfinite(statistics).all()), f"{self.origin.source} computes NaN: its weights are damaged")
         answers = list(self.task.predictions(rows, features, statistics))
@@ -81,22 +88,27 @@ class Predictor:
         self.known += [pair for pair in pairs if pair is not None]
         self.num_rows += len(rows)
         self.has_target |= any(self.task.featurizer.kind.target in row for row in rows)
-        return answers
+        self.num_tokens += int(column(features, "length").sum())
+        self.cut.update(truncated=int((tokens_cut > 0).sum()), tokens_cut=int(tokens_cut.sum()))
+        lost = zip(answers, tokens_cut.tolist(), strict=True)
+        return [{**answer, "tokens_cut": tokens} if tokens else answer for answer, tokens in lost]
 
-    def features(self, rows: list[dict[str, Any]]) -> Dataset:
-        featurizer, parts = self.task.featurizer, []
+    def features(self, rows: list[dict[str, Any]]) -> tuple[Dataset, np.ndarray]:
+        """Return the features of rows, and the tokens [rows] of each that lie behind seq_len."""
+        featurizer, parts, tokens_cut = self.task.featurizer, [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
             texts = {key: [row[key] for row in part] for key in self.prediction.inputs if key in part[0]}
             columns = featurizer.features(texts, [*range(first, first + len(part))], split="new")
             parts.append(Dataset.from_dict(columns, features=Features(TOKENS | featurizer.kind.tokens)))
-        return concatenate_datasets(parts)
+            tokens_cut.append(featurizer.tokens_cut)
+        return concatenate_datasets(parts), np.concatenate(tokens_cut)
 
     @torch.inference_mode()
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
         """[rows, n] float32. The longest are read first: little padding, and what exceeds memory fails at once."""
         pad_id, columns = self.sizes.tokenizer.pad_token_id, {**self.task.columns, **self.task.eval_columns}
-        table = TokenRows(features, pad_id=pad_id, lengths=self.lengths, columns=columns)
+        table = TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
         order = np.argsort(-table.row_lengths, kind="stable")
         batches = []
         for first in range(0, len(order), batch_size):
@@ -111,6 +123,11 @@ class Predictor:
         result = np.empty_like(gathered)
         result[order] = gathered
         return result
+
+    def cut_rows(self) -> str:
+        """Return a line on the rows so far that were cut; empty if none was."""
+        seq_len = self.sizes.seq_len
+        return cut_words(rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len)
 
     def metrics(self) -> str:
         """A line with the metrics of all rows so far that have a right answer; empty if there are none."""

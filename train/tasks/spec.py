@@ -83,12 +83,17 @@ class Task(Protocol):
     train_rows: int  # their sum
     eval_rows: int
     seq_len: int  # tokens of the longest batches
-    buckets: Buckets | None = None  # the lengths of batches, if there are several
+    lengths: Sequence[int] | None = None  # of batches, in tokens, rising; None: the data has one
+    buckets: Buckets | None = None  # which example needs which of them, if there are several
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # of the data, for metrics and report
     remarks: Sequence[str] = ()  # on the data, for the log
     details: dict[str, Any] = {}  # of the data, for run_dir/data.json; empty: no such file
+
+    def summary(self) -> str:
+        """Return a line for the log on how the data becomes batches; empty if there is nothing to say."""
+        return ""
 
     def verify_data(self) -> None:
         """Compare the data with its checksums, unless opening it did. InputError names what is damaged."""

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from train.backend import compiles_each_length, is_cuda
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
+from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.source import resolved, task_tokenizer
@@ -16,6 +20,13 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 
+    from train.data.records.tables import Tables
+
+MOST_TOKENS = 512  # of a sequence where seq_len is not set; attention over more costs much, and few texts need it
+MOST_PADDING = 0.1  # share of the tokens computed that data.lengths=auto accepts
+MOST_LENGTHS = 128  # different lengths of batches that are not compiled
+EAGER_CPU_STEP = 8  # tokens; kernels of GPUs prefer multiples of STEP
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -23,29 +34,30 @@ class Sizes:
 
     model: ModelConfig  # its weights and tokenizer are on this machine or at the Hub
     tokenizer: PreTrainedTokenizerFast
-    lengths: tuple[int, ...]  # tokens, rising
+    seq_len: int  # tokens after which texts are cut
+    lengths: tuple[int, ...] = ()  # tokens, rising; known with the data
 
     @staticmethod
     def of(cfg: TrainConfig) -> Sizes:
-        """InputError if model, tokenizer and lengths do not go together."""
+        """Return the sizes of a run. Raises InputError if model, tokenizer and lengths do not go together."""
         assert isinstance(cfg.data, RecordsConfig)
         model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
-        sizes = Sizes.read(model, cfg.seq_len)
+        sizes = Sizes.read(model, cfg.seq_len, most=MOST_TOKENS)
         fitting_config(model, **sizes.fit)
-        return replace(sizes, lengths=lengths_up_to(sizes.seq_len, cfg.data.lengths))
+        if cfg.data.lengths != "auto":
+            lengths_up_to(sizes.seq_len, cfg.data.lengths)
+        return sizes
 
     @staticmethod
-    def read(model: ModelConfig, seq_len: int | None) -> Sizes:
-        """Sizes with one length: `seq_len`, or all that the model can read. InputError for a bad tokenizer."""
-        sizes = Sizes(model, task_tokenizer(model), ())
-        longest = seq_len or most_positions(sizes.config)
-        if not longest:
+    def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
+        """Return sizes without lengths, with `seq_len`, or else all that the model can read, up to `most`. Raises
+        InputError for a bad tokenizer.
+        """
+        sizes = Sizes(model, task_tokenizer(model), 0)
+        limits = [limit for limit in (most_positions(sizes.config), most) if limit]
+        if not (seq_len or limits):
             raise InputError(f"{sizes.config.model_type} sets no longest sequence: set seq_len")
-        return replace(sizes, lengths=(longest,))
-
-    @property
-    def seq_len(self) -> int:
-        return self.lengths[-1]
+        return replace(sizes, seq_len=seq_len or min(limits))
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -58,8 +70,27 @@ class Sizes:
         return {"vocab_size": len(self.tokenizer), "pad_id": self.tokenizer.pad_token_id, "seq_len": self.seq_len}
 
 
+def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest: int) -> tuple[int, ...]:
+    """Return the lengths that the batches of a run are padded to: a function of its data, settings and kind of device.
+
+    `seq_len`: tokens after which texts are cut. `shortest`: the least that batches may have.
+    """
+    assert isinstance(cfg.data, RecordsConfig)
+    is_compiled = compiles_each_length(cfg.backend, cfg.instance)
+    step = STEP if is_compiled or is_cuda(cfg.backend, cfg.instance) else EAGER_CPU_STEP
+    longest = max(int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"])
+    longest = min(-(-longest // step) * step, seq_len)
+    if cfg.data.lengths != "auto":
+        return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
+    if not is_compiled:
+        step = max(step, -(-longest // MOST_LENGTHS))
+    most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
+    rows = tables.lengths("train")
+    return tuple(best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING))
+
+
 def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """`lengths` and seq_len as the last one. InputError if one is longer."""
+    """Return `lengths` and seq_len as the last one. Raises InputError if one is longer."""
     longest = max(lengths, default=0)
     check(longest <= seq_len, f"data.lengths has {longest}, which is more than seq_len={seq_len}")
     return (*(length for length in lengths if length < seq_len), seq_len)
@@ -82,11 +113,23 @@ class TextFeaturizer:
         unknown = tokenizer.unk_token_id
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
+        self.tokens_cut = np.zeros(0, np.int64)  # of the rows that were read last: tokens behind seq_len
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         return self.tokenizer(
             *texts, max_length=self.settings["seq_len"], split_special_tokens=True, verbose=False, **options
         )
+
+    def count_cut(self, split: str, encodings: Sequence[Encoding], *texts: list[str] | None) -> None:
+        """Count the rows that were cut and the tokens they lost. `encodings` are of `texts`, one list for each part."""
+        cut = [number for number, encoding in enumerate(encodings) if encoding.overflowing]
+        self.tokens_cut = np.zeros(len(encodings), np.int64)
+        if cut:
+            parts = [[part[number] for number in cut] for part in texts if part is not None]
+            whole = self.tokenizer(*parts, split_special_tokens=True, verbose=False).encodings
+            lost = [len(one.ids) - len(encodings[number].ids) for number, one in zip(cut, whole, strict=True)]
+            self.tokens_cut[cut] = lost
+        self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
 
     def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
         """TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""

@@ -72,9 +72,18 @@ class Swapper:
 class MaskedRows:
     """Token sequences, masked as they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
 
-    def __init__(self, shards: ShardSet, masker: Masker, *, is_training: bool, swapper: Swapper | None = None) -> None:
-        """`swapper`: swap segments, for the model to predict their order."""
+    def __init__(
+        self,
+        shards: ShardSet,
+        masker: Masker,
+        *,
+        is_training: bool,
+        swapper: Swapper | None = None,
+        sample: np.ndarray | None = None,
+    ) -> None:
+        """`swapper`: swap segments, for the model to predict their order. `sample` [n]: the rows that items count."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
+        self.sample = sample
         self.num_drawn, self.num_without = 0, 0  # of the first CHECKED_ROWS
 
     def __len__(self) -> int:
@@ -86,6 +95,8 @@ class MaskedRows:
         """
         is_padding = items == PADDING
         epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
+        if self.sample is not None:
+            rows = self.sample[rows]
         if not self.is_training:
             epochs = np.full_like(epochs, EVAL_EPOCH)
         order = None

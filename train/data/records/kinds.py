@@ -13,6 +13,7 @@ from train.config import ColumnsConfig
 from train.data.files.errors import BadRow, unreadable
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerFast
 
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
@@ -53,6 +54,7 @@ class Featurizer(Protocol):
     kind: RowKind
     settings: dict[str, Any]
     tokenizer: PreTrainedTokenizerFast
+    tokens_cut: np.ndarray  # of the rows that `features` read last: the tokens of each that it left out
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
         """TOKENS and kind.tokens for a batch of rows with these numbers; there may be more or fewer than rows."""

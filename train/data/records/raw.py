@@ -20,7 +20,7 @@ from train.cli import progress
 from train.cli.progress import Phase
 from train.config import RecordsConfig, S3Config, check
 from train.data.files.errors import naming
-from train.data.random_bits import hash_uniform, text_uniform
+from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.formats import Table, open_splits
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.rows import SHOWN_LABELS, Dropped, LabelNames, examples
@@ -146,8 +146,7 @@ def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) ->
     """`most` rows drawn with the seed, in the order of the table; all, if they are not more."""
     if most is None or most >= len(table):
         return table
-    drawn = np.argsort(hash_uniform(seed, stream, np.arange(len(table))), kind="stable")[:most]
-    return table.select(np.sort(drawn))
+    return table.select(draw_rows(len(table), most, seed, stream))
 
 
 def read_texts(

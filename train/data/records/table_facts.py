@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,9 @@ if TYPE_CHECKING:
 QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # shares of rows that are as short
 SHORTEST_EDGE = 4
 SHOWN_LABELS = 10
-STEP = 16  # suggested lengths are multiples of it, as matrix units like them
+STEP = 16  # tokens, of which lengths are multiples, as matrix units like them
+LEAST_GAIN = 0.01  # share of the tokens computed; a length more makes batches of an epoch less mixed
+MOST_GRAPHS = 3  # lengths that data.lengths=auto chooses where each is a graph to compile
 
 
 def column(table: Dataset, name: str) -> np.ndarray:
@@ -53,6 +54,13 @@ def untrained_labels(label_counts: dict[str, int]) -> str:
     )
 
 
+def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:
+    """Return in words how many of `rows` were cut at `seq_len` and what they lost; `tokens` are left. Empty if none."""
+    num_cut, lost = int(notes.get("truncated", 0)), int(notes.get("tokens_cut", 0))
+    loss = f"{lost:,} of {tokens + lost:,} tokens ({lost / max(1, tokens + lost):.1%}) are lost"
+    return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}" if num_cut else ""
+
+
 def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:
     """counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens, which are 4, 6, 8, 12, 16, ...: powers
     of two and what is halfway between, up to seq_len.
@@ -70,16 +78,29 @@ def padding_share(lengths_of_rows: np.ndarray, lengths: Sequence[int]) -> float:
     return 1 - float(lengths_of_rows.sum() / padded)
 
 
-def best_lengths(lengths_of_rows: np.ndarray, seq_len: int, num_lengths: int) -> list[int]:
-    """At most `num_lengths` lengths with the least padding: seq_len the last, the others multiples of STEP."""
-    rows_up_to = np.cumsum(np.bincount(lengths_of_rows, minlength=seq_len + 1))
+def best_lengths(
+    lengths_of_rows: np.ndarray, longest: int, most: int, *, step: int = STEP, shortest: int = 1, enough: float = 0.0
+) -> list[int]:
+    """Return the fewest rising lengths whose padding is at most the share `enough`, or else `most` with the least.
 
-    def padded(lengths: Sequence[int]) -> int:
-        rows = np.diff(rows_up_to[list(lengths)], prepend=0)
-        return int(rows @ np.asarray(lengths))
-
-    shorter = range(STEP, seq_len, STEP)
-    choices = ([*some, seq_len] for some in combinations(shorter, min(num_lengths - 1, len(shorter))))
-    best = min(choices, key=padded)
-    used = np.diff(rows_up_to[best], prepend=0) > 0
-    return [length for length, has_rows in zip(best, used, strict=True) if has_rows or length == seq_len]
+    `longest` is the last one; the others are multiples of `step` from `shortest` on. None is added that saves less
+    than LEAST_GAIN.
+    """
+    choices = np.array([*range(-(-shortest // step) * step, longest, step), longest])
+    rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[choices]
+    padded = choices * rows_up_to  # tokens of the rows up to each choice if it is the last of the lengths so far
+    is_behind = np.tri(len(choices), k=-1, dtype=bool)  # [before, last]: a length is not behind the last one
+    ways: list[np.ndarray] = []  # of each further length: the best one before each choice
+    while len(ways) + 1 < most and padded[-1] * (1 - enough) > lengths_of_rows.sum():
+        totals = padded[:, None] + choices * (rows_up_to - rows_up_to[:, None])
+        totals[is_behind] = np.iinfo(np.int64).max
+        if totals[:, -1].min() > padded[-1] * (1 - LEAST_GAIN):
+            break
+        ways.append(totals.argmin(0))
+        padded = totals.min(0)
+    used = [len(choices) - 1]
+    for before in reversed(ways):
+        used.append(int(before[used[-1]]))
+    best = sorted(set(used))
+    has_rows = np.diff(rows_up_to[best], prepend=0) > 0
+    return [int(choices[each]) for each, ok in zip(best, has_rows, strict=True) if ok or each == best[-1]]

@@ -54,8 +54,9 @@ class ClassifyFeaturizer(TextFeaturizer):
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
         """The features of rows of `text`, `text_pair` (for pairs) and `label`, which becomes 0 in rows to predict."""
-        encoded = self.encode(rows["text"], rows.get("text_pair"), truncation="longest_first").encodings
-        self.count(split, truncated=sum(bool(encoding.overflowing) for encoding in encoded))
+        texts = rows["text"], rows.get("text_pair")
+        encoded = self.encode(*texts, truncation="longest_first").encodings
+        self.count_cut(split, encoded, *texts)
         return {**self.columns(split, encoded, indices), "label": rows.get("label", [0] * len(indices))}
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
+from train.data.random_bits import EVAL_STREAM, draw_rows
 from train.data.shards.cache import cache_dir
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
@@ -104,8 +105,10 @@ class MaskedLMTask(Task):
             self.eval_rows > 0 and math.isfinite(entropy),
             f"data.path={cfg.data.path} has no validation sequences or no unigram_entropy; prepare the data again",
         )
-        if cfg.eval_examples is not None:
-            self.eval_rows = min(self.eval_rows, cfg.eval_examples)
+        self.eval_sample: np.ndarray | None = None  # the rows to evaluate; None: all
+        if cfg.eval_examples is not None and cfg.eval_examples < self.eval_rows:
+            self.eval_sample = draw_rows(self.eval_rows, cfg.eval_examples, cfg.seed, EVAL_STREAM)
+            self.eval_rows = cfg.eval_examples
         of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
         self.facts = {"unigram_entropy": entropy}
@@ -141,7 +144,11 @@ class MaskedLMTask(Task):
         return MaskedRows(self.data.split("train"), self.masker, is_training=True, swapper=self.swapper)
 
     def eval_data(self) -> MaskedRows:
-        return MaskedRows(self.data.split("validation"), self.eval_masker, is_training=False, swapper=self.swapper)
+        return self._eval_rows(self.swapper)
+
+    def _eval_rows(self, swapper: Swapper | None) -> MaskedRows:
+        shards, sample = self.data.split("validation"), self.eval_sample
+        return MaskedRows(shards, self.eval_masker, is_training=False, swapper=swapper, sample=sample)
 
     def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
         self.token_loss = compiled(loss_sum)
@@ -196,8 +203,7 @@ class MaskedLMTask(Task):
         from train.tasks.finetune import spread
 
         info = self.manifest.tokenizer
-        rows = MaskedRows(self.data.split("validation"), self.eval_masker, is_training=False)
-        drawn = rows.draw(spread(self.eval_rows, most)[None])["inputs"]
+        drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
         positions, labels = inputs["positions"], inputs["labels"]
         last = positions.amax(1, keepdim=True)  # for slots without a use

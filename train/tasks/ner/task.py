@@ -84,14 +84,16 @@ class NERFeaturizer(TextFeaturizer):
         """The features of rows of `tokens` and `tags`, which become 0 in rows to predict."""
         sentences = rows["tokens"]
         tags = rows.get("tags", [[0] * len(words) for words in sentences])
-        encoded = self.encode([" ".join(words) for words in sentences], truncation=True).encodings
+        texts = [" ".join(words) for words in sentences]
+        encoded = self.encode(texts, truncation=True).encodings
+        self.count_cut(split, encoded, texts)
         labels, numbers = [], []
         for encoding, words, tags_of_words in zip(encoded, sentences, tags, strict=True):
             read, tokens = first_tokens(encoding, words)
             labels.append(np.full(len(encoding.ids), IGNORE_INDEX))
             labels[-1][tokens] = np.array(tags_of_words)[read]
             numbers.append(read)
-            self.count(split, truncated=bool(encoding.overflowing), words_without_tokens=len(words) - len(read))
+            self.count(split, words_without_tokens=len(words) - len(read))
         return {**self.columns(split, encoded, indices), "labels": labels, "words": numbers}
 
 
@@ -142,7 +144,7 @@ class TokenClassification(TextTask):
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """See `statistics`."""
-        return statistics(logits, inputs["labels"], self.sizes.seq_len)
+        return statistics(logits, inputs["labels"], self.sizes.lengths[-1])
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
         _, truth, predicted = self.tags(examples, features, statistics)

@@ -92,15 +92,15 @@ class QuestionAnswering(TextTask):
     def __init__(self, cfg: QAConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
         self.featurizer = QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=cfg)
-        self.k = min(cfg.n_best, sizes.lengths[0])
+        self.shortest = cfg.n_best  # tokens: fewer would keep fewer candidates
         # The odds above which there is no answer; v1 has none, and its models always answer.
         self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
         self.metrics = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
 
-    def cut(self, features: Dataset, most: int) -> int:
-        """The number of rows up to the end of a question, at least the first question's."""
-        owners = column(features, "row")
-        return int(np.searchsorted(owners, owners[most])) or int(np.searchsorted(owners, owners[0], side="right"))
+    @property
+    def k(self) -> int:
+        """The number of scores that are kept of a window."""
+        return min(self.shortest, self.sizes.lengths[0])
 
     def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return losses_of(logits, inputs).sum()
@@ -136,8 +136,9 @@ class QuestionAnswering(TextTask):
 
     def use(self, origin: Origin, options: Mapping[str, Any]) -> None:
         self.threshold = threshold_of(origin, options["null_threshold"])
-        # As many scores as the run kept of a window; the shortest length is an upper limit.
-        self.k = self.shortest = min([self.k, *origin.data.lengths])
+        # As many scores as the run kept of a window; its shortest length is an upper limit.
+        lengths = [] if origin.data.lengths == "auto" else origin.data.lengths
+        self.shortest = min([self.cfg.n_best, *lengths])
 
     def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
         examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])

@@ -131,7 +131,10 @@ class QAFeaturizer(TextFeaturizer):
         encodings = self.pieces(stripped)
         is_long = [len(encoding.ids) > self.task.max_question_tokens for encoding in encodings]
         self.count(split, cut_questions=sum(is_long))
-        return [self.cut(text) if long else text for text, long in zip(stripped, is_long, strict=True)]
+        result = [self.cut(text) if long else text for text, long in zip(stripped, is_long, strict=True)]
+        read = self.pieces(result) if any(is_long) else encodings
+        self.tokens_cut = np.array([len(a.ids) - len(b.ids) for a, b in zip(encodings, read, strict=True)])
+        return result
 
     def cut(self, question: str) -> str:
         most = self.task.max_question_tokens
