@@ -10,6 +10,8 @@
     buckets   python -m train with batches of the lengths --lengths and --seq-len
     buckets_workers  buckets with a process that loads
     compiled  buckets with backend.compile=layers
+    trainer_defaults, defaults  both at their defaults (--variants trainer_defaults defaults): only data, model, batch,
+              epochs, rate and the times of evaluations are given, so that precision, lengths and loaders are each one's
 
 The same start weights (an encoder and one random head), tokens (compared, row by row), split, batch, epochs, dropout,
 fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
@@ -21,6 +23,9 @@ of order and dropout is the round's number. --published uses on both sides the a
 Seconds of training are those of steps with the wait for their data and with compiling, without evaluations and log
 lines; tokens/s is real tokens, without padding, over these. The target is a share of the lowest final F1 of all runs;
 seconds are to the end of the step before the first evaluation that reached it. Shapes are distinct [batch, seq].
+
+Without --model both begin with a random BERT of 6 layers of 384, whose tokenizer is trained on the texts: enough for
+seconds, not for F1.
 """
 
 from __future__ import annotations
@@ -41,9 +46,10 @@ from benchmarks.harness import ROOT, Result, measure_table, num_cpus, run_timed,
 # No torch here: at a start the kernel counts the parent's memory as the peak of its child.
 
 THEIRS, OURS = (
-    ("trainer", "grouped", "workers", "workers_eager", "grouped_compiled"),
-    ("buckets", "buckets_workers", "compiled"),
+    ("trainer", "grouped", "workers", "workers_eager", "grouped_compiled", "trainer_defaults"),
+    ("buckets", "buckets_workers", "compiled", "defaults"),
 )
+AT_DEFAULTS = ("trainer_defaults", "defaults")
 VARIANTS = (*THEIRS, *OURS)
 EVAL_BATCH, TARGET_SHARE = 128, 0.98
 MEASURES = {  # what is reported, and whether more (1) or less (-1) of it is better
@@ -70,10 +76,10 @@ SETTINGS = """
 
 def settings(options: argparse.Namespace, folder: Path) -> list[str]:
     """What all runs of ours have in common."""
+    chosen = [f"backend.precision={options.precision}", f"seq_len={options.seq_len}"]
     return [
         *SETTINGS.split(),
-        f"backend.precision={options.precision}",
-        f"seq_len={options.seq_len}",
+        *([] if options.at_defaults else chosen),
         f"global_batch_size={options.batch}",
         f"eval_batch_size={EVAL_BATCH}",
         f"max_epochs={options.epochs}",
@@ -94,7 +100,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     from train.tasks import build_task
 
     reading = ["data=tweets", f"data.path={options.data.resolve()}", *options.overrides]
-    words = [*settings(options, folder), *reading, f"model.init_from={options.model}", f"run_dir={folder / 'none'}"]
+    model = options.model or random_encoder(options.data, folder / "random")
+    words = [*settings(options, folder), *reading, f"model.init_from={model}", f"run_dir={folder / 'none'}"]
     rows = build_task(cli.load_config(TrainConfig, words)).train_rows
     whole = [f"data.max_train_examples={rows // options.batch * options.batch or rows}"]  # batches
     cfg = cli.load_config(TrainConfig, [*words, *whole, f"data.save_to={folder / 'data'}"])
@@ -109,9 +116,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
 
     def tokens_of(rows: Any) -> dict[str, Any]:
         texts = [rows[name] for name in ("text", "text_pair") if name in rows]
-        return {**tokenizer(*texts, truncation=True, max_length=options.seq_len), "labels": rows["label"]}
+        return {**tokenizer(*texts, truncation=True, max_length=task.sizes.seq_len), "labels": rows["label"]}
 
-    lengths = [*options.lengths, options.seq_len]
+    lengths = task.lengths if options.at_defaults else [*options.lengths, options.seq_len]
     rows_of, shapes = {}, {}
     for split in ("train", "validation"):
         rows = task.tables.examples(split)
@@ -123,6 +130,22 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         shapes[split] = len(np.unique(np.searchsorted(lengths, task.tables.lengths(split))))
     facts = {"steps": plan.total_steps, "warmup_steps": plan.warmup_steps, "rows": rows_of, "shapes": shapes}
     (folder / "facts.json").write_text(json.dumps({**facts, "labels": task.labels, "settings": to_dict(cfg)}))
+
+
+def random_encoder(data: Path, folder: Path) -> Path:
+    """Write a random BERT of 6 layers of 384 and a tokenizer of the lines of `data`. Return the folder."""
+    import torch
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    pieces = BertWordPieceTokenizer()
+    pieces.train_from_iterator(data.read_text().splitlines(), vocab_size=30522, show_progress=False)
+    tokenizer = BertTokenizerFast(tokenizer_object=pieces._tokenizer)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
@@ -152,9 +175,10 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
     if variant in OURS:
         words = ["train", *settings(options, folder), "data=records", "data.format=saved", f"seed={seed}"]
         words += [f"data.path={folder / 'data'}", f"model.init_from={folder / 'start'}", f"run_dir={run_dir}"]
-        words += [f"data.lengths={[*options.lengths, options.seq_len]}"]
-        words += [f"data.num_workers={int(variant == 'buckets_workers')}"]
-        words += [f"backend.compile={'layers' if variant == 'compiled' else 'none'}"]
+        if not options.at_defaults:
+            words += [f"data.lengths={[*options.lengths, options.seq_len]}"]
+            words += [f"data.num_workers={int(variant == 'buckets_workers')}"]
+            words += [f"backend.compile={'layers' if variant == 'compiled' else 'none'}"]
     usage = run_timed(*words, log=run_dir.with_suffix(".log"), OMP_NUM_THREADS=str(options.threads))
     own = read_ours(run_dir, facts["shapes"]) if variant in OURS else json.loads(result.read_text())
     return {
@@ -218,7 +242,8 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
             print(f"round {number + 1} of {options.rounds}: {variant} done", file=sys.stderr)
     result = compare(rounds)
     counts = f"{facts['rows']['train']:,} texts to learn, {facts['rows']['validation']:,} to judge"
-    steps = f"{facts['steps']:,} steps of {options.batch}, {options.precision}, {options.threads} threads"
+    precision = "both at their defaults" if options.at_defaults else options.precision
+    steps = f"{facts['steps']:,} steps of {options.batch}, {precision}, {options.threads} threads"
     print(f"{options.data.name}: {counts}, {len(facts['labels'])} classes; {steps}")
     print(f"{harness.machine('torch', 'transformers')}")
     print(f"target: macro F1 {result['target_f1']:g}, {TARGET_SHARE:g} of the lowest final one\n")
@@ -233,14 +258,19 @@ def main(words: list[str]) -> None:
     parser = harness.parser(__doc__, rounds=3, epochs=3, batch=32, eval_every=100, seq_len=64, threads=num_cpus())
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="how to read the data: see conf/data")
     parser.add_argument("--data", type=Path, default=ROOT / "tests" / "data" / "tweets.csv", help="a CSV file")
-    parser.add_argument("--model", default="runs/demo", help="to begin from: a run, or a folder of transformers")
+    parser.add_argument("--model", help="to begin from: a run, or a folder of transformers [a random BERT]")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--lengths", type=int, nargs="*", default=[32, 48], help="shorter ones of buckets, rising")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--published", action="store_true", help="name ALBERT's activation as the published ones do")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[name for name in VARIANTS if name not in AT_DEFAULTS]
+    )
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)  # for the first process of a benchmark
     options = parser.parse_args(words)
+    options.at_defaults = set(options.variants) <= set(AT_DEFAULTS)
+    if not options.at_defaults and set(options.variants) & set(AT_DEFAULTS):
+        parser.error(f"{' and '.join(AT_DEFAULTS)} read the texts as each does by default: run them by themselves")
     if set(options.variants) & set(THEIRS) and importlib.util.find_spec("accelerate") is None:
         parser.error("the Trainer needs accelerate (make bench shows how); or leave it out with --variants")
     if options.prepare:

@@ -91,7 +91,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
         "max_steps": facts["steps"],
         "per_device_train_batch_size": ours["global_batch_size"],
         "per_device_eval_batch_size": ours["eval_batch_size"],
-        "train_sampling_strategy": "random" if variant == "trainer" else "group_by_length",
+        "train_sampling_strategy": "random" if variant.startswith("trainer") else "group_by_length",
         "torch_compile": variant == "grouped_compiled",
         "dataloader_num_workers": int(variant.startswith("workers")),
         "optim": "adamw_torch_fused",
@@ -103,7 +103,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
         "max_grad_norm": optim["max_grad_norm"],
         "lr_scheduler_type": optim["schedule"],
         "warmup_steps": facts["warmup_steps"],
-        "bf16": ours["backend"]["precision"] == "bf16",
+        "bf16": ours["backend"]["precision"] == "bf16",  # trainer_defaults: "auto" is ours, and fp32 is theirs
         "eval_strategy": "steps",
         "eval_steps": ours["eval_every"],
         "logging_steps": ours["log_every"],
