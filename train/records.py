@@ -84,8 +84,8 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: 
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])
-    rows = tables.lengths("train")
-    now, then = (1 - padding_share(rows, some) for some in (lengths, auto))
+    tokens_each = tables.lengths("train")
+    now, then = (1 - padding_share(tokens_each, some) for some in (lengths, auto))
     if 1 - now / then > WORTH_SAYING:
         yield (
             f"data.lengths=auto would compute {1 - now / then:.0%} fewer tokens in training ({1 - then:.1%} padding), "
