@@ -234,7 +234,7 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
     rounds: list[dict[str, Result]] = [{} for _ in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="finetune-") as name:
         folder, threads = Path(name), str(options.threads)
-        own = ["benchmarks.finetune", *words, "--prepare", name]
+        own = ["benchmarks.finetune", "--prepare", name, *words]  # behind a -- it would be an override
         run_timed(*own, log=folder / "prepare.log", OMP_NUM_THREADS=threads)
         facts = json.loads((folder / "facts.json").read_text())
         for number, variant in turns(options.rounds, options.variants):
