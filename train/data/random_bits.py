@@ -43,6 +43,8 @@ def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) ->
 
 def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
     """Return `most` different row numbers below `num_rows`, rising, drawn by the coordinates; all if not more."""
+    if most >= num_rows:
+        return np.arange(num_rows)
     order = np.argsort(hash_uniform(*coordinates, np.arange(num_rows)), kind="stable")
     return np.sort(order[:most])
 

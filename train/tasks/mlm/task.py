@@ -105,10 +105,8 @@ class MaskedLMTask(Task):
             self.eval_rows > 0 and math.isfinite(entropy),
             f"data.path={cfg.data.path} has no validation sequences or no unigram_entropy; prepare the data again",
         )
-        self.eval_sample: np.ndarray | None = None  # the rows to evaluate; None: all
-        if cfg.eval_examples is not None and cfg.eval_examples < self.eval_rows:
-            self.eval_sample = draw_rows(self.eval_rows, cfg.eval_examples, cfg.seed, EVAL_STREAM)
-            self.eval_rows = cfg.eval_examples
+        self.eval_sample = draw_rows(self.eval_rows, cfg.eval_examples or self.eval_rows, cfg.seed, EVAL_STREAM)
+        self.eval_rows = len(self.eval_sample)
         of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
         self.facts = {"unigram_entropy": entropy}
