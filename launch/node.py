@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from launch import code
 from launch.config import ClusterConfig
@@ -23,7 +24,7 @@ from launch.record import Job, Record, add_record_flags
 from launch.schedulers import cluster_of
 from train.cli.command import DONE, command_parser, printable, run_flags
 from train.config import S3Config, check
-from train.host import processes
+from train.host import local_torchrun, processes
 from train.host.machine import cache_root
 from train.host.torchrun import REJECTION
 from train.storage.folders import canonical_json
@@ -102,7 +103,8 @@ class Node:
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         start = self.start_py()
-        torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [start, "train.host.local_torchrun"]
+        # The file of this program's code: that of a job which an earlier version wrote may lack it.
+        torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [str(Path(local_torchrun.__file__))]
         head = [self.job.python, *torchrun, *size, *joined, "--max-restarts=0", *logs]
         return [*head, start, module, *arguments]
 

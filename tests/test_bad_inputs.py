@@ -371,6 +371,7 @@ BAD: dict[object, tuple[str, ...]] = {
     float: NO_NUMBER,
     bool: ("text", "[]", "{a: 1}", "''", "1.5"),
     str: ("[]", "[a]", "{a: 1}", "''"),
+    Any: ("text", "1", "''", "{a: 1}", "[a]", "[2,1]", "null"),  # data.lengths
     list: ("text", "1", "''", "{a: 1}"),
     tuple: ("text", "1", "''", "{a: 1}", "[1]", "[a,b]", "[nan,nan]"),
     dict: ("text", "1", "[]", "[a]"),

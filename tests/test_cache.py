@@ -86,7 +86,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir(ShardsConfig(path="")) == tmp_path / "baretrain"
     monkeypatch.setattr(cache.machine, "instance_stores", lambda: [tmp_path / "nvme"])
-    assert cache_dir(ShardsConfig(path="")) == tmp_path / "nvme" / "baretrain"
+    assert cache_dir(ShardsConfig(path="")) == tmp_path / "nvme" / f"baretrain-{os.getuid()}"
     assert cache_dir(ShardsConfig(path="", cache_dir=str(tmp_path / "mine"))) == tmp_path / "mine"
 
 

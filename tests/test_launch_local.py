@@ -49,7 +49,9 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     assert launched.state.is_active  # the command has returned, the run continues
     monkeypatch.chdir(tmp_path)  # where the data have another name
     step = launched.wait_for_checkpoint()
-    (torchrun,) = [each for each in below(launched) if "train.host.local_torchrun" in each.cmdline()]
+    (torchrun,) = [
+        each for each in below(launched) if any(word.endswith("local_torchrun.py") for word in each.cmdline())
+    ]
     assert main(words(launched, prepared)) == REJECTED and f"{launched.run_dir} has a job: " in capsys.readouterr().err
     torchrun.kill()
     launched.wait_for("attempt_began", 2)

@@ -49,9 +49,13 @@ def pipeline(stages, micro_batches, schedule):
         (1, ["backend.powersgd_start_step=1"], "backend.powersgd_start_step=1 must be 2 or more"),
         (1, ["backend.grad_compression=powersgd", "backend.precision=fp16"], "set bf16 or fp32"),
         (1, ["backend=xla", "backend.compile=layers"], "compile=layers is not for backend=xla"),
-        (1, ["backend.cuda_graphs=true"], "cuda_graphs=true is for compiled kernels; set backend.compile=layers"),
+        (
+            1,
+            ["backend.compile=none", "backend.cuda_graphs=true"],
+            "cuda_graphs=true is for compiled kernels; set backend.compile=layers",
+        ),
         (1, ["backend.compile=layers", "backend.cuda_graphs=true"], "cuda_graphs=true needs a CUDA device"),
-        (1, ["backend.compile=all"], "backend.compile=all is not known; choose one of: none, layers, model"),
+        (1, ["backend.compile=all"], "backend.compile=all is not known; choose one of: auto, none, layers, model"),
         (1, ["backend.compile=layers"], "there is no no-such-compiler here: apt-get install g++"),
     ],
 )

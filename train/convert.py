@@ -127,7 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.convert",
         "Turn sequences that others have packed, a folder of datasets.DatasetDict.save_to_disk, into shards.",
-        examples=("from-arrow arrow data/mine --tokenizer bert-base-cased --column input_ids",),
+        examples=(
+            "from-arrow arrow data/mine --tokenizer bert-base-cased --column input_ids",
+            "from-arrow arrow s3://bucket/mine --tokenizer runs/tokenizer",
+        ),
     )
     parser.add_argument("direction", choices=("from-arrow",))
     parser.add_argument("source", help="the data set's folder")

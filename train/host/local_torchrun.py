@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 
@@ -33,4 +34,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    here = str(Path(__file__).parent)
+    sys.path = [each for each in sys.path if each != here]  # of a script, whose neighbours are no libraries
     main()
