@@ -10,7 +10,6 @@ import numpy as np
 from tokenizers import decoders
 
 from train.data.text.encoding import starts_of
-from train.data.text.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ def word_edges(folder: Path) -> WordEdges:
     """Return where the tokenizer of a prepared data set begins words: as in the word ids of its encodings, except that
     byte-level tokenizers keep 't and the like in one word.
     """
+    from train.data.text.tokenizer import open_tokenizer  # late: it imports transformers
+
     tokenizer = open_tokenizer(folder)
     begins, pieces = starts_of(tokenizer), [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
     model, splitter = json.loads(tokenizer.to_str())["model"], tokenizer.pre_tokenizer
