@@ -106,6 +106,13 @@ def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to
         buckets.append(bucket)
     assert moved < 4 * G  # of two epochs
     assert buckets[:3] == [2, 1, 0]
+    mixed = BucketSampler(BUCKETS, seed=0, global_batch_size=G, rank=0, world_size=1, is_mixed=True)
+    mixed_buckets = [parts_of(batch)[1] for batch in islice(mixed.micro_batches(G), ROWS // G)]
+    assert (
+        mixed_buckets[0] == 2
+        and mixed_buckets[:6] != buckets[:6]
+        and sorted(mixed_buckets) == sorted(buckets[: ROWS // G])
+    )
     few = np.array([0] * 30 + [1] * 5 + [2] * 20, np.uint8)  # no whole batch of the second length
     order = BucketSampler(few, seed=0, global_batch_size=10, rank=0, world_size=1)
     assert sorted(parts_of(batch)[1] for batch in islice(order.micro_batches(10), 5)) == [0, 0, 0, 2, 2]

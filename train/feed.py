@@ -84,7 +84,7 @@ def train_order(
         "consumed_rows": progress.examples,
     }
     if task.buckets is not None:
-        return BucketSampler(task.buckets.train, **place)
+        return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
     return ShardSampler(task.shard_rows, windows=windows, **place)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from datasets import concatenate_datasets
 from torch import Tensor, nn
 
+from train.backend import compiles_each_length
 from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
@@ -174,7 +175,9 @@ class FineTuning(Task):
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self._rows(every, {**task.columns, **task.eval_columns})
         if len(self.lengths) > 1:  # one length is a plain order
-            self.buckets = Buckets(self.lengths, train=self.train_table.bucket_of, evaluation=self.eval_table.bucket_of)
+            is_mixed = self.data.lengths == "auto" and not compiles_each_length(cfg.backend, cfg.instance)
+            of_rows = self.train_table.bucket_of, self.eval_table.bucket_of
+            self.buckets = Buckets(self.lengths, *of_rows, is_mixed=is_mixed)
         self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in task.metrics)
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
         self.shard_rows = [self.train_rows]

@@ -2,14 +2,16 @@
 
 Every global batch holds examples of one bucket, so all ranks run the same graph at every step, however many ranks
 there are. Rows that do not fill a batch of their bucket move up to the next longer one: no more is left out of an
-epoch than without buckets. The first batches of a run are of each length, the longest first: what does not fit into the
-device's memory shows at once, and every graph is compiled at the start.
+epoch than without buckets. The first batch of a run is of the longest: what does not fit into the device's memory shows
+immediately. Where lengths are few, the first batches are of each, so that every graph is compiled at the start; of many
+that would be an order by length, of which short runs learn less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,7 @@ class Buckets:
     lengths: tuple[int, ...]  # tokens, rising
     train: np.ndarray  # [rows] uint8: which length each example needs
     evaluation: np.ndarray  # [rows] uint8
+    is_mixed: bool = False  # the order is random but for the first batch; else the first ones are of each length
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
@@ -39,7 +42,9 @@ def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
 class BucketEpochOrder(EpochOrder):
     """The rows of an epoch, each with its bucket, batch after batch."""
 
-    def __init__(self, bucket_of: np.ndarray, *, seed: int, epoch: int, batch_size: int) -> None:
+    def __init__(
+        self, bucket_of: np.ndarray, *, seed: int, epoch: int, batch_size: int, is_mixed: bool = False
+    ) -> None:
         super().__init__([len(bucket_of)], ShuffleBlock(1), seed=seed, epoch=epoch)
         shuffled = super().rows(0, len(bucket_of))
         mine = bucket_of[shuffled]
@@ -50,11 +55,13 @@ class BucketEpochOrder(EpochOrder):
             whole = len(rows) // batch_size * batch_size
             batches.append(rows[:whole].reshape(-1, batch_size) + (bucket << BUCKET_SHIFT))
             left = rows[whole:]
+        rounds = [*reversed(range(len(batches)))] * FIRST_ROUNDS
+        if is_mixed:
+            rounds = [max(bucket for bucket, of_length in enumerate(batches) if len(of_length))]
         first = []
-        for _ in range(FIRST_ROUNDS if epoch == 0 else 0):
-            for bucket in reversed(range(len(batches))):
-                first.append(batches[bucket][:1])
-                batches[bucket] = batches[bucket][1:]
+        for bucket in rounds if epoch == 0 else ():
+            first.append(batches[bucket][:1])
+            batches[bucket] = batches[bucket][1:]
         rest = np.concatenate(batches)
         rest = rest[np.random.default_rng([seed, epoch, 0, 2]).permutation(len(rest))]
         self.order = np.concatenate([*first, rest]).ravel()
@@ -67,12 +74,13 @@ class BucketEpochOrder(EpochOrder):
 class BucketSampler(ShardSampler):
     """A ShardSampler (one shard) whose global batches have one length each. `bucket_of`: [rows]."""
 
-    def __init__(self, bucket_of: np.ndarray, *, seed: int, **place: int) -> None:
+    def __init__(self, bucket_of: np.ndarray, *, seed: int, is_mixed: bool = False, **place: int) -> None:
         super().__init__([len(bucket_of)], seed=seed, **place)  # type: ignore[arg-type]
-        self.bucket_of = bucket_of
+        self.bucket_of, self.is_mixed = bucket_of, is_mixed
 
     def epoch_order(self, epoch: int) -> EpochOrder:
-        return BucketEpochOrder(self.bucket_of, seed=self.seed, epoch=epoch, batch_size=self.global_batch_size)
+        how: Any = {"batch_size": self.global_batch_size, "is_mixed": self.is_mixed}
+        return BucketEpochOrder(self.bucket_of, seed=self.seed, epoch=epoch, **how)
 
 
 class BucketEvalOrder:
