@@ -35,9 +35,16 @@ from benchmarks.peers.readers import READERS, WRITERS, Reader
 
 PARTS = ("speed", "resume", "shuffle")
 PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
-LARGE_WINDOWS = (LARGE_SHARDS, 16, 0)  # shards; 0: growing
 SHUFFLE_SHARDS, SHUFFLE_SHARD_ROWS, SHUFFLE_BATCH = 64, 1024, 256
-SHUFFLE_WINDOWS = (1, 2, 4, 8, 16, SHUFFLE_SHARDS)
+SHUFFLE_WAYS = (
+    (1, SHUFFLE_SHARDS),
+    (1, 1),
+    (1, 16),
+    (4, 1),
+    (16, 1),
+    (16, 4),
+    (SHUFFLE_SHARDS, 1),
+)  # lanes, window of one
 TEXT_BATCH = 64  # a text of some thousand sequences has to give many batches
 RARE = 5  # expected number in a batch below which tokens are counted as one, as usual for chi-square
 
@@ -103,9 +110,9 @@ def measure_loaders(
             if kind in options.parts and kind in reader.measures:
                 result = measure(pythons[reader.environment], kind, name, corpus, options.seconds)
                 results[name] += [result] if result else []
-        for windows in LARGE_WINDOWS if "resume" in options.parts else ():
-            result = measure(sys.executable, "large", str(windows), corpus, 0)
-            results[f"large {windows}"] += [result] if result else []
+        if "resume" in options.parts:
+            result = measure(sys.executable, "large", "ours", corpus, 0)
+            results["large"] += [result] if result else []
     return results
 
 
@@ -139,27 +146,22 @@ def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
 
 
 def large_table(results: dict[str, list[Result]]) -> str:
-    head = (f"ours, {LARGE_ROWS:,} rows in {LARGE_SHARDS} shards", "fresh start, s", "at 90 %, s", "more, s")
-    rows = []
-    for windows in LARGE_WINDOWS:
-        result = results.get(f"large {windows}")
-        if result:
-            label = f"windows of {windows} shards" if windows else "windows that grow to all"
-            cells = (spread(values(result, key), 2) for key in ("fresh_s", "resumed_s", "extra_s"))
-            rows.append((f"full permutation ({label})" if windows == LARGE_SHARDS else label, *cells))
-    return table(head, rows)
+    result = results.get("large", [])
+    cells = (spread(values(result, key), 2) for key in ("fresh_s", "resumed_s", "extra_s"))
+    of = f"ours, {LARGE_ROWS:,} rows in {LARGE_SHARDS} shards: fresh start, s"
+    return table((of, "at 90 %, s", "more, s"), [tuple(cells)] if result else [])
 
 
 # ---- what windows do to a shuffle ----------------------------------------------------------------------------------
 
 
-def epoch_batches(shard_rows: list[int], batch: int, window: int, epoch: int) -> np.ndarray:
+def epoch_batches(shard_rows: list[int], batch: int, lanes: int, window: int, epoch: int) -> np.ndarray:
     """[batches, batch] row numbers in our order."""
-    from train.data.shards.order import EpochOrder, ShuffleBlock
+    from train.data.shards.order import ShardSampler
 
-    order = EpochOrder(shard_rows, ShuffleBlock(window), seed=0, epoch=epoch)
-    whole = sum(shard_rows) // batch * batch
-    return order.rows(0, whole).reshape(-1, batch)
+    how = {"seed": 0, "global_batch_size": batch, "lanes": lanes, "window_shards": window}
+    order = ShardSampler(shard_rows, rank=0, world_size=1, **how)
+    return order.epoch_order(epoch).rows(0, order.steps, order.slots)
 
 
 def distinct_shards(batches: np.ndarray, shard_rows: list[int]) -> float:
@@ -196,7 +198,7 @@ def prepare_text(folder: Path) -> Path:
 
 
 def shuffle_table(text: Path, epochs: int) -> str:
-    """Windows of K of the shards against a full permutation; each figure the mean over so many epochs."""
+    """Lanes, and windows of K shards of each, against a full permutation; each figure the mean over so many epochs."""
     from train.data.shards.format import ShardSet, read_manifest
 
     shards = ShardSet(text, read_manifest(text), "train")
@@ -204,21 +206,21 @@ def shuffle_table(text: Path, epochs: int) -> str:
     even = [SHUFFLE_SHARD_ROWS] * SHUFFLE_SHARDS
     parts = [len(part) for part in np.array_split(np.arange(len(tokens)), SHUFFLE_SHARDS)]
     rows, chi_squares = [], {}
-    for window in SHUFFLE_WINDOWS:
-        made = [epoch_batches(even, SHUFFLE_BATCH, window, epoch) for epoch in range(epochs)]
-        real = [epoch_batches(parts, TEXT_BATCH, window, epoch) for epoch in range(epochs)]
+    for lanes, window in SHUFFLE_WAYS:
+        made = [epoch_batches(even, SHUFFLE_BATCH, lanes, window, epoch) for epoch in range(1, epochs + 1)]
+        real = [epoch_batches(parts, TEXT_BATCH, lanes, window, epoch) for epoch in range(1, epochs + 1)]
         distinct = statistics.mean(distinct_shards(batches, even) for batches in made)
         places = statistics.mean(variance_of_places(batches, sum(even)) for batches in made)
-        chi_squares[window] = statistics.mean(chi_square(batches, tokens) for batches in real)
-        label = "all (full permutation)" if window == SHUFFLE_SHARDS else str(window)
+        chi_squares[lanes, window] = statistics.mean(chi_square(batches, tokens) for batches in real)
+        label = f"{lanes} x {window}" + (" (full permutation)" if window == SHUFFLE_SHARDS else "")
         rows.append((label, f"{distinct:.1f}", shown(places)))
     head = (
-        f"shards in a window, of {SHUFFLE_SHARDS}",
+        f"lanes x shards of a window, of {SHUFFLE_SHARDS}",
         f"distinct shards in a batch of {SHUFFLE_BATCH}",
         "variance of its mean place, of independent draws'",
         f"tokens of a batch of {TEXT_BATCH} against all: chi-square, of a full permutation's",
     )
-    of_full = [f"{value / chi_squares[SHUFFLE_SHARDS]:.3f}" for value in chi_squares.values()]
+    of_full = [f"{value / chi_squares[1, SHUFFLE_SHARDS]:.3f}" for value in chi_squares.values()]
     return table(head, [(*row, of_text) for row, of_text in zip(rows, of_full, strict=True)])
 
 

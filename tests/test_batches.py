@@ -12,7 +12,7 @@ from running import train_config
 from train.data.batches.loader import Batches, MaskedRows, failure_of
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import read_manifest
-from train.data.shards.order import PADDING, EvalOrder, ShardSampler, ShuffleBlock
+from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 from train.tasks import build_task
 
 G = 16
@@ -25,7 +25,7 @@ def rows_of(folder):
 def sampler_of(folder, *, rank, world_size, first_step=0):
     rows = [shard.rows for shard in read_manifest(folder).splits["train"]]
     where = {"rank": rank, "world_size": world_size, "consumed_rows": first_step * G}
-    return ShardSampler(rows, seed=7, windows=ShuffleBlock(3), global_batch_size=G, **where)
+    return ShardSampler(rows, seed=7, window_shards=3, global_batch_size=G, **where)
 
 
 def loader_of(folder, *, rank=0, world_size=1, num_workers=0, first_step=0, **more):
@@ -44,7 +44,7 @@ def global_batches(folder, *, world_size, number, **more):
     for step in zip(*per_rank, strict=True):
         digest = hashlib.sha256()
         for name in sorted(step[0]):
-            digest.update(torch.stack([share[name] for share in step], 1).flatten(0, 1).numpy().tobytes())
+            digest.update(torch.cat([share[name] for share in step]).numpy().tobytes())
         digests.append(digest.hexdigest())
     return digests
 

@@ -12,7 +12,7 @@ from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache
 from train.data.shards.cache import ShardCache, cache_dir
 from train.data.shards.format import Shard
-from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import wanted_shards
 from train.host.processes import owner_name
 
@@ -38,47 +38,62 @@ def of_size(monkeypatch, tmp_path):
     return make
 
 
-def test_the_window_is_all_that_fits_and_grows(of_size):
+def order_of(num_shards, *, batch=10, lanes=1, window=None, **place):
+    place = {"rank": 0, "world_size": 1, **place}
+    return ShardSampler([100] * num_shards, seed=3, global_batch_size=batch, lanes=lanes, window_shards=window, **place)
+
+
+def test_the_window_is_the_usual_one_or_what_fits(of_size):
     total = 20 * 64 * MB + 10 * MB
-    assert of_size(20, 10**12).shuffle_block() == ShuffleBlock(20, grow=True)
-    assert of_size(20, total).shuffle_block() == ShuffleBlock(20, grow=True)
-    assert of_size(20, total - 1).shuffle_block() == ShuffleBlock(3, grow=True)  # 6 windows of 3 shards, and validation
-    assert of_size(20, 10 * MB + 6 * 64 * MB).shuffle_block() == ShuffleBlock(1, grow=True)
+    one_lane, two = order_of(20), order_of(20, lanes=2, window=5)
+    assert of_size(20, 10**12).window_shards(one_lane) == of_size(20, total).window_shards(one_lane) == 256
+    assert of_size(20, total - 1).window_shards(one_lane) == 3  # 6 windows of 3 shards, and validation
+    assert of_size(20, 10 * MB + 6 * 64 * MB).window_shards(one_lane) == 1
+    assert of_size(20, 9 * MB + 6 * 64 * MB).window_shards(one_lane) == 0
+    assert of_size(20, total - 1).window_shards(two) == 1  # 2 times 6 windows, and 2 shards that are cut
+    half = order_of(20, lanes=2, window=5, world_size=2)  # this machine reads one of the two lanes
+    assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
-    rejects(r"may take 0.393 GB, windows of 1 shards need 0.394 GB; raise", small.check_fits, small.shuffle_block())
+    rejects(
+        r"may take 0.393 GB, windows of 1 shards of each of 1 lanes need 0.394 GB; raise",
+        small.check_fits,
+        order_of(20, window=1),
+    )
     rejects(r"may take 0.393 GB, the data is 1.29 GB", small.check_fits, None)
-    two, some = ShuffleBlock(2), of_size(20, 800 * MB)
-    of_size(20, 10**12).check_fits(two, global_batch_size=500)
-    some.check_fits(two, global_batch_size=200)
-    rejects("a batch of 201 sequences is more than a window of 2", some.check_fits, two, global_batch_size=201)
+    some = of_size(20, 800 * MB)
+    some.check_fits(order_of(20, window=2, batch=200))
+    rejects("a batch of 201 sequences is more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("batch", [7, 100])
-def test_whatever_a_step_reads_is_wanted_and_space_is_kept(window, batch):
+@pytest.mark.parametrize(("lanes", "window"), [(1, 1), (1, 2), (1, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize("batch", [6, 90])
+@pytest.mark.parametrize("machines", [1, 2])
+def test_whatever_a_step_reads_is_wanted_and_space_is_kept(lanes, window, batch, machines):
     """Over two epochs: the shards of each batch are among those wanted while it is read."""
-    limit = 10 * MB + (cache.WINDOWS_HELD - 1) * window * 64 * MB  # readers may still map a window
-    block, manifest = ShuffleBlock(window, grow=True), manifest_of(19)
-    sampler = ShardSampler([100] * 19, seed=3, windows=block, global_batch_size=batch, rank=0, world_size=1)
-    held = set()
-    for step in range(2 * (sampler.total_size // batch)):
+    sampler = order_of(19, batch=batch, lanes=lanes, window=window, world_size=machines)
+    # readers may still map a window of each lane
+    held = len(sampler.lanes_here) * ((cache.WINDOWS_HELD - 1) * window + cache.cut_shards(sampler))
+    limit, manifest = 10 * MB + held * 64 * MB, manifest_of(19)
+    seen = set()
+    for step in range(2 * sampler.steps):
         sampler.consumed_rows = step * batch
         wanted = wanted_shards(manifest, sampler, limit)
-        epoch, first = divmod(sampler.consumed_rows, sampler.total_size)
-        rows = sampler.epoch_order(epoch).rows(first, first + batch)
+        epoch, first = sampler.position
+        rows = sampler.epoch_order(epoch).rows(first, first + 1, sampler.slots).ravel()
         assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {shard.file for shard in wanted}
         assert manifest.splits["validation"][0] in wanted
         assert sum(shard.bytes for shard in wanted) <= limit
-        held |= {shard.file for shard in wanted}
-    assert held == {shard.file for shard in manifest.shards}
+        seen |= {shard.file for shard in wanted}
+    mine = {manifest.shards[number].file for number in sampler.lanes.shards_of(sampler.lanes_here)}
+    assert seen == {*mine, "validation-00000.safetensors"}
 
 
 def test_all_is_wanted_where_all_fits_the_first_windows_first():
-    block, manifest = ShuffleBlock(9, grow=True), manifest_of(9)
-    sampler = ShardSampler([100] * 9, seed=0, windows=block, global_batch_size=10, rank=0, world_size=1)
-    first_window = [manifest.splits["train"][number] for number in sampler.epoch_order(0).windows[0]]
+    manifest, sampler = manifest_of(9), order_of(9, lanes=2)
     wanted = wanted_shards(manifest, sampler, 10**12)
-    assert len(wanted) == 10 and wanted[:3] == [*first_window, manifest.splits["validation"][0]]
+    now, _ = sampler.upcoming_shards()
+    assert {shard.file for shard in wanted[:2]} == {f"train-{number:05d}.safetensors" for number in now}
+    assert len(wanted) == 10 and wanted[2] == manifest.splits["validation"][0]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):

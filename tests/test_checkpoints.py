@@ -78,9 +78,9 @@ def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, monkeypa
 
 def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
     path = step_folder(run_dir, 6) / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    path.write_text(path.read_text().replace('"format": 4', '"format": 2'))
     before = path.read_bytes()
-    rejects("of step 6 is of format 1, this version reads 2", train_here, run_dir, prepared, error=OtherVersion)
+    rejects("of step 6 is of format 2, this version reads 4", train_here, run_dir, prepared, error=OtherVersion)
     assert store_of(run_dir).steps() == [3, 6] and path.read_bytes() == before
     assert (outcome(run_dir)["kind"], outcome(run_dir)["goes_on"]) == ("other_version", False)
 

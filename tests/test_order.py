@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 
 from train.data.batches.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler, parts_of
-from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, ShuffleBlock
+from train.data.random_bits import hash_bits
+from train.data.shards.order import PADDING, EvalOrder, ShardSampler, lanes_of, permuted, window_of_lane, window_sizes
 
 SHARD_ROWS = [40, 30, 8, 20, 5]
 ROWS, G = sum(SHARD_ROWS), 12
 BUCKETS = np.random.default_rng(7).choice(3, ROWS, p=[0.5, 0.3, 0.2]).astype(np.uint8)
-WINDOWS = [ShuffleBlock(1), ShuffleBlock(2), ShuffleBlock(4, grow=True), ShuffleBlock(len(SHARD_ROWS))]
-KINDS = [*WINDOWS, "buckets"]
+LANES = [(1, 1), (1, 5), (2, 1), (3, 2), (4, 1), (12, 2)]  # and shards of a window of a lane
+KINDS = [*LANES, "buckets"]
 
 
-def sampler(kind, *, rank=0, world_size=1, consumed_rows=0, seed=0):
+def sampler(kind, *, rank=0, world_size=1, consumed_rows=0, seed=0, **more):
     run = {"global_batch_size": G, "rank": rank, "world_size": world_size, "consumed_rows": consumed_rows, "seed": seed}
-    return BucketSampler(BUCKETS, **run) if kind == "buckets" else ShardSampler(SHARD_ROWS, windows=kind, **run)
+    if kind == "buckets":
+        return BucketSampler(BUCKETS, **run)
+    return ShardSampler(SHARD_ROWS, lanes=kind[0], window_shards=kind[1], **run, **more)
 
 
 def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
@@ -64,36 +67,115 @@ def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(kind, first_
     assert seen == steps(kind, 14)[first_step : first_step + 3]
 
 
-def test_a_window_holds_the_sequences_of_its_shards_and_shuffles_them():
-    order = EpochOrder(SHARD_ROWS, ShuffleBlock(2), seed=3, epoch=1)
-    firsts = np.cumsum([0, *SHARD_ROWS])
-    start = 0
-    for shards, end in zip(order.windows, order.ends, strict=True):
-        rows = order.rows(start, end)
-        held = np.concatenate([np.arange(firsts[shard], firsts[shard + 1]) for shard in shards])
-        assert sorted(rows) == held.tolist() != rows.tolist()
-        start = end
-    assert sorted(np.concatenate(order.windows)) == list(range(len(SHARD_ROWS)))
+def permutation(size, key):
+    return permuted(np.arange(size, dtype=np.uint64), np.full(size, size, np.uint64), np.full(size, key))
 
 
-def test_growing_windows_double_in_the_first_epoch_and_are_full_size_later():
-    assert ShuffleBlock(20, grow=True).sizes(50, epoch=0) == [2, 4, 8, 16, 20]
-    assert ShuffleBlock(20, grow=True).sizes(50, epoch=1) == [20, 20, 10]
-    assert ShuffleBlock(20).sizes(50, epoch=0) == [20, 20, 10]
-    assert ShuffleBlock(1, grow=True).sizes(3, epoch=0) == [1, 1, 1]
+def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_key():
+    for size in range(1, 5001):
+        assert np.array_equal(np.sort(permutation(size, hash_bits(size))), np.arange(size))
+    assert not np.array_equal(permutation(5000, hash_bits(1)), permutation(5000, hash_bits(2)))
+    large = 10**9 + 7
+    some = np.random.default_rng(0).choice(large, 200_000, replace=False).astype(np.uint64)
+    one, other = (
+        permuted(some, np.full(len(some), large, np.uint64), np.full(len(some), hash_bits(key))) for key in (1, 2)
+    )
+    assert len(np.unique(one)) == len(some) and one.max() < large and (one == other).sum() < 5
 
 
-def test_one_window_is_the_full_permutation_that_runs_had_before_windows():
-    order = EpochOrder(SHARD_ROWS, ShuffleBlock(len(SHARD_ROWS)), seed=5, epoch=2)
-    assert order.rows(0, ROWS).tolist() == np.random.default_rng([5, 2]).permutation(ROWS).tolist()
+def chi_squared(counts):
+    """Standard deviations by which equally likely counts differ from their mean."""
+    freedom = counts.size - 1
+    return (((counts - counts.mean()) ** 2 / counts.mean()).sum() - freedom) / np.sqrt(2 * freedom)
 
 
-def test_upcoming_windows_begin_with_the_one_that_is_being_read():
-    order = sampler(ShuffleBlock(2))
-    first, second = order.epoch_order(0), order.epoch_order(1)
-    order.consumed_rows = int(first.ends[0])
-    upcoming = [window.tolist() for window in islice(order.upcoming_windows(), 3)]
-    assert upcoming == [window.tolist() for window in [*first.windows[1:], *second.windows][:3]]
+@pytest.mark.parametrize(("size", "number"), [(5, 4000), (30, 4000), (100, 2000), (5000, 20)])
+def test_positions_neighbours_and_pairs_of_the_computed_permutation_are_as_those_of_a_random_one(size, number):
+    keys = hash_bits(7, np.arange(number))
+    positions = np.tile(np.arange(size, dtype=np.uint64), number)
+    drawn = permuted(positions, np.full(size * number, size, np.uint64), np.repeat(keys, size)).astype(int)
+    drawn = drawn.reshape(number, size)
+    steps_between = np.bincount((np.diff(drawn, axis=1) % size).ravel(), minlength=size)[1:]
+    cells = drawn * 5 // size  # of five, in each of the five parts of the order
+    places = np.broadcast_to(np.arange(size) * 5 // size, drawn.shape)
+    assert abs(chi_squared(steps_between)) < 5
+    assert chi_squared(np.bincount((places * 5 + cells).ravel(), minlength=25)) < 5
+    if size <= 30:
+        pairs = np.bincount(drawn[:, 0] * size + drawn[:, 1], minlength=size**2).reshape(size, size)
+        assert abs(chi_squared(pairs[~np.eye(size, dtype=bool)])) < 5
+
+
+@pytest.mark.parametrize("kind", LANES, ids=str)
+def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_of_its_shards(kind):
+    order = sampler(kind)
+    epoch, firsts = order.epoch_order(1), np.cumsum([0, *SHARD_ROWS])
+    rows = epoch.rows(0, order.steps, order.slots)
+    held = [[] for _ in range(kind[0])]  # (first row, rows) of each piece
+    for piece, lane in enumerate(order.lanes.piece_lanes):
+        held[lane].append((order.lanes.piece_firsts[piece], order.lanes.piece_rows[piece]))
+    assert sum(rows for of_lane in held for _, rows in of_lane) == ROWS
+    assert np.ptp([sum(rows for _, rows in of_lane) for of_lane in held]) <= 1
+    of_lanes = rows.reshape(len(rows), kind[0], -1)
+    for lane, pieces in enumerate(held):
+        members = np.concatenate([np.arange(first, first + number) for first, number in pieces])
+        assert set(of_lanes[:, lane].ravel()) <= set(members)
+        assert of_lanes[:, lane].ravel().tolist() != sorted(of_lanes[:, lane].ravel())
+    shard_of = np.searchsorted(firsts, rows, side="right") - 1
+    for step in range(order.steps):
+        now, later = epoch.shards_from(step, range(kind[0]))
+        assert set(shard_of[step]) <= {*now, *later[: kind[0] * kind[1]]}  # a step may end in the next window
+
+
+def test_windows_double_from_one_shard_of_each_lane_in_the_first_epoch():
+    assert window_sizes(50, 20, epoch=0) == [1, 2, 4, 8, 16, 19]
+    assert window_sizes(50, 20, epoch=1) == [20, 20, 10]
+    assert window_sizes(3, 1, epoch=0) == [1, 1, 1]
+    assert [window_of_lane(256, lanes) for lanes in (1, 64, 300)] == [256, 4, 1]
+    order = ShardSampler([1000] * 200, seed=3, global_batch_size=128, rank=0, world_size=1)
+    assert len({*(next(order.micro_batches(128)) // 1000).tolist()}) <= order.lanes.number == 64
+
+
+def test_the_number_of_lanes_divides_the_batch_and_needs_a_shard_each():
+    assert [lanes_of(*each) for each in ((4096, 1200), (96, 1200), (31, 1200), (134, 1200), (4096, 20), (4096, 1))] == [
+        64,
+        48,
+        31,
+        2,
+        16,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(("machines", "ranks", "batch"), [(1, 32, 4096), (4, 32, 4096), (16, 32, 4096), (3, 8, 3072)])
+def test_machines_share_the_shards_and_keep_theirs_in_every_epoch(machines, ranks, batch):
+    """Of 1,200 shards that differ in length, as the last one of a split does; on 16 machines 1.02 times the data."""
+    shard_rows = [259 + number % 7 for number in range(1199)] + [13]
+    fetched = first = 0
+    for machine in range(machines):
+        here = range(machine * ranks, (machine + 1) * ranks)
+        place = {"rank": here[0], "world_size": machines * ranks, "machine_ranks": here}
+        order = ShardSampler(shard_rows, seed=1, global_batch_size=batch, **place)
+        mine = set(order.lanes.shards_of(order.lanes_here))
+        for epoch in (0, 1):
+            order.consumed_rows = epoch * order.steps * batch
+            now, later = order.upcoming_shards()
+            assert {*now, *later} == mine
+            first = max(first, len(now)) if epoch == 0 else first
+            slots = np.concatenate([order.slots_of(rank) for rank in here])
+            rows = order.epoch_order(epoch).rows(0, order.steps, slots)
+            assert {*(np.searchsorted(np.cumsum(shard_rows), np.unique(rows), side="right")).tolist()} <= mine
+        fetched += len(mine)
+    assert fetched <= 1.1 * len(shard_rows) and first <= -(-64 // machines) + 1
+
+
+def test_what_comes_next_begins_with_what_is_being_read():
+    order = sampler((3, 1))
+    epoch = order.epoch_order(0)
+    order.consumed_rows = 3 * G
+    now, later = order.upcoming_shards()
+    assert len(now) == 3 and {*now, *later} == set(range(len(SHARD_ROWS)))
+    rows = epoch.rows(3, 4, order.slots)
+    assert {*(np.searchsorted(np.cumsum(SHARD_ROWS), rows.ravel(), side="right")).tolist()} <= {*now, *later[:3]}
 
 
 def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to_a_longer_one():

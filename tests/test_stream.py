@@ -99,7 +99,7 @@ def large(bucket, tmp_path):
 
     def fetch_it(*, is_full=False, **times):
         cfg = ShardsConfig(path="", cache_dir=str(tmp_path), **times)
-        manifest = SimpleNamespace(shards=[shard], id=shard.sha256)
+        manifest = SimpleNamespace(shards=[shard], splits={"validation": []}, id=shard.sha256)
         shard_cache = ShardCache(cfg, manifest)
         with shard_cache.hold(alone=False):
             if is_full:
@@ -239,10 +239,11 @@ def opened(bucket, shards, tmp_path):
     """Opens the data set in one cache, and makes the prefetcher of a run that reads all of it."""
     location = upload(bucket, shards)
 
-    def open_it(**settings):
+    def open_it(windows=None, **settings):
         data = PreparedData(ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache", **settings), bucket.config())
         rows = [shard.rows for shard in data.manifest.splits["train"]]
-        sampler = ShardSampler(rows, seed=0, global_batch_size=8, rank=0, world_size=1, windows=data.shuffle_block())
+        place = {"rank": 0, "world_size": 1, "lanes": windows, "window_shards": windows}
+        sampler = ShardSampler(rows, seed=0, global_batch_size=8, **place)
         return data, lambda: data.prefetcher(sampler, is_first_on_machine=True)
 
     return open_it
@@ -255,7 +256,7 @@ def all_tokens(data, split="train"):
 
 def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened, monkeypatch):
     monkeypatch.setattr(cache, "TAKE_OVER_S", 0.1)
-    small = {"cache_gb": float(windowed(shards).partition("=")[2])}
+    small = {"windows": 1, "cache_gb": float(windowed(shards).partition("=")[2])}
     whole, prefetch_whole = opened()
     windows, prefetch_windows = opened(**small)
     with prefetch_whole():

@@ -33,7 +33,7 @@ from train.config import (
     TaskConfig,
     TrainConfig,
 )
-from train.data.shards.order import PADDING, ShuffleBlock
+from train.data.shards.order import PADDING
 from train.data.shards.prefetch import Prefetcher
 from train.run_folder.samples import Sample
 from train.tasks import TASKS, Task, TaskSpec, mlm
@@ -81,9 +81,6 @@ class ToyTask(Task):
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
         self.facts: dict[str, float] = {}
-
-    def shuffle_block(self) -> ShuffleBlock:
-        return ShuffleBlock(1)
 
     def prefetcher(self, order: object, *, is_first_on_machine: bool) -> Prefetcher:
         return Prefetcher()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.manifest import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, failure_of
-from train.data.shards.order import EvalOrder, ShardSampler, ShuffleBlock
+from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
 from train.tasks import Task
 
 if TYPE_CHECKING:
@@ -64,28 +64,47 @@ def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
     """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
-    mine = world.agree(task.shuffle_block)
-    if progress.window_shards is None:
-        progress.window_shards = min(world.all_gather_object(mine.shards))  # disks differ
-        progress.windows_grow = world.broadcast(mine.grow)
-    windows = ShuffleBlock(progress.window_shards, progress.windows_grow)
-    wanted = cfg.data.window_shards if isinstance(cfg.data, ShardsConfig) else None
-    check(
-        wanted is None or mine == windows,
-        f"data.window_shards={wanted}, but this run shuffles {windows.shards} together"
-        f"{', growing to them at first' if windows.grow else ''}; leave it out "
-        "or choose another run_dir",
-    )
-    place: dict[str, int] = {
+    first = world.rank - world.local_rank
+    place: dict[str, Any] = {
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         "rank": engine.data_rank,
         "world_size": engine.data_size,
+        "machine_ranks": world.all_gather_object(engine.data_rank)[first : first + world.local_size],
         "consumed_rows": progress.examples,
     }
     if task.buckets is not None:
         return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
-    return ShardSampler(task.shard_rows, windows=windows, **place)
+    wanted = cfg.data.window_shards if isinstance(cfg.data, ShardsConfig) else None
+    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may have another batch
+        order = choose_windows(task, world, wanted, place)
+    else:
+        order = ShardSampler(task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place)
+    lanes, window = order.lanes.number, order.window_shards
+    check(
+        wanted is None or (lanes <= wanted and window_of_lane(wanted, lanes) == window),
+        f"data.window_shards={wanted}, but this run shuffles {window} shards of each of {lanes} lanes together; set "
+        f"data.window_shards={window * lanes}, leave it out or choose another run_dir",
+    )
+    progress.lanes, progress.window_shards = lanes, window
+    return order
+
+
+def choose_windows(task: Task, world: World, wanted: int | None, place: dict[str, Any]) -> ShardSampler:
+    """The order of a new run: as many lanes as the data has shards for, fewer if a machine's cache is too small for a
+    shard of each.
+    """
+    most = min(len(task.shard_rows), wanted or WINDOW_SHARDS)
+    while True:
+        lanes = lanes_of(place["global_batch_size"], most)
+        window = window_of_lane(wanted or WINDOW_SHARDS, lanes)
+        order = ShardSampler(task.shard_rows, lanes=lanes, window_shards=window, **place)
+        mine = world.agree(lambda order=order: task.window_shards(order))  # type: ignore[misc]
+        window = min(world.all_gather_object(mine))  # disks differ
+        if window or lanes == 1:
+            order.window_shards = window or wanted or 1
+            return order
+        most = lanes - 1
 
 
 def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:

@@ -101,15 +101,11 @@ def timed_first(build: Callable[[], Iterable[Tensor]]) -> tuple[float, Tensor]:
     return time.perf_counter() - start, batch
 
 
-def measure_large(name: str, corpus: Corpus, _: float) -> Result:
+def measure_large(_: str, corpus: Corpus, __: float) -> Result:
     """Our start at 90 % of ten million rows against one at 0 %. The rows are those of the corpus again and again: only
-    the order is that of a large one. `name` is the number of shards in a window; 0 for all of them.
+    the order is that of a large one.
     """
-    from train.data.shards.order import ShuffleBlock
-
-    window = int(name)
-    windows = ShuffleBlock(window) if window else ShuffleBlock(LARGE_SHARDS, grow=True)
-    large = {"shard_rows": [LARGE_ROWS // LARGE_SHARDS] * LARGE_SHARDS, "windows": windows}
+    large = {"shard_rows": [LARGE_ROWS // LARGE_SHARDS] * LARGE_SHARDS}
     first = int(LARGE_ROWS // corpus.batch * RESUME_AT)
     timed: dict[int, list[float]] = {0: [], first: []}
     for _, at in itertools.product(range(3), (0, first)):

@@ -61,7 +61,6 @@ def ours(
     num_workers: int = 0,
     masked: bool = False,
     shard_rows: list[int] | None = None,
-    windows: Any = None,
 ) -> Iterator[Tensor]:
     """`shard_rows` in place of the corpus' own: a larger one, to time its order."""
     from train.data.batches.loader import Batches, MaskedRows
@@ -89,7 +88,6 @@ def ours(
         global_batch_size=corpus.batch,
         rank=0,
         world_size=1,
-        windows=windows,
         consumed_rows=first * corpus.batch,
     )
     order, size = sampler.micro_batches(corpus.batch), corpus.batch

@@ -14,8 +14,8 @@ from train.storage.checksums import fault_of_file, sealed, unsealed
 from train.storage.folders import canonical_json
 from train.storage.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
-FORMAT = 2
-FORMAT_OF_PARTS = 3  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out
+FORMAT = 4
+FORMAT_OF_PARTS = 5  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out
 FILE = "manifest.json"
 LATEST = "LATEST"
 PART = re.compile(r"(model|optimizer)_\d{5,}\.pt")  # what another rank than rank 0 has written
@@ -43,8 +43,8 @@ class Progress:
 
     step: int = 0  # optimizer steps done, skipped ones too
     examples: int = 0  # sequences drawn by all ranks, the position in the data; more than step * batch after a rollback
-    window_shards: int | None = None  # shuffled together; None: not yet decided
-    windows_grow: bool = False
+    lanes: int | None = None  # of the order of the data; None: not yet decided
+    window_shards: int | None = None  # of each lane, shuffled together; None: not yet decided
     best_loss: float | None = None  # best_metric of the evaluations so far, negated if more is better
     best_metric: str = "loss"
     best_step: int | None = None

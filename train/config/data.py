@@ -32,9 +32,8 @@ class DataConfig(Section, prefix="data."):
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    window_shards: int | None = setting(None, above=0)  # shards whose sequences are shuffled together; None: as many as
-    # the cache holds, growing from 2 in the first epoch, so that training starts early; the number of shards or more:
-    # all of them
+    window_shards: int | None = setting(None, above=0)  # shards whose sequences are shuffled together, over all lanes,
+    # of which there are not more; None: 256, or as many as the cache holds
     cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # disk space, 1e9 bytes; None: 90 % of the free
     downloads: int = setting(4, above=0, most=MAX_DOWNLOADS)  # shards that are fetched at once, by one process per node
     attempt_s: float = setting(60.0, above=0)  # a download that takes longer is started again, with a new client

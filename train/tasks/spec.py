@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from train.data.batches.buckets import Buckets
     from train.data.batches.loader import Drawable
-    from train.data.shards.order import ShardSampler, ShuffleBlock
+    from train.data.shards.order import ShardSampler
     from train.data.shards.prefetch import Prefetcher
     from train.models.network import Network
     from train.run_folder.samples import Sample
@@ -99,8 +99,9 @@ class Task(Protocol):
         """Compare the data with its checksums, unless opening it did. InputError names what is damaged."""
         return
 
-    def shuffle_block(self) -> ShuffleBlock:
-        """The number of shards to shuffle together. InputError if this machine cannot hold them."""
+    def window_shards(self, order: ShardSampler) -> int:
+        """Return how many shards of each lane to shuffle together. InputError if this machine cannot hold them."""
+        return order.window_shards
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Begin to bring the data that `order` needs to this machine. InputError if that is impossible."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, ShuffleBlock
+from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
 FIRST_ROUNDS = 2  # batches of each length at the start: in so many steps all graphs of a length occur
@@ -39,14 +39,13 @@ def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
     return plain, int(buckets[0]) if len(buckets) else 0
 
 
-class BucketEpochOrder(EpochOrder):
+class BucketEpochOrder:
     """The rows of an epoch, each with its bucket, batch after batch."""
 
     def __init__(
         self, bucket_of: np.ndarray, *, seed: int, epoch: int, batch_size: int, is_mixed: bool = False
     ) -> None:
-        super().__init__([len(bucket_of)], ShuffleBlock(1), seed=seed, epoch=epoch)
-        shuffled = super().rows(0, len(bucket_of))
+        shuffled = np.random.default_rng([seed, epoch]).permutation(len(bucket_of))
         mine = bucket_of[shuffled]
         batches: list[np.ndarray] = []  # of each bucket: [batches, batch_size]
         left = np.empty(0, np.int64)
@@ -64,21 +63,21 @@ class BucketEpochOrder(EpochOrder):
             batches[bucket] = batches[bucket][1:]
         rest = np.concatenate(batches)
         rest = rest[np.random.default_rng([seed, epoch, 0, 2]).permutation(len(rest))]
-        self.order = np.concatenate([*first, rest]).ravel()
+        self.batches = np.concatenate([*first, rest])
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start] int64: rows with their buckets."""
-        return self.order[start:stop]
+    def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
+        """[steps, slots] int64: rows with their buckets, as EpochOrder has them."""
+        return self.batches[first_step:last_step, slots]
 
 
 class BucketSampler(ShardSampler):
     """A ShardSampler (one shard) whose global batches have one length each. `bucket_of`: [rows]."""
 
-    def __init__(self, bucket_of: np.ndarray, *, seed: int, is_mixed: bool = False, **place: int) -> None:
-        super().__init__([len(bucket_of)], seed=seed, **place)  # type: ignore[arg-type]
+    def __init__(self, bucket_of: np.ndarray, *, is_mixed: bool = False, **place: Any) -> None:
+        super().__init__([len(bucket_of)], **place)
         self.bucket_of, self.is_mixed = bucket_of, is_mixed
 
-    def epoch_order(self, epoch: int) -> EpochOrder:
+    def epoch_order(self, epoch: int) -> BucketEpochOrder:  # type: ignore[override]  # has the same `rows`
         how: Any = {"batch_size": self.global_batch_size, "is_mixed": self.is_mixed}
         return BucketEpochOrder(self.bucket_of, seed=self.seed, epoch=epoch, **how)
 

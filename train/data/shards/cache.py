@@ -23,7 +23,7 @@ from typing import IO, TypedDict
 
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.shards.format import DataManifest, Shard
-from train.data.shards.order import ShuffleBlock
+from train.data.shards.order import ShardSampler
 from train.host import machine
 from train.host.launched import launched
 from train.host.processes import is_gone, owner_name
@@ -31,8 +31,8 @@ from train.storage.atomic_io import write_atomic
 from train.storage.folders import canonical_json, local_path, make_folder, read_json
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
-# The cache holds the window before (its files are deleted, but readers still map them), the current one, as much as a
-# global batch, and the windows in which this step's batches, the next step's and those drawn with them end.
+# Of each lane the cache holds the window before (its files are deleted, but readers still map them), the current one,
+# as much as a global batch, and the windows in which this step's batches, the next's and those drawn with them end.
 WINDOWS_HELD = 6
 POLL_S = 0.05
 STARTS_WITHIN_S = 20.0  # the prefetcher writes its first status
@@ -75,6 +75,7 @@ class ShardCache:
         self.gave_up: Unreachable | None = None  # why this process waits for no shard any more
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
+        self.validation_bytes = sum(shard.bytes for shard in manifest.splits["validation"])
 
     # ---- size ------------------------------------------------------------------------------------------------------
 
@@ -94,35 +95,42 @@ class ShardCache:
         )
         return wanted
 
-    def shuffle_block(self) -> ShuffleBlock:
-        """All shards if they fit, else the largest window of which WINDOWS_HELD fit, or 1, which may not fit."""
+    def window_shards(self, order: ShardSampler) -> int:
+        """Return how many shards of each lane this machine can shuffle together: as many as in `order` if its part of
+        the data fits, else as many as fit WINDOWS_HELD times; 0 if not even one does.
+        """
         limit_bytes = self.limit_bytes()
-        if self.total_bytes <= limit_bytes:
-            return ShuffleBlock(len(self.manifest.splits["train"]), grow=True)
-        validation_bytes = sum(shard.bytes for shard in self.manifest.splits["validation"])
-        shards = (limit_bytes - validation_bytes) // (WINDOWS_HELD * self.largest_bytes)
-        return ShuffleBlock(max(1, shards), grow=True)
+        if self.part_bytes(order) <= limit_bytes:
+            return order.window_shards
+        of_lane = (limit_bytes - self.validation_bytes) // (self.largest_bytes * len(order.lanes_here))
+        return max(0, min(order.window_shards, (of_lane - cut_shards(order)) // WINDOWS_HELD))
 
-    def check_fits(self, block: ShuffleBlock | None, *, global_batch_size: int = 0) -> None:
-        """InputError if the cache cannot hold what such windows need at once; None: all of the data."""
+    def part_bytes(self, order: ShardSampler) -> int:
+        """Return the bytes that this machine reads: the shards of its lanes, and the validation shards."""
+        train = self.manifest.splits["train"]
+        return self.validation_bytes + sum(train[number].bytes for number in order.lanes.shards_of(order.lanes_here))
+
+    def check_fits(self, order: ShardSampler | None) -> None:
+        """Raise InputError if the cache cannot hold what the windows of `order` need; None: all of the data."""
         limit_bytes = self.limit_bytes()
-        if self.total_bytes <= limit_bytes:
+        part_bytes = self.total_bytes if order is None else self.part_bytes(order)
+        if part_bytes <= limit_bytes:
             return
         may_take = f"the cache may take {limit_bytes / 1e9:.3g} GB"
-        if block is None:
+        if order is None:
             raise InputError(f"{may_take}, the data is {self.total_bytes / 1e9:.3g} GB; choose another cache folder")
-        rows = block.shards * max(shard.rows for shard in self.manifest.splits["train"])
         check(
-            rows >= global_batch_size,
-            f"a batch of {global_batch_size} sequences is more than a window of {block.shards} shards holds ({rows}); "
-            "raise data.window_shards, and data.cache_gb with it",
+            order.window_rows >= order.global_batch_size,
+            f"a batch of {order.global_batch_size} sequences is more than a window of {order.window_shards} shards of "
+            f"each of {order.lanes.number} lanes holds ({order.window_rows}); raise data.window_shards, and "
+            "data.cache_gb with it",
         )
-        validation_bytes = sum(shard.bytes for shard in self.manifest.splits["validation"])
-        needed = min(self.total_bytes, validation_bytes + WINDOWS_HELD * block.shards * self.largest_bytes)
+        of_lane = (WINDOWS_HELD * order.window_shards + cut_shards(order)) * self.largest_bytes
+        needed = min(part_bytes, self.validation_bytes + len(order.lanes_here) * of_lane)
         check(
             needed <= limit_bytes,
-            f"{may_take}, windows of {block.shards} shards need {needed / 1e9:.3g} GB; raise data.cache_gb, lower "
-            "data.window_shards or choose another data.cache_dir",
+            f"{may_take}, windows of {order.window_shards} shards of each of {len(order.lanes_here)} lanes need "
+            f"{needed / 1e9:.3g} GB; raise data.cache_gb, lower data.window_shards or choose another data.cache_dir",
         )
 
     # ---- the run that fills it -------------------------------------------------------------------------------------
@@ -189,6 +197,11 @@ class ShardCache:
                 what = f"{missing[0]} does not come; {reasons[0] if reasons else 'there is no error: a slow network?'}"
                 self.gave_up = Unreachable(f"{what}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
             time.sleep(POLL_S)
+
+
+def cut_shards(order: ShardSampler) -> int:
+    """Return of how many shards a lane may hold a part only: a window of those takes more space than its sequences."""
+    return 2 if order.lanes.number > 1 else 0
 
 
 def locked(file: IO[str], operation: int) -> bool:

@@ -1,10 +1,16 @@
-"""Which sequences a rank reads at which step: a pure function of (seed, epoch, rows of each shard, window).
+"""Which sequences a rank reads at which step: a pure function of (seed, epoch, rows of each shard, lanes, window).
 
-Shards are shuffled, cut into windows of K, and the sequences of a window are shuffled together; one window of all
-shards is a full permutation. The order does not depend on the number of ranks, micro batches or workers. Step t of an
-epoch takes `order[t*G : (t+1)*G]` (G the global batch), and rank r of W takes every W-th of those, beginning with the
-r-th, as torch's DistributedSampler with drop_last does. So the only state of the data is the number of sequences
-consumed, a resume seeks in no time, and any world size that divides the global batch continues exactly.
+The sequences of all shards, which the seed brings into an order, are cut into lanes of equally many. Every global batch
+holds equally many of each lane, and a rank reads a contiguous part of the batch, so its sequences come from few lanes,
+in every epoch from the same. A machine therefore fetches the shards of its lanes alone. The number of lanes depends on
+the data and the global batch, not on the number of ranks: any number of ranks and machines sees the same batches.
+
+Within a lane each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of a window by a
+computed permutation, which holds no table. So the only state of the data is the number of sequences consumed, a resume
+seeks in no time, and any world size that divides the global batch continues exactly. What does not fill a batch is left
+out, in each epoch other sequences.
+
+Canonical nodes of https://docs.mosaicml.com/projects/streaming (Streaming) have the same purpose.
 """
 
 from __future__ import annotations
@@ -14,61 +20,132 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from train.data.random_bits import hash_bits
+
 PADDING = -1  # fills up the last evaluation batch, and is not counted
 ROWS_AT_ONCE = 4096  # looked up in the order together
-FIRST_WINDOW = 2  # shards, where windows grow; they must be there before the first batch
+MAX_LANES = 64  # the first batch of a cold machine needs a shard of each: 4 GB of the largest usual size, 64 MiB
+WINDOW_SHARDS = 256  # shuffled together over all lanes, where there are so many: 16 GiB that a late resume fetches
+ROUNDS = 12  # of the computed permutation; with 8 the order of windows of 12 sequences can be told from a random one
+LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate behind the seed (random_bits.py)
 
 
-@dataclass(frozen=True)
-class ShuffleBlock:
-    """How many shards are shuffled together. Growing ones double in the first epoch, from FIRST_WINDOW to `shards`, so
-    that training begins when two shards are there; later epochs find the rest in the cache.
+def lanes_of(global_batch_size: int, most: int) -> int:
+    """Return the largest divisor of the global batch that is not above MAX_LANES and `most`, the number of shards."""
+    return next(lanes for lanes in range(min(MAX_LANES, most), 0, -1) if global_batch_size % lanes == 0)
+
+
+def window_of_lane(window_shards: int, lanes: int) -> int:
+    """Return how many shards of each lane are shuffled together, of `window_shards` over all lanes."""
+    return max(1, window_shards // lanes)
+
+
+def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Return where a permutation of [0, size) takes each of `positions`: uint64 of one shape, sizes below 2**32.
+
+    A position is a place in a grid of about sqrt(size) by sqrt(size). Each round moves its column by a random number
+    that depends on its line, or its line by one that depends on its column, and what falls outside of `size` is moved
+    again: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, https://doi.org/10.1007/3-540-45760-7_9.
     """
+    moved, left = positions.copy(), np.arange(len(positions))
+    columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    half = np.uint64(32)
+    with np.errstate(over="ignore"):
+        while len(left):
+            wide, bits = columns[left], key[left]
+            tall = (size[left] + wide - np.uint64(1)) // wide
+            line, column = moved[left] // wide, moved[left] % wide
+            for number in range(ROUNDS):
+                fixed, modulus = (line, wide) if number % 2 == 0 else (column, tall)
+                offset = ((hash_bits(fixed, state=bits + np.uint64(number)) >> half) * modulus) >> half
+                if number % 2 == 0:
+                    column = column + offset
+                    column = np.where(column >= wide, column - wide, column)
+                else:
+                    line = line + offset
+                    line = np.where(line >= tall, line - tall, line)
+            moved[left] = line * wide + column
+            left = left[moved[left] >= size[left]]
+    return moved
 
-    shards: int
-    grow: bool = False
 
-    def sizes(self, num_shards: int, epoch: int) -> list[int]:
-        sizes: list[int] = []
-        size = min(FIRST_WINDOW, self.shards) if self.grow and epoch == 0 else self.shards
-        while (left := num_shards - sum(sizes)) > 0:
-            sizes.append(min(size, left))
-            size = min(2 * size, self.shards)
-        return sizes
+def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
+    """Return the pieces in each window of a lane: `most`, but in the first epoch they double from one, so that training
+    begins when a shard of each lane is there.
+    """
+    sizes: list[int] = []
+    size = most if epoch else 1
+    while (left := num_pieces - sum(sizes)) > 0:
+        sizes.append(min(size, left))
+        size = min(2 * size, most)
+    return sizes
+
+
+class Lanes:
+    """The lanes of a data set. A piece is the part of a shard that one lane holds: nearly always all of it."""
+
+    def __init__(self, shard_rows: Sequence[int], number: int, *, seed: int) -> None:
+        self.number, self.seed = number, seed
+        counts = np.asarray(shard_rows, np.int64)
+        shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
+        self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
+        self.starts = np.arange(number + 1) * self.num_rows // number  # of each lane, and the end
+        cuts = np.unique(np.concatenate([[0], ends, self.starts]))
+        self.piece_rows = np.diff(cuts)
+        place = np.searchsorted(ends, cuts[:-1], side="right")
+        self.piece_shards = shards[place]
+        in_shard = cuts[:-1] - (ends - counts[shards])[place]
+        self.piece_firsts = (np.cumsum(counts) - counts)[self.piece_shards] + in_shard
+        self.piece_lanes = np.searchsorted(self.starts, cuts[:-1], side="right") - 1
+
+    def shards_of(self, lanes: Sequence[int]) -> list[int]:
+        """Return the numbers of the shards of which these lanes hold a piece, rising."""
+        return np.unique(self.piece_shards[np.isin(self.piece_lanes, lanes)]).tolist()
 
 
 class EpochOrder:
-    """The order of one epoch, a window at a time; a window costs memory and time only when rows of it are asked for."""
+    """The order of one epoch. It costs a few numbers for each shard, however many sequences they hold."""
 
-    def __init__(self, shard_rows: Sequence[int], windows: ShuffleBlock, *, seed: int, epoch: int) -> None:
-        self.seed, self.epoch = seed, epoch
-        self.firsts, self.counts = np.cumsum([0, *shard_rows]), np.asarray(shard_rows, np.int64)
-        sizes = windows.sizes(len(shard_rows), epoch)
-        shuffled = np.random.default_rng([seed, epoch, 0, 1]).permutation(len(shard_rows))
-        self.windows = [np.sort(part) for part in np.split(shuffled, np.cumsum(sizes)[:-1])]
-        self.ends = np.cumsum([self.counts[shards].sum() for shards in self.windows])  # positions in the order
-        self.held: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the window that was asked for last
+    def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
+        self.lanes, self.each = lanes, batch_size // lanes.number  # rows of a lane in a batch
+        bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
+        self.pieces = np.lexsort((bits, lanes.piece_lanes))
+        rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
+        self.piece_ends = np.cumsum(rows)  # places: the rows of all lanes, one lane behind the other
+        self.piece_starts = self.piece_ends - rows
+        sizes = [size for num in np.bincount(lane).tolist() for size in window_sizes(num, window_shards, epoch)]
+        self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
+        first_pieces = np.cumsum([0, *sizes])
+        self.window_starts = self.piece_starts[first_pieces[:-1]]
+        self.window_ends = self.piece_ends[first_pieces[1:] - 1]
+        self.window_lanes = lane[first_pieces[:-1]]
+        self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, np.arange(len(sizes)))
 
-    def window(self, number: int) -> np.ndarray:
-        """[rows of the window] int64: its sequences in order."""
-        if self.held[0] != number:
-            rows = np.concatenate([np.arange(self.firsts[s], self.firsts[s + 1]) for s in self.windows[number]])
-            self.held = (number, np.random.default_rng([self.seed, self.epoch, number]).permutation(rows))
-        return self.held[1]
+    def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
+        """[steps, slots] int64: the sequences at these places of the batches from `first_step` until `last_step`."""
+        lane, number = np.divmod(slots, self.each)
+        places = self.lanes.starts[lane] + number + np.arange(first_step, last_step)[:, None] * self.each
+        window = np.searchsorted(self.window_starts, places.ravel(), side="right") - 1
+        starts = self.window_starts[window]
+        sizes = (self.window_ends[window] - starts).astype(np.uint64)
+        moved = permuted((places.ravel() - starts).astype(np.uint64), sizes, self.window_keys[window])
+        shuffled = moved.astype(np.int64) + starts
+        piece = np.searchsorted(self.piece_ends, shuffled, side="right")
+        return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
-    def window_at(self, position: int) -> int:
-        return int(np.searchsorted(self.ends, position, side="right"))
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start] int64: the sequences at these positions of the order."""
-        parts = []
-        while start < stop:
-            number = self.window_at(start)
-            before = self.ends[number - 1] if number else 0
-            end = min(stop, int(self.ends[number]))
-            parts.append(self.window(number)[start - before : end - before])
-            start = end
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int64)])
+    def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards of the windows that these lanes read at `step`, and those of all later windows in the
+        order of need.
+        """
+        begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows of its lane that come before
+        is_left = np.isin(self.window_lanes, lanes) & (
+            self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
+        )
+        is_now = is_left & (begins <= step * self.each)
+        begins, is_later = begins[self.piece_windows], (is_left & ~is_now)[self.piece_windows]
+        shards = self.lanes.piece_shards[self.pieces]
+        later = np.flatnonzero(is_later)
+        return shards[is_now[self.piece_windows]], shards[later[np.argsort(begins[later], kind="stable")]]
 
 
 class ShardSampler:
@@ -86,44 +163,66 @@ class ShardSampler:
         global_batch_size: int,
         rank: int,
         world_size: int,
-        windows: ShuffleBlock | None = None,
+        machine_ranks: Sequence[int] | None = None,
+        lanes: int | None = None,
+        window_shards: int | None = None,
         consumed_rows: int = 0,
     ) -> None:
-        self.shard_rows, self.windows = list(shard_rows), windows or ShuffleBlock(len(shard_rows))
-        self.seed, self.global_batch_size, self.rank, self.world_size = seed, global_batch_size, rank, world_size
-        self.rows = sum(shard_rows)
-        self.total_size = self.rows // global_batch_size * global_batch_size  # of an epoch, over all ranks
+        """`machine_ranks`: those of the same machine; None: `rank` alone. `window_shards`: of a lane, shuffled
+        together; None: WINDOW_SHARDS over all lanes.
+        """
+        self.shard_rows, self.seed, self.global_batch_size = list(shard_rows), seed, global_batch_size
+        self.rows, self.world_size = sum(shard_rows), world_size
+        self.steps = self.rows // global_batch_size  # of an epoch
         self.consumed_rows = consumed_rows
+        self.lanes = Lanes(self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed)
+        self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
+        self.slots = self.slots_of(rank)
+        self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
+
+    def slots_of(self, rank: int) -> np.ndarray:
+        """[global batch / world size]: the places of a rank in each batch."""
+        share = self.global_batch_size // self.world_size
+        return np.arange(rank * share, (rank + 1) * share)
+
+    def lanes_of(self, ranks: Sequence[int]) -> list[int]:
+        """Return the lanes that these ranks read, rising."""
+        slots = np.concatenate([self.slots_of(rank) for rank in ranks])
+        return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
 
     @property
     def window_rows(self) -> int:
-        """Sequences of a window of the largest shards."""
-        return self.windows.shards * max(self.shard_rows)
+        """Sequences of a window of the largest shards, over all lanes."""
+        return self.lanes.number * self.window_shards * max(self.shard_rows)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the step of it, that come next."""
+        return divmod(self.consumed_rows // self.global_batch_size, self.steps)
 
     def epoch_order(self, epoch: int) -> EpochOrder:
-        return EpochOrder(self.shard_rows, self.windows, seed=self.seed, epoch=epoch)
+        how = {"batch_size": self.global_batch_size, "window_shards": self.window_shards}
+        return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
         """Endless micro batches [size] int64 of this rank from `consumed_rows` on. An item is `epoch * rows + row`."""
-        epoch, start = divmod(self.consumed_rows, self.total_size)
-        batch_size = self.global_batch_size
-        together = max(1, ROWS_AT_ONCE // batch_size) * batch_size
+        epoch, start = self.position
+        together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:
             order = self.epoch_order(epoch)
-            for first in range(start, self.total_size, together):
-                rows = order.rows(first, min(first + together, self.total_size)) + epoch * self.rows
-                for mine in rows.reshape(-1, batch_size)[:, self.rank :: self.world_size]:  # one step each
+            for first in range(start, self.steps, together):
+                rows = order.rows(first, min(first + together, self.steps), self.slots) + epoch * self.rows
+                for mine in rows:  # one step each
                     for low in range(0, len(mine), size):
                         yield mine[low : low + size]
             epoch, start = epoch + 1, 0
 
-    def upcoming_windows(self) -> Iterator[np.ndarray]:
-        """The shards of the window at `consumed_rows`, then of the following ones, endlessly."""
-        epoch, position = divmod(self.consumed_rows, self.total_size)
-        while True:
-            order = self.epoch_order(epoch)
-            yield from order.windows[order.window_at(position) :]
-            epoch, position = epoch + 1, 0
+    def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards of which this machine reads sequences now, and then all of its in the order of need."""
+        epoch, step = self.position
+        now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
+        following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
+        return now, np.concatenate([later, *following])
 
 
 @dataclass(frozen=True)

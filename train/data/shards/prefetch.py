@@ -18,11 +18,11 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from itertools import chain
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tqdm import tqdm
 
 from train.config import InputError
@@ -60,12 +60,12 @@ class ShardPrefetcher(Prefetcher):
     def __init__(self, source: S3Folder, cache: ShardCache, sampler: ShardSampler) -> None:
         from train.data.shards.download import Downloader  # the connector takes long to import
 
-        cache.check_fits(sampler.windows, global_batch_size=sampler.global_batch_size)
+        cache.check_fits(sampler)
         self.cache, self.sampler = cache, sampler
         self.limit_bytes = cache.limit_bytes()
-        self.fits = cache.total_bytes <= self.limit_bytes
+        self.fits = cache.part_bytes(sampler) <= self.limit_bytes
         if not self.fits:  # files of the window before are deleted, but take space until readers open the next window
-            self.limit_bytes -= sampler.windows.shards * cache.largest_bytes
+            self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
         self.wanted, self.faults, self.lock = list[Shard](), dict[str, Fault](), Lock()
@@ -162,20 +162,13 @@ class ShardPrefetcher(Prefetcher):
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
     """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
-    splits, windows = manifest.splits, sampler.upcoming_windows()
-    first = [splits["train"][number] for number in next(windows)]
-    later = (splits["train"][number] for window in windows for number in window)
-    chosen: dict[str, Shard] = {}
-    size_bytes = 0
-    for shard in chain(first, splits["validation"], later):
-        if len(chosen) == len(manifest.shards):
-            break
-        if shard.file not in chosen:
-            size_bytes += shard.bytes
-            if size_bytes > limit_bytes:
-                break
-            chosen[shard.file] = shard
-    return list(chosen.values())
+    shards = [*manifest.splits["train"], *manifest.splits["validation"]]
+    now, later = sampler.upcoming_shards()
+    numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])
+    distinct, first = np.unique(numbers, return_index=True)
+    numbers = distinct[np.argsort(first)]
+    size_bytes = np.cumsum([shards[number].bytes for number in numbers])
+    return [shards[number] for number in numbers[: np.searchsorted(size_bytes, limit_bytes, side="right")]]
 
 
 def keep_memory() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from train.config import InputError, S3Config, ShardsConfig
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import TOKENIZER_FILE, DataManifest, Shard, ShardSet, check_files, read_manifest
-from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import Prefetcher, ShardPrefetcher
 from train.storage.atomic_io import write_atomic
 from train.storage.checksums import fault_of, fault_of_file, first_fault, read_verified
@@ -57,15 +57,12 @@ class PreparedData:
             fault = fault_of(shard.entry, self.source.size(shard.file), sha256)
         return fault and f"{self.source.location}/{shard.file} {fault}; prepare the data again"
 
-    def shuffle_block(self) -> ShuffleBlock:
-        """The windows that the settings name, or those that this machine has space for."""
-        wanted = self.cfg.window_shards
-        num_shards = len(self.manifest.splits["train"])
-        if wanted is not None:
-            return ShuffleBlock(min(wanted, num_shards))
-        if self.cache is None:
-            return ShuffleBlock(num_shards, grow=True)
-        return self.cache.shuffle_block()
+    def window_shards(self, order: ShardSampler) -> int:
+        """Return how many shards of each lane of `order` can be shuffled together: as many as it says, or as the cache
+        holds, or 0. Of the number that the settings name nothing is taken.
+        """
+        fitting = order.window_shards if self.cache is None else self.cache.window_shards(order)
+        return fitting if self.cfg.window_shards is None or fitting == order.window_shards else 0
 
     def on_demand(self, name: str) -> ShardSet:
         """A split without a prefetcher: a shard is fetched into the cache when it is first read."""

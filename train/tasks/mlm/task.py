@@ -24,7 +24,7 @@ from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import EVAL_STREAM, draw_rows
 from train.data.shards.cache import cache_dir
-from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
@@ -124,8 +124,8 @@ class MaskedLMTask(Task):
     def verify_data(self) -> None:
         self.data.verify()
 
-    def shuffle_block(self) -> ShuffleBlock:
-        return self.data.shuffle_block()
+    def window_shards(self, order: ShardSampler) -> int:
+        return self.data.window_shards(order)
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
