@@ -39,7 +39,7 @@ SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "baretrain needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "baretrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'
 	@echo "setup: making $(VENV) with $$($(PYTHON) --version) (downloads about 3 GB the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed 's/^\(torch==[0-9.]*\)$$/\1$(TORCH_BUILD)/' constraints.txt > $(VENV)/constraints.txt

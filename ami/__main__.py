@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from ami import commands
 from ami.build import build
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan_and_build(cfg: AmiConfig) -> int:
     """Show what would be built and, with build=true, build it."""
     api = Api(cfg.profile)
-    plan = make_plan(api, cfg, datetime.now(timezone.utc))
+    plan = make_plan(api, cfg, datetime.now(UTC))
     print("\n".join(plan_lines(plan)), flush=True)
     if not cfg.build:
         print("nothing was started; build=true does it")

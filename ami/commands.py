@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ami.build import find_left, remove_left
@@ -138,7 +138,7 @@ def prune(options: argparse.Namespace) -> int:
 
 def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> list[Image]:
     """Those of a region that may go: half built, or older than the newest `keep` of their kind."""
-    before = f"{datetime.now(timezone.utc) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
+    before = f"{datetime.now(UTC) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
     old = [image for image in images if not image.kind and image.created < before]
     for kind in IMAGES:
         promoted = read_parameter(api, region, OWN_IMAGE.format(kind))

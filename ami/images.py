@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from ami.config import IMAGE_ID, IMAGES
@@ -66,7 +66,7 @@ def faults(image: Image) -> Iterator[str]:
         yield f"has a snapshot that is not encrypted; {again}"
     if image.seen.get("Public"):
         yield "is public: aws ec2 modify-image-attribute --image-id ... --launch-permission Remove=[{Group=all}]"
-    if deprecated and deprecated < f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S}":
+    if deprecated and deprecated < f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S}":
         yield f"is deprecated since {deprecated[:10]}; {again}"
 
 

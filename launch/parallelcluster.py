@@ -28,7 +28,7 @@ class ParallelClusterConfig(EngineConfig):
     subnet: str | None = None  # id of a private subnet with a NAT gateway, in the zone of the machines; needed
     head_subnet: str | None = None  # None: the same
     head_instance: str = "c6i.xlarge"  # it runs all the time
-    os: str = setting("ubuntu2204", among=("ubuntu2204", "ubuntu2404", "alinux2023"))  # alinux2023: not for Trainium
+    os: str = setting("ubuntu2404", among=("ubuntu2204", "ubuntu2404", "alinux2023"))  # alinux2023: not for Trainium
     key: str | None = None  # name of an EC2 key pair; None: no SSH, sessions by Systems Manager only
     setup_script: str | None = None  # s3://... (of one of the buckets) or https://..., run as root on every machine
     buckets: list[str] = field(default_factory=list)  # that jobs may read and write, besides the run folder's
@@ -54,7 +54,7 @@ class ParallelCluster(ExternalEngine):
         check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")
         if cfg.instance.device == "neuron":
             # PyTorch/XLA of Neuron's SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
-            too_old = f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2204"
+            too_old = f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2404"
             check(is_native(cfg.instance.name) or cluster.os != "alinux2023", too_old)
             check(
                 bool(cluster.image or cluster.setup_script),

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import boto3
@@ -76,7 +76,7 @@ def add_image(name, *, region=REGION, tags=None, age_days=0, **changes):
     image_id = client.create_image(InstanceId=made["InstanceId"], Name=name)["ImageId"]
     client.terminate_instances(InstanceIds=[made["InstanceId"]])
     image = backend(region).amis[image_id]
-    image.creation_date = datetime.now(timezone.utc) - timedelta(days=age_days)
+    image.creation_date = datetime.now(UTC) - timedelta(days=age_days)
     for key, value in changes.items():
         setattr(image, key, value)
     if tags:

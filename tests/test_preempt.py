@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +31,7 @@ from train.host.metadata import Metadata
 
 POLL_S = 0.02
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
-NOW = datetime(2026, 11, 20, 8, 0, tzinfo=timezone.utc)
+NOW = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
 
 
 @pytest.fixture

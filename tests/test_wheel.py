@@ -56,7 +56,6 @@ def scripts(wheel, tmp_path_factory):
 
 
 @pytest.mark.services
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
 def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
     def run(*words: str, ranks: int = 1) -> str:
         torchrun = [scripts / "python", "-m", "torch.distributed.run", "--no-python", f"--nproc-per-node={ranks}"]

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
@@ -154,8 +154,8 @@ def field(notice: Any, name: str) -> str:
 
 def now() -> datetime:
     """The time by the wall clock, since ends of blocks and events are dates."""
-    return datetime.now(timezone.utc)
+    return datetime.now(UTC)
 
 
 def as_text(at: datetime) -> str:
-    return f"{at.astimezone(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -18,8 +18,8 @@ NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 h
 def python(probe: Probe) -> Finding:
     """Python and glibc: both decide whether Neuron's wheels can be installed at all."""
     text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
-    if probe.python[:2] < (3, 10):
-        return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
+    if probe.python[:2] < (3, 11):
+        return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")
     if not probe.is_trainium:
         return ok(text)
     sdk = read_versions().native if probe.is_native else read_versions().sdk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
             "comparison": [] if is_one else f1_comparison([run.records for run in runs], [run.label for run in runs]),
             "by_sequences": x_axis(runs) == "examples",
             "averaged": any(len(run.lines["train"]) > MAX_POINTS for run in runs),
-            "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
     )
     files = {f"{name}.png": png for name, _, png in [*figures, *pictures]} | {"report.html": html.encode()}
