@@ -1,9 +1,13 @@
 """Looking into prepared data by `python -m train.shards`."""
 
+import json
 import os
 import re
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from rejections import rejects
 from saved_steps import flip
@@ -11,8 +15,10 @@ from streaming import upload
 
 from train import shards
 from train.config import S3Config, ShardsConfig
-from train.data.shards.format import read_manifest
+from train.data.shards import format as shard_format
+from train.data.shards.format import ShardSet, map_tensors, read_manifest, write_shard
 from train.data.shards.prepared import PreparedData
+from train.storage.folders import LocalFolder
 
 
 def called(capsys, *arguments):
@@ -89,3 +95,72 @@ def test_s3_shows_what_the_disk_shows_ls_reads_the_manifest_alone_and_verify_eve
     bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{names[1]}")
     code, output = called(capsys, "verify", *location)
     assert code == 1 and f"{names[0]} has sha256" in output.out and f"{names[1]} is missing" in output.out
+
+
+@pytest.fixture
+def many(prepared, tmp_path):
+    """3,000 shards of 64 sequences, one file under many names, and the tokens of it."""
+    manifest = read_manifest(prepared)
+    rows = ShardSet(prepared, manifest, "train").rows(np.arange(64))
+    first = write_shard(LocalFolder(tmp_path), "train-00000.safetensors", rows)
+    shards = [replace(first, file=f"train-{number:05d}.safetensors") for number in range(3000)]
+    for shard in shards[1:]:
+        os.link(tmp_path / first.file, tmp_path / shard.file)
+    return tmp_path, replace(manifest, splits={**manifest.splits, "train": shards}), rows.tokens
+
+
+def test_of_many_shards_a_process_maps_those_read_last(many, monkeypatch):
+    """And looks up a deleted one, whose space a map would hold, only among those that the next to open could free."""
+    folder, manifest, tokens = many
+    monkeypatch.setattr(shard_format, "MAPPED_SHARDS", 50)
+    waited, looked = [], []
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: looked.append(path) or exists(path))
+    reader = ShardSet(folder, manifest, "train", waited.extend)
+    for numbers in np.random.default_rng(0).permutation(len(reader)).reshape(-1, 512)[:20]:
+        np.testing.assert_array_equal(reader.rows(numbers).tokens, tokens[numbers % 64])
+        assert len(reader.maps) <= 50
+    assert sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines()) <= 50
+    assert len(looked) <= 20 and len(waited) > 5000
+    first_rows = reader.first_rows
+    reader.rows(first_rows[[1, 2, 3]])
+    for number in (1, 2):
+        (folder / manifest.splits["train"][number].file).unlink()
+    reader.rows(first_rows[[*range(4, 48), 1]])  # 1 is still mapped, and needed
+    assert {1, 2, 3} <= {*reader.maps}
+    for number in [*reader.maps][:-46]:
+        (folder / manifest.splits["train"][number].file).unlink(missing_ok=True)
+    reader.rows(first_rows[[100]])
+    assert 2 not in reader.maps and {1, 100} <= {*reader.maps}
+
+
+@pytest.mark.parametrize("memory_bytes", [10**9, 1])
+def test_of_data_beyond_memory_nothing_is_read_ahead(prepared, monkeypatch, memory_bytes):
+    monkeypatch.setattr(shard_format, "total_memory_bytes", lambda: memory_bytes)
+    reader = ShardSet(prepared, read_manifest(prepared), "train")
+    reader.rows(np.arange(4))
+    of_map = Path("/proc/self/smaps").read_text().split(str(prepared / reader.shards[0].file))[1]
+    flags = next(line for line in of_map.splitlines() if line.startswith("VmFlags"))
+    assert ("rr" in flags.split()) == (memory_bytes == 1)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "U16", "shape": [4, 2**40], "data_offsets": [0, 2**43]},
+        {"dtype": "U16", "shape": [10**30], "data_offsets": [0, 10**30]},
+        {"dtype": "U16", "shape": [-1], "data_offsets": [0, 8]},
+        {"dtype": "U16", "shape": [True], "data_offsets": [0, 2]},
+        {"dtype": "U16", "shape": [4], "data_offsets": [-8, 0]},
+        {"dtype": "U16", "shape": [4], "data_offsets": [0, 7]},
+        {"dtype": "U16", "shape": [4], "data_offsets": [8, 0]},
+        {"dtype": "U16", "shape": 4, "data_offsets": [0, 8]},
+        {"dtype": ["U16"], "shape": [4], "data_offsets": [0, 8]},
+        [],
+    ],
+)
+def test_a_header_names_no_bytes_outside_of_its_file(tmp_path, entry):
+    header = json.dumps({"tokens": entry}).encode()
+    path = tmp_path / "train-00000.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    rejects("train-00000.safetensors is not a shard: .*; prepare the data again", map_tensors, path)

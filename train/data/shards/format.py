@@ -8,17 +8,22 @@ the data set's id. Readers open what the manifest names and nothing else.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from train.config import InputError, check
+from train.host.memory import total_memory_bytes
+from train.host.processes import LIBC
 from train.storage.checksums import check_entries, sealed, unsealed
 from train.storage.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
 from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
@@ -27,7 +32,9 @@ FORMAT = 1  # to be raised when older readers cannot read the files
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")  # of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
+MAPPED_SHARDS = 8192  # of a ShardSet, one map each: a process may have 65,530 (vm.max_map_count, if nobody raised it)
 MAX_HEADER_BYTES = 1024  # of a shard's file; three tensors take some 250
+STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' names, and numpy's
 TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
 
 
@@ -88,10 +95,10 @@ class DataManifest:
     counts: dict[str, float]  # documents, tokens, unigram_entropy (nats per token), ...
     config: dict[str, Any]  # of the preparation
 
-    @property
-    def shards(self) -> list[Shard]:
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
         """The shards of all splits."""
-        return [shard for shards in self.splits.values() for shard in shards]
+        return tuple(shard for shards in self.splits.values() for shard in shards)
 
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
@@ -195,7 +202,7 @@ def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> Non
 class ShardSet:
     """The sequences of one split, memory-mapped, numbered in the manifest's order.
 
-    A shard is opened when it is first read, after `wait` has returned (S3: cache.py).
+    A shard is mapped when it is first read, after `wait` has returned (S3: cache.py). MAPPED_SHARDS remain mapped.
     """
 
     def __init__(
@@ -203,7 +210,9 @@ class ShardSet:
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
-        self.maps: dict[int, dict[str, np.ndarray]] = {}
+        self.maps: dict[int, dict[str, np.ndarray]] = {}  # at most MAPPED_SHARDS; the one used last comes last
+        # What is read ahead of a row is of use if it is still in memory when its own turn comes.
+        self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
         self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {  # shape and type of a row in each tensor
@@ -227,13 +236,11 @@ class ShardSet:
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
             raise IndexError(f"sequences {ascending[0]} to {ascending[-1]} of {len(self)}")
-        cuts = np.searchsorted(ascending, self.first_rows)
+        needed, firsts = np.unique(np.searchsorted(self.first_rows, ascending, "right") - 1, return_index=True)
         gathered = [np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names]
-        needed = np.flatnonzero(np.diff(cuts)).tolist()
-        self.open(needed)
-        for shard in needed:
-            first, last = cuts[shard], cuts[shard + 1]
-            local, tensors = ascending[first:last] - self.first_rows[shard], self.maps[shard]
+        self.open(needed.tolist())
+        for shard, first, last in zip(needed.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True):
+            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
             for name, values in zip(names, gathered, strict=True):
                 # "clip" writes straight into `out`; the default mode gathers into a copy first
                 tensors[name].take(local, 0, values[first:last], "clip")
@@ -245,28 +252,71 @@ class ShardSet:
         return [values.take(position, 0) for values in gathered]
 
     def open(self, numbers: list[int]) -> None:
-        """Map the shards with these numbers, once all are there. InputError if one does not match the manifest."""
+        """Wait until the shards with these numbers are there, and keep the maps of those that have one."""
         new = [number for number in numbers if number not in self.maps]
-        if not new:
+        for number in set(numbers) - set(new):
+            self.maps[number] = self.maps.pop(number)
+        if self.wait is None or not new:
             return
-        for number in set(self.maps) - set(numbers):
-            if not (self.folder / self.shards[number].file).exists():  # a deleted file takes space while it is mapped
-                del self.maps[number]
-        if self.wait is not None:
-            self.wait([self.shards[number] for number in new])
-        for number in new:
+        while self.maps and not (self.folder / self.shards[oldest := next(iter(self.maps))].file).exists():
+            if oldest in numbers:
+                break
+            del self.maps[oldest]  # a deleted file takes space while it is mapped; the cache deletes the oldest first
+        self.wait([self.shards[number] for number in new])
+
+    def tensors(self, number: int) -> dict[str, np.ndarray]:
+        """Return the tensors of a shard that is there. Raises InputError if it does not match the manifest."""
+        if number not in self.maps:
             path, rows = self.folder / self.shards[number].file, self.shards[number].rows
-            tensors = map_tensors(path)
+            tensors = map_tensors(path, reads_ahead=self.reads_ahead)
             wanted = {name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()}
             ok = wanted.items() <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
             check(ok, f"{path} does not hold the {rows} sequences of its manifest; prepare again")
             self.maps[number] = tensors
+            if len(self.maps) > MAPPED_SHARDS:
+                del self.maps[next(iter(self.maps))]
+        return self.maps[number]
 
 
-def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The ROW_TENSORS that a file holds, memory-mapped without copies. InputError for what is no safetensors file."""
+def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray]:
+    """Return the ROW_TENSORS that a file holds, memory-mapped without copies; with `reads_ahead`, the kernel reads the
+    surroundings of a row with it. Raises InputError for a file that is not safetensors.
+
+    The header is read here, because safetensors maps the file to do so, and the kernel reads ahead in that map.
+    """
+    import torch  # Python's mmap would keep a file open for each map
+
+    with path.open("rb", buffering=0) as file:
+        head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size
     try:
-        with safe_open(path, "pt") as file:  # "numpy" would copy
-            return {name: file.get_tensor(name).numpy() for name in {*ROW_TENSORS} & {*file.keys()}}
-    except (SafetensorError, TypeError) as error:  # TypeError: numpy has no such numbers
+        layout, first = read_header(head)
+        data = torch.from_file(str(path), size=file_bytes, dtype=torch.uint8).numpy()
+        if not reads_ahead:
+            LIBC.madvise(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM)
+        return {
+            name: data[first + begin : first + end].view(dtype).reshape(shape)
+            for name, (dtype, shape, begin, end) in layout.items()
+        }
+    except (BadContent, ValueError) as error:  # ValueError: a shape that is not that of the bytes
         raise InputError(f"{path} is not a shard: {error}; prepare the data again") from error
+
+
+def read_header(head: bytes) -> tuple[dict[str, tuple[str, list[int], int, int]], int]:
+    """Return numpy's type, shape, first byte and last of each of the ROW_TENSORS that the beginning of a safetensors
+    file names, and where their bytes begin. Raises BadContent for what is no such beginning.
+    """
+    header_bytes = int.from_bytes(head[:8], "little")
+    if not 0 < header_bytes <= len(head) - 8:
+        raise BadContent(f"its header would have {header_bytes} bytes")
+    layout = {}
+    for name, tensor in read_object(head[8 : 8 + header_bytes]).items():
+        if name not in ROW_TENSORS:
+            continue
+        match tensor:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+                if 0 <= begin <= end and all(type(size) is int and size >= 0 for size in shape):
+                    if dtype in STORED_TYPES:
+                        layout[name] = (STORED_TYPES[dtype], shape, begin, end)
+                    continue
+        raise BadContent(f"its header says {shown(tensor)} of {name}")
+    return layout, 8 + header_bytes
