@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -152,7 +154,7 @@ def served(of_size, clock):
     """A cache with a deadline of 50 s, whose prefetcher lives and brings nothing."""
     served = of_size(3)
     with served.hold(alone=False):
-        served.write_status([SHARD], {})
+        served.write_status(is_filling=True)
         yield served
 
 
@@ -161,33 +163,65 @@ def waited_s(served, clock, match, kind=Unreachable):
     return clock.now_s - 1000
 
 
+OTHER = replace(SHARD, file="train-00009.safetensors")
+
+
 def test_a_shard_that_does_not_come_is_given_up(served, clock):
-    assert 50 <= waited_s(served, clock, r"does not come; there is no error: .*; given up after 50 s") < 51
+    assert 50 <= waited_s(served, clock, r"does not come; no byte came, without an error; given up after 50 s") < 51
     assert waited_s(served, clock, r"given up after 50 s") < 51  # later ones do not wait again
 
 
-def test_time_until_a_shard_is_wanted_does_not_count_and_the_fault_of_another_is_named(served, clock):
-    served.write_status([], {})
-    other = {"train-00009.safetensors": {"reason": "no space", "is_final": False}}
-    clock.later[1100.0] = lambda: served.write_status([SHARD], other)
-    assert 150 <= waited_s(served, clock, "00000.safetensors does not come; no space; given up after 50 s") < 152
+def test_only_silence_counts(served, clock):
+    """Bytes of any shard, and a prefetcher that has nothing to fetch, are no silence; the fault of another is named."""
+    times = [1000.0 + 40 * number for number in range(1, 10)]
+    clock.later = dict.fromkeys(times, served.heard)
+    clock.later[1400.0] = lambda: served.write_status(is_filling=False)
+    clock.later[1500.0] = lambda: served.write_status(is_filling=True)
+    clock.later[1510.0] = lambda: served.set_fault(OTHER, {"reason": "no space", "is_final": False})
+    assert 550 <= waited_s(served, clock, "00000.safetensors does not come; no space; given up after 50 s") < 552
+
+
+def test_a_slow_but_steady_link_is_waited_for(served, clock):
+    """A shard each 40 s, of three that a batch needs."""
+
+    def come(shard):
+        (served.folder / shard.file).touch()
+        (served.compared / shard.file).touch()
+        served.heard()
+
+    shards = served.manifest.shards[:3]
+    clock.later = {1040.0 + 40 * number: partial(come, shard) for number, shard in enumerate(shards)}
+    served.wait(shards)
+    assert 1120 <= clock.now_s < 1121
 
 
 def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
-    served.write_status([SHARD], {SHARD.file: {"reason": "slow down", "is_final": False}})
-    final = {SHARD.file: {"reason": "gone", "is_final": True}}
-    clock.later[1020.0] = lambda: served.write_status([SHARD], final)
+    served.set_fault(SHARD, {"reason": "slow down", "is_final": False})
+    clock.later[1020.0] = lambda: served.set_fault(SHARD, {"reason": "gone", "is_final": True})
     assert 20 <= waited_s(served, clock, "^gone$", kind=InputError) < 22
 
 
-def test_a_prefetcher_that_is_gone_or_never_began_is_named(served, clock):
+def test_a_prefetcher_that_is_gone_or_has_not_begun_is_named(served, clock):
     status = json.loads(served.status.read_text())
     served.status.write_text(json.dumps(status | {"owner": owner_name(2**22 + 1)}))
     assert waited_s(served, clock, "process that fetches shards on this node is gone") < 1
     served.status.unlink()
-    waited = clock.now_s
-    waited_s(served, clock, "process that fetches shards on this node is gone")
-    assert cache.STARTS_WITHIN_S < clock.now_s - waited < cache.STARTS_WITHIN_S + 1
+    assert 50 <= waited_s(served, clock, "does not come; the process that fetches shards has not begun; given up") < 52
+
+
+def test_what_is_told_and_looked_up_does_not_grow_with_the_shards(of_size, clock, monkeypatch):
+    """Status of 3,000 wanted shards, and the looks of a reader that waits for 1,000 of them for 10 s."""
+    many, looked = of_size(3000), []
+    with many.hold(alone=False):
+        many.write_status(is_filling=True)
+        assert many.status.stat().st_size < 200
+        is_ready = many.is_ready
+        many.is_ready = lambda shard: looked.append(shard) or is_ready(shard)
+        clock.later[1010.0] = lambda: [(many.folder / shard.file).touch() for shard in many.manifest.shards]
+        for shard in many.manifest.shards:
+            (many.compared / shard.file).touch()
+        many.wait(many.manifest.shards[:1000])
+    assert len(looked) < 1000 + 10 / cache.POLL_S + 5
 
 
 def test_a_shard_is_not_ready_before_this_run_has_compared_it(of_size):

@@ -318,7 +318,6 @@ def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, 
 
 def test_the_loss_of_the_fetching_process_is_named(opened, monkeypatch):
     monkeypatch.setattr(prefetch.ShardPrefetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    monkeypatch.setattr(cache, "STARTS_WITHIN_S", 0.5)
     data, prefetcher = opened()
     with prefetcher(), pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
         all_tokens(data)

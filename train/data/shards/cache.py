@@ -5,19 +5,23 @@ length and sha256 are right (download.py). Runs that read the same data share th
 shards, because not all of the data fits, needs the folder alone; nothing else is ever deleted.
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run: the shards that are being written, an empty file `compared/SHARD` for each
-that the run's prefetcher has compared with the manifest, and status.json, in which the prefetcher tells the readers
-what it wants and what fails. A reader opens no shard that its own run has not compared.
+that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each that fails, and status.json, by
+which the prefetcher tells the readers that it lives and, as the file's time of change, when bytes came last. None of
+these grows with the number of shards. A reader opens no shard that its own run has not compared.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
+import math
 import os
 import platform
 import shutil
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypedDict
 
@@ -35,7 +39,7 @@ SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # as much as a global batch, and the windows in which this step's batches, the next's and those drawn with them end.
 WINDOWS_HELD = 6
 POLL_S = 0.05
-STARTS_WITHIN_S = 20.0  # the prefetcher writes its first status
+TELL_EVERY_S = 1.0  # at most: readers hear that bytes have come
 TAKE_OVER_S = 10.0  # within which a run that was killed releases the cache
 
 
@@ -48,8 +52,7 @@ class PrefetchStatus(TypedDict):
     """What a run's prefetcher tells the readers."""
 
     owner: str  # owner_name of its process
-    wanted: list[str]  # files
-    faults: dict[str, Fault]  # of files that are not there yet
+    is_filling: bool  # shards for which the cache has space are still to come
 
 
 def cache_dir(cfg: DataConfig) -> Path:
@@ -71,7 +74,9 @@ class ShardCache:
         self.cfg, self.manifest = cfg, manifest
         self.folder = make_folder(cache_dir(cfg) / manifest.id[:16])
         self.run = self.folder / "runs" / launch_name()
-        self.compared, self.status = self.run / "compared", self.run / "status.json"
+        self.compared, self.faults, self.status = self.run / "compared", self.run / "faults", self.run / "status.json"
+        self.told_s = -math.inf
+        self.owner = ""  # of the prefetcher, as this process heard it last: it is known when the run's files are not
         self.gave_up: Unreachable | None = None  # why this process waits for no shard any more
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
@@ -81,7 +86,8 @@ class ShardCache:
 
     def limit_bytes(self) -> int:
         """How many bytes the shards may take on this disk. InputError if the disk has less than the settings say."""
-        present = sum(shard.bytes for shard in self.manifest.shards if (self.folder / shard.file).is_file())
+        names = {path.name for path in self.folder.iterdir()}
+        present = sum(shard.bytes for shard in self.manifest.shards if shard.file in names)
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
         if self.cfg.cache_gb is None:
@@ -155,11 +161,27 @@ class ShardCache:
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.compared.mkdir(parents=True)
+        self.faults.mkdir()
         return file
 
-    def write_status(self, wanted: Sequence[Shard], faults: dict[str, Fault]) -> None:
-        status = PrefetchStatus(owner=owner_name(os.getpid()), wanted=[shard.file for shard in wanted], faults=faults)
+    def write_status(self, *, is_filling: bool) -> None:
+        status = PrefetchStatus(owner=owner_name(os.getpid()), is_filling=is_filling)
         write_atomic(self.status, canonical_json(status))
+
+    def set_fault(self, shard: Shard, fault: Fault | None) -> None:
+        """Tell readers why a shard is not there, or that there is no such reason any more."""
+        if fault is None:
+            (self.faults / shard.file).unlink(missing_ok=True)
+        else:
+            write_atomic(self.faults / shard.file, canonical_json(fault))
+
+    def heard(self) -> None:
+        """Tell readers that bytes have come."""
+        now_s = time.monotonic()
+        if now_s - self.told_s >= TELL_EVERY_S:
+            self.told_s = now_s
+            with suppress(FileNotFoundError):  # a cache without a prefetcher
+                os.utime(self.status)
 
     # ---- readers ---------------------------------------------------------------------------------------------------
 
@@ -170,33 +192,52 @@ class ShardCache:
     def wait(self, shards: Sequence[Shard]) -> None:
         """Wait until all shards that a batch needs are there and compared.
 
-        Raises InputError for a shard that cannot come, Unreachable after deadline_s; both name a shard and the reason.
-        A loader may look further ahead than the cache reaches: the time until one of them is wanted does not count.
+        Raises InputError for a shard that cannot come, Unreachable when no byte of any shard has come for deadline_s;
+        both name a shard and the reason. A loader may look further ahead than the cache reaches: the time in which the
+        prefetcher has nothing to fetch does not count.
         """
-        entered_s = began_s = time.monotonic()
+        missing = list(shards)
+        silent_since_s, heard_before = time.monotonic(), 0
         while True:
-            status: PrefetchStatus | None = read_json(self.status)  # first: shards may come while it is read
-            missing = [shard.file for shard in shards if not self.is_ready(shard)]
+            status, heard = self.told()  # first: shards may come while it is read
+            while missing and self.is_ready(missing[-1]):
+                missing.pop()
             if not missing:
                 return
             if self.gave_up is not None:
                 raise self.gave_up
-            now_s = time.monotonic()
-            if now_s - entered_s > STARTS_WITHIN_S if status is None else is_gone(status["owner"]):
+            self.owner = status["owner"] if status else self.owner
+            if is_gone(self.owner):
                 what = "the process that fetches shards on this node is gone, its error is above"
-                raise Unreachable(f"{missing[0]} cannot come: {what}")
-            wanted, faults = (status["wanted"], status["faults"]) if status else ([], {})
-            if not set(wanted) & set(missing):
-                began_s = now_s
-            known = [faults[file] for file in missing if file in faults]
-            for fault in known:
-                if fault["is_final"]:
+                raise Unreachable(f"{missing[-1].file} cannot come: {what}")
+            faulty = {path.name for path in self.faults.glob("*.safetensors")}
+            for file in faulty & {shard.file for shard in missing}:
+                fault: Fault | None = read_json(self.faults / file)
+                if fault is not None and fault["is_final"]:
                     raise InputError(fault["reason"])
-            if now_s - began_s > self.cfg.deadline_s:
-                reasons = [fault["reason"] for fault in (*known, *faults.values())]
-                what = f"{missing[0]} does not come; {reasons[0] if reasons else 'there is no error: a slow network?'}"
+            if heard != heard_before or (status and not status["is_filling"]):
+                silent_since_s, heard_before = time.monotonic(), heard
+            elif time.monotonic() - silent_since_s > self.cfg.deadline_s:
+                reason = self.reason([shard.file for shard in missing], faulty, has_begun=status is not None)
+                what = f"{missing[-1].file} does not come; {reason}"
                 self.gave_up = Unreachable(f"{what}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
             time.sleep(POLL_S)
+
+    def told(self) -> tuple[PrefetchStatus | None, int]:
+        """Return what the prefetcher says, None if it has not begun, and when it said it or bytes came, in ns."""
+        try:
+            with self.status.open("rb") as file:
+                return json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None, 0
+
+    def reason(self, missing: Sequence[str], faulty: set[str], *, has_begun: bool) -> str:
+        """Return why shards do not come: the fault of one of them, or of another shard."""
+        for file in (*missing, *sorted(faulty)):
+            fault: Fault | None = read_json(self.faults / file) if file in faulty else None
+            if fault is not None:
+                return fault["reason"]
+        return "no byte came, without an error" if has_begun else "the process that fetches shards has not begun"
 
 
 def cut_shards(order: ShardSampler) -> int:

@@ -3,7 +3,7 @@ removes those that are used up. A shard that is there already is compared with t
 
 Only this process talks to S3 while training runs; ranks and their loader processes read files. So a dead connection
 cannot hold any of them, no thread of the connector is alive when they fork, and a shard is fetched once whatever the
-number of ranks. A shard is retried until it is there. A fault that no retry can cure is written to the cache's status,
+number of ranks. A shard is retried until it is there. A fault that no retry can cure is written to the cache,
 where readers find it when they need the shard: a fault in the next window does no harm before that window.
 """
 
@@ -16,10 +16,10 @@ import os
 import shutil
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
-from threading import Lock
+from threading import Condition, Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +68,10 @@ class ShardPrefetcher(Prefetcher):
             self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.wanted, self.faults, self.lock = list[Shard](), dict[str, Fault](), Lock()
+        self.changed = Condition()  # of what the threads that fetch share with the one that says what is wanted:
+        self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
+        self.active = set[str]()
+        self.settled, self.failed = set[str](), set[str]()  # there, or failed for good; and the latter alone
         context = multiprocessing.get_context("fork")  # a spawned one would import torch first
         receiver, self.consumed_rows = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
@@ -94,6 +97,7 @@ class ShardPrefetcher(Prefetcher):
         leave_signals_to_the_parent(0)
         self.consumed_rows.close()
         try:
+            self.tell_readers(is_filling=True)
             self.serve(consumed_rows)
         except EOFError:  # the run has ended
             pass
@@ -103,61 +107,84 @@ class ShardPrefetcher(Prefetcher):
 
     def serve(self, consumed_rows: Connection) -> None:
         """Keep the wanted shards in the cache until the run ends."""
-        pool, begun = ThreadPoolExecutor(self.cache.cfg.downloads), set[str]()
-        is_filling, reported_s = True, time.monotonic()
+        self.want()
+        for _ in range(self.cache.cfg.downloads):
+            Thread(target=self.fetch, daemon=True).start()
+        was_filling, reported_s = True, time.monotonic()
         while True:
-            wanted = wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)
-            if wanted != self.wanted:
-                self.wanted, is_filling = wanted, True
-                self.tell_readers()
-                if not self.fits:
-                    for shard in set(self.cache.manifest.shards) - set(wanted):
-                        (self.cache.folder / shard.file).unlink(missing_ok=True)
-                begun &= {shard.file for shard in wanted}
-                for shard in wanted:
-                    if shard.file not in begun:
-                        begun.add(shard.file)
-                        pool.submit(self.obtain, shard)
-            if is_filling:
-                final = {file for file, fault in self.faults.copy().items() if fault["is_final"]}
-                is_filling = not all(self.cache.is_ready(shard) or shard.file in final for shard in wanted)
-                if not is_filling or time.monotonic() - reported_s > REPORT_EVERY_S:
-                    reported_s = time.monotonic()
-                    self.report()
+            is_filling = len(self.settled) < len(self.wanted)
+            if is_filling != was_filling:
+                self.tell_readers(is_filling=is_filling)
+            if (was_filling and not is_filling) or (is_filling and time.monotonic() - reported_s > REPORT_EVERY_S):
+                reported_s = time.monotonic()
+                self.report()
+            was_filling = is_filling
             if consumed_rows.poll(TICK_S if is_filling else REPORT_EVERY_S):
                 while consumed_rows.poll():
                     self.sampler.consumed_rows = consumed_rows.recv()
+                if not self.fits:
+                    self.want()
 
-    def obtain(self, shard: Shard) -> None:
+    def want(self) -> None:
+        """Have the shards fetched that are needed from now on, and delete the others if not all fit."""
+        wanted = {shard.file: shard for shard in wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)}
+        with self.changed:
+            unwanted = (self.wanted.keys() or {shard.file for shard in self.cache.manifest.shards}) - wanted.keys()
+            self.wanted = wanted
+            self.settled &= wanted.keys()
+            self.failed &= wanted.keys()
+            self.queue = deque(shard for file, shard in wanted.items() if file not in self.settled | self.active)
+            self.changed.notify_all()
+        for file in () if self.fits else unwanted:
+            (self.cache.folder / file).unlink(missing_ok=True)
+
+    def fetch(self) -> None:
+        """Bring one wanted shard after the other."""
+        while True:
+            with self.changed:
+                while not self.queue:
+                    self.changed.wait()
+                shard = self.queue.popleft()
+                self.active.add(shard.file)
+            is_there = self.obtain(shard)
+            with self.changed:
+                self.active.remove(shard.file)
+                if shard.file in self.wanted:
+                    self.settled.add(shard.file)
+                    self.failed |= set() if is_there else {shard.file}
+                elif not self.fits:
+                    (self.cache.folder / shard.file).unlink(missing_ok=True)
+
+    def obtain(self, shard: Shard) -> bool:
         """Put a shard into the cache for this run's readers, or the reason why it cannot be there."""
         try:
             self.downloader.download(shard, on_failure=lambda reason: self.set_fault(shard, reason))
             (self.cache.compared / shard.file).touch()
             self.set_fault(shard, None)
+            self.cache.heard()
+            return True
         except Exception as error:
             logger.error("%s", error, exc_info=not isinstance(error, InputError))
             self.set_fault(shard, str(error), is_final=True)
+            return False
 
     def set_fault(self, shard: Shard, reason: str | None, *, is_final: bool = False) -> None:
-        with self.lock:
-            before = self.faults.pop(shard.file, None)
-            if reason is not None:
-                self.faults[shard.file] = Fault(reason=reason, is_final=is_final)
-        if reason is not None or before is not None:
-            self.tell_readers()
+        try:
+            self.cache.set_fault(shard, None if reason is None else Fault(reason=reason, is_final=is_final))
+        except OSError as error:  # the disk is full, even for this
+            logger.warning("cannot write to %s: %s", self.cache.faults, error.strerror)
 
-    def tell_readers(self) -> None:
-        with self.lock:
-            try:
-                self.cache.write_status(self.wanted, self.faults)
-            except OSError as error:  # the disk is full, even for this
-                logger.warning("cannot write %s: %s", self.cache.status, error.strerror)
+    def tell_readers(self, *, is_filling: bool) -> None:
+        try:
+            self.cache.write_status(is_filling=is_filling)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.cache.status, error.strerror)
 
     def report(self) -> None:
-        ready = list(filter(self.cache.is_ready, self.wanted))
-        size, total = (tqdm.format_sizeof(sum(shard.bytes for shard in some), "B") for some in (ready, self.wanted))
-        counts = f"{len(ready)} of {len(self.wanted)}"
-        logger.info("shards: %s in %s, %s of %s", counts, self.cache.folder, size, total)
+        wanted, there = self.wanted, self.settled - self.failed
+        ready = [shard for file, shard in wanted.items() if file in there]
+        size, total = (tqdm.format_sizeof(sum(shard.bytes for shard in some), "B") for some in (ready, wanted.values()))
+        logger.info("shards: %d of %d in %s, %s of %s", len(ready), len(wanted), self.cache.folder, size, total)
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
