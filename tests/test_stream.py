@@ -155,7 +155,7 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
     [
         (Fault("status", "large", code=404, error="NoSuchKey"), Unreachable, "it is not in the bucket"),
         (Fault("status", "large", code=403, error="AccessDenied"), Unreachable, "no permission .*; the role or user"),
-        (Fault("stall", "large"), Unreachable, r"not whole within 0.5 s \(data.attempt_s\)"),
+        (Fault("stall", "large"), Unreachable, r"nothing came within 0.5 s \(data.attempt_s\)"),
         (Fault("flip", "large", after=900), InputError, "it has sha256 .*, the manifest says .* 3 times"),
     ],
     ids=["missing", "forbidden", "stall", "flipped byte"],
@@ -166,12 +166,29 @@ def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, 
         large(attempt_s=0.5, deadline_s=1.0 if kind is Unreachable else 60.0)
 
 
+def test_a_slow_but_steady_link_is_waited_for(bucket, large, monkeypatch):
+    """Each request brings a quarter of the shard, in half of the time after which silence ends an attempt."""
+    monkeypatch.setattr(download, "FIRST_BYTES", 100_000)
+    monkeypatch.setattr(download, "REQUEST_S", 0.0)
+    bucket.proxy.set(Fault("delay", "large", seconds=0.5))
+    assert large(attempt_s=1.0, deadline_s=1.0)
+    assert [request.range for request in bucket.proxy.requests("large")] == [
+        "bytes=0-99999",
+        "bytes=100000-199999",
+        "bytes=200000-299999",
+        "bytes=300000-400000",
+    ]
+
+
 def test_a_full_disk_is_named_until_it_has_space(large, log):
     assert large(is_full=True, deadline_s=60.0)
     assert "large.safetensors: cannot be written to" in log.text and "No space left on" in log.text
 
 
-def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large, tmp_path):
+@pytest.mark.parametrize("first_bytes", [8 * 2**20, 1000])
+def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large, tmp_path, monkeypatch, first_bytes):
+    """Also one that ends where a request does."""
+    monkeypatch.setattr(download, "FIRST_BYTES", first_bytes)
     bucket.put("data/large.safetensors", b"x" * 1000)
     with pytest.raises(InputError, match="has 1000 bytes, the manifest says 400000; it was damaged or repl.* 3 times"):
         large(attempt_s=2.0, deadline_s=10.0)

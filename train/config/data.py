@@ -36,9 +36,10 @@ class ShardsConfig(DataConfig):
     # of which there are not more; None: 256, or as many as the cache holds
     cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # disk space, 1e9 bytes; None: 90 % of the free
     downloads: int = setting(4, above=0, most=MAX_DOWNLOADS)  # shards that are fetched at once, by one process per node
-    attempt_s: float = setting(60.0, above=0)  # a download that takes longer is started again, with a new client
-    deadline_s: float = setting(300.0, above=0)  # longest wait of a batch for a shard, all tries included; then the run
-    # ends and names it
+    attempt_s: float = setting(60.0, above=0)  # a download of which nothing comes for so long is started again, with a
+    # new client
+    deadline_s: float = setting(300.0, above=0)  # a batch waits for a shard as long as bytes of any come; after so long
+    # without, the run ends and names it
     refetches: int = setting(3, above=0)  # further downloads of a shard whose checksum is wrong
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Shards from S3 into the cache, through the s3torchconnector, which only this module knows.
 
 The connector retries by itself, but has no time limit (a dead connection takes it six minutes) and compares no
-checksum. So each attempt at a shard has a time limit here, the next one begins with a new client, and length and sha256
-are compared with the manifest before the file gets its name.
+checksum. So an attempt at a shard ends here when nothing of it comes for a while, the next one begins with a new
+client, and length and sha256 are compared with the manifest before the file gets its name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import hashlib
 import logging
 import math
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -31,6 +33,7 @@ logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
 CONNECTOR_ATTEMPTS = 3
+FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0
 FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's code
     "bucket does not exist": "NoSuchBucket",
     "No signing credentials": "NoCredentialsError",
@@ -67,6 +70,7 @@ class Client:
         self.credentials = (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
         if not uses_environment:
             put(self.credentials)
+        self.request_bytes = FIRST_BYTES
         self.numbers = {file: number for number, file in enumerate(files)}
         self.streams = S3MapDataset.from_objects(
             [f"{folder.location}/{file}" for file in files],
@@ -80,23 +84,38 @@ class Client:
             ),
         )
 
-    def read(self, file: str, *, most_bytes: float = math.inf) -> list[bytes]:
-        """The content of an object, in pieces; of one that is longer than `most_bytes`, its beginning. Raises Doubtful
-        or Unreachable.
+    def read(
+        self, file: str, *, most_bytes: int = sys.maxsize - 1, on_bytes: Callable[[], None] = lambda: None
+    ) -> list[bytes]:
+        """The content of an object, in pieces; of one that is longer than `most_bytes`, its beginning. `on_bytes` is
+        called as they arrive. Raises Doubtful or Unreachable.
+
+        The connector gives out what a request brings when all of it is there. So a request asks for FIRST_BYTES and,
+        once the speed is known, for what comes within REQUEST_S: over a fast link that is a shard.
         """
         pieces: list[bytes] = []
+        start = 0
         try:
-            for piece in self.streams[self.numbers[file]]():
-                pieces.append(piece)
-                if sum(map(len, pieces)) > most_bytes:
+            while start <= most_bytes:
+                first, stop, began_s = start, start + self.request_bytes, time.monotonic()
+                if stop >= most_bytes:
+                    stop = most_bytes + 1  # which shows an object that is longer, and is no request of its own
+                for piece in self.streams[self.numbers[file]](start, stop):
+                    pieces.append(piece)
+                    start += len(piece)
+                    on_bytes()
+                if start < stop:  # the object ends here
                     break
+                self.request_bytes = max(FIRST_BYTES, int(REQUEST_S * (stop - first) / (time.monotonic() - began_s)))
             return pieces
         except S3Exception as error:  # one class for all; only its text distinguishes the cases
+            if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the request before
+                return pieces
             raise explain(error) from error
 
 
 def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
-    """An S3ReaderConstructor of the connector whose reader is the stream itself, `get_stream()`.
+    """An S3ReaderConstructor of the connector whose reader is a request, `get_stream(start, end)`.
 
     The connector's own readers copy all of it once more, into memory that grows, or ask for the length first.
     """
@@ -181,26 +200,32 @@ class Downloader:
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
         """The content of a shard, read by a thread of its own, or by that of an earlier attempt, in `reads`, if it ends
-        first: a read cannot be stopped, and over a slow link it may be nearly done.
+        first: a read cannot be stopped, and may end in spite of its silence.
         """
-        content, clients = Future[list[bytes]](), list[Client]()
+        content, clients, heard_s = Future[list[bytes]](), list[Client](), [time.monotonic()]
+
+        def hear() -> None:
+            heard_s[0] = time.monotonic()
+            self.cache.heard()
 
         def read() -> None:
             try:
                 clients.append(self.current_client())  # in this thread: services of credentials may hang
-                content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes))
+                content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear))
             except BaseException as error:  # for the thread that waits
                 content.set_exception(error)
 
         reads.add(content)
         threading.Thread(target=read, daemon=True).start()
-        ended = wait(reads, self.cfg.attempt_s, return_when=FIRST_COMPLETED).done
+        ended = set[Future[list[bytes]]]()
+        while not ended and (left_s := heard_s[0] + self.cfg.attempt_s - time.monotonic()) > 0:
+            ended = wait(reads, left_s, return_when=FIRST_COMPLETED).done
         reads -= ended
         whole = [each for each in ended if each.exception() is None]
         if not whole and self.client in clients:
             self.client = None
         if not ended:
-            limit = f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)"
+            limit = f"nothing came within {self.cfg.attempt_s:g} s (data.attempt_s)"
             raise Unreachable(f"{limit}; over a slow link raise it, or lower data.downloads")
         return (whole or list(ended))[0].result()
 
