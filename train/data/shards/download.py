@@ -90,7 +90,7 @@ class Client:
         """The content of an object, in pieces; of one that is longer than `most_bytes`, its beginning. `on_bytes` is
         called as they arrive. Raises Doubtful or Unreachable.
 
-        The connector gives out what a request brings when all of it is there. So a request asks for FIRST_BYTES and,
+        The connector hands out the answer to a request when all of it is there. So a request asks for FIRST_BYTES and,
         once the speed is known, for what comes within REQUEST_S: over a fast link that is a shard.
         """
         pieces: list[bytes] = []
