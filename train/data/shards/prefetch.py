@@ -127,7 +127,8 @@ class ShardPrefetcher(Prefetcher):
 
     def want(self) -> None:
         """Have the shards fetched that are needed from now on, and delete the others if not all fit."""
-        wanted = {shard.file: shard for shard in wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)}
+        chosen = wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)
+        wanted: dict[str, Shard] = {shard.file: shard for shard in chosen}
         with self.changed:
             unwanted = (self.wanted.keys() or {shard.file for shard in self.cache.manifest.shards}) - wanted.keys()
             self.wanted = wanted
