@@ -134,7 +134,8 @@ class ShardPrefetcher(Prefetcher):
             self.wanted = wanted
             self.settled &= wanted.keys()
             self.failed &= wanted.keys()
-            self.queue = deque(shard for file, shard in wanted.items() if file not in self.settled | self.active)
+            taken = self.settled | self.active
+            self.queue = deque(shard for file, shard in wanted.items() if file not in taken)
             self.changed.notify_all()
         for file in () if self.fits else unwanted:
             (self.cache.folder / file).unlink(missing_ok=True)
