@@ -304,7 +304,7 @@ CASES = {
     ],
     "Python": [
         case(trn1, "bad", "Amazon Linux 2023", "Ubuntu 24.04", glibc="2.34"),
-        case(trn1, "bad", "3.11 to 3.13", "python3.13 -m venv", python=(3, 10, 4)),
+        case(trn1, "bad", "3.11 to 3.13", "python3.13 -m venv", python=(3, 14, 0)),
         case(trn1, "bad", "3.12 to 3.14", "python3.14", instance=TRN2, python=(3, 11, 7)),
         case(laptop, "bad", "too old", "3.11 or newer", python=(3, 10, 4)),
         case(trn1, "ok", instance=TRN2, files=ubuntu("26.04"), versions=NONE),
