@@ -322,6 +322,10 @@ PREPARATIONS = [
     ("output=TEXT/x", "TEXT/x"),
     ("output=http://x/y", "http://x/y"),
     ("output=s3:/bucket/x", "s3:/bucket/x is neither a URL"),
+    # ---- what is known only once the text is read
+    ("corpus.path=BLANK", "holds no text at all"),
+    (["output=new/deeper", "corpus.path=BROKEN", "corpus.encoding=utf-16"], "UTF-16"),
+    ("tokenizer.vocab_size=50000", "more than this text can fill"),
 ]
 
 TABLES = [
@@ -420,6 +424,7 @@ def places(prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """What the capital words of the rows stand for. The current folder is an empty one."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
+    (tmp_path / "blank.txt").write_text("\n\n   \n")
     (tmp_path / "broken.parquet").write_text("PAR1garbagePAR1")
     finished_run.write(tmp_path / "run")
     (tmp_path / "here").mkdir()
@@ -428,7 +433,7 @@ def places(prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))
-    names = {"EMPTY": "empty", "CSV": "table.csv", "BROKEN": "broken.parquet", "RUN": "run"}
+    names = {"BLANK": "blank.txt", "EMPTY": "empty", "CSV": "table.csv", "BROKEN": "broken.parquet", "RUN": "run"}
     return {"DATA": str(prepared), "TEXT": str(corpus)} | {word: str(tmp_path / name) for word, name in names.items()}
 
 
@@ -437,7 +442,7 @@ def opened_a_device(*_: object, **__: object) -> None:
 
 
 def filled(text: str, places: dict[str, str]) -> str:
-    return re.sub(r"\b(DATA|TEXT|EMPTY|CSV|BROKEN|RUN)\b", lambda result: places[result[0]], text)
+    return re.sub(r"\b(DATA|TEXT|BLANK|EMPTY|CSV|BROKEN|RUN)\b", lambda result: places[result[0]], text)
 
 
 def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> str | None:
@@ -448,7 +453,7 @@ def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureF
     lines = [line for line in captured.err.splitlines() if not line.startswith(("[transformers]", "... ", "starting "))]
     ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
     ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
-    ok = ok and not any(path.is_file() for path in Path.cwd().rglob("*"))
+    ok = ok and not any(Path.cwd().iterdir())
     for left in Path.cwd().iterdir():
         shutil.rmtree(left)
     return None if ok else f"{command} {arguments}: {code}, not a line with {says!r}: {captured.err or captured.out}"

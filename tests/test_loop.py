@@ -134,6 +134,14 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     assert f'File "{ROOT / "train"}' not in result.stderr  # no stack trace of ours; torchrun prints its own
 
 
+def test_a_rank_that_torchrun_ends_as_another_is_rejected_leaves_nothing_either(tmp_path, prepared):
+    """The end of a capacity block is read by the first rank of a machine only."""
+    ended = "preempt.block_end=2001-01-01T00:00:00Z"
+    result = run(train_overrides(tmp_path / "new/run", prepared, ended), ranks=2)
+    assert result.returncode != 0 and "leaves no time" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_only_rank_0_speaks(tmp_path, prepared):
     result = run(train_overrides(tmp_path / "run", prepared, "export=false"), ranks=2)
     assert result.returncode == 0, result.stderr
@@ -257,17 +265,44 @@ def rejection(toy, **changes):
     return str(error.value)
 
 
-def test_an_exit_record_is_of_this_attempt_and_says_why_it_was_rejected(toy):
-    toy.train(max_steps=1)
-    record = toy.folder / "run/log/exit_rank_0000.json"
-    assert json.loads(record.read_text())["reason"] == "done"
-    assert "tf32 needs a CUDA device" in rejection(toy, backend=TF32_ON_A_CPU)
-    assert "rejected: backend.precision=tf32" in json.loads(record.read_text())["reason"]
+def unloadable(self):
+    raise InputError("the model lacks weights")
 
 
-def test_a_run_that_never_took_a_step_does_not_keep_its_folder(toy):
-    rejection(toy, backend=TF32_ON_A_CPU)
-    assert toy.train(seed=9) == ("done", 6)
+@pytest.mark.parametrize("found", ["nothing", "an empty folder", "a finished run"])
+@pytest.mark.parametrize(
+    ("changes", "model", "says"),
+    [
+        ({"backend": TF32_ON_A_CPU}, None, "tf32 needs a CUDA device"),
+        ({"backend": BackendConfig(name="neuron")}, None, "needs native PyTorch"),
+        ({"preempt": {"notices": "on", "block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
+        ({}, unloadable, "lacks weights"),
+    ],
+    ids=["precision", "device", "block", "model"],
+)
+def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, found, changes, model, says):
+    run_dir = toy.folder / "new/run"
+    if found == "an empty folder":
+        run_dir.mkdir(parents=True)
+    elif found == "a finished run":
+        toy.train("new/run", max_steps=1)
+    before = tree(toy.folder)
+    if model is not None:
+        monkeypatch.setattr(ToyTask, "build_model", model)
+    assert says in rejection(toy, name="new/run", **changes)
+    assert tree(toy.folder) == before
+    monkeypatch.undo()
+
+
+def tree(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def test_an_attempt_that_is_rejected_after_its_start_leaves_its_exit_record(toy, monkeypatch):
+    monkeypatch.setattr(ToyTask, "train_data", unloadable)
+    rejection(toy)
+    record = json.loads((toy.folder / "run/log/exit_rank_0000.json").read_text())
+    assert record["reason"] == toy.outcome()["reason"] == "rejected: the model lacks weights"
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,11 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         folder.describe(cfg, attempt.identity, facts, task.details)
         task.describe_model(model, folder.folder)
 
+    if attempt.saves and not folder.is_remote:
+        num_blind = world.sum([not attempt.sees_owner()])[0]
+        where = f"run_dir={cfg.run_dir} of rank 0; it must be a shared folder"
+        check(num_blind == 0, f"{num_blind:g} ranks do not see {where}")
+    attempt.is_described = True
     world.run_on_rank0(write)
     for remark in task.remarks:
         logger.info(remark)
@@ -278,12 +283,6 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
     if (shape := shape_of_model(model)) is not None:
         sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
         logger.info(memory_of(cfg, shape, seq_len=task.seq_len, precision=backend.precision, **sizes))
-    if not folder.is_remote:
-        num_blind = world.sum([not folder.environment.is_file()])[0]
-        check(
-            num_blind == 0 or not attempt.saves,
-            f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder",
-        )
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:

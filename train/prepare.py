@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,15 @@ from train.data.text.preparation import (
     remove_states,
 )
 from train.data.text.processes import prepare_in_processes
-from train.storage.folders import Folder, canonical_json, open_folder, sha256_json
+from train.storage.folders import (
+    Folder,
+    canonical_json,
+    empty_folders_removed,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_json,
+)
 from train.storage.schema import BadContent, of_type, read_object
 
 if TYPE_CHECKING:
@@ -83,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(cfg: PrepareConfig) -> int:
-    with progress.reported():
+    made = nullcontext() if is_s3(cfg.output) else empty_folders_removed(local_path(cfg.output))
+    with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
         print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")

@@ -21,13 +21,14 @@ from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.host.processes import age_s, read_process
+from train.host.torchrun import has_rejected
 from train.models.memory_estimate import advice
 from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
 from train.run_folder.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
 from train.run_folder.ownership import LeaseLost, check_owner
-from train.storage.folders import make_folder
+from train.storage.folders import empty_folders_removed, make_folder
 from train.tasks import Task
 
 logger = logging.getLogger("train")
@@ -64,6 +65,7 @@ class Attempt:
     asked: str = ""  # the requests to stop, with their ranks
     kind: str = ""  # of the first of them
     lease: Lease | None = None  # rank 0's
+    is_described: bool = False  # whether the run has described itself in its folder
 
     def __post_init__(self) -> None:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
@@ -91,6 +93,14 @@ class Attempt:
         """Whether log lines may go to the run folder: not after it was lost, unless it is this machine's copy."""
         return self.folder.is_remote or not (self.folder.is_lost or self.failure)
 
+    def sees_owner(self) -> bool:
+        """Return whether this rank sees the lease of rank 0, as it does if they share the folder."""
+        try:
+            self.folder.guard()
+        except LeaseLost:
+            return False
+        return True
+
     def has_stop_file(self) -> bool:
         return self.folder.folder.size(STOP_FILE) is not None
 
@@ -102,27 +112,34 @@ def started_ago_s() -> float:
 
 @contextmanager
 def begin(attempt: Attempt) -> Iterator[Attempt]:
-    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does. Raises
-    InputError if another job has the folder.
+    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does. Nothing
+    is left of a start that is rejected before the run has described itself. Raises InputError if another job has the
+    folder.
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
     folder.check_is_ours(attempt.identity, force=cfg.resume.force)
-    make_folder(folder.path)
     with ExitStack() as stack:
+        stack.enter_context(empty_folders_removed(folder.log, folder.path / "lease"))
+        make_folder(folder.path)
         if launch.rank == 0:
             with attempt.stop.nothing_to_save():
                 attempt.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
             folder.guard = attempt.lease.check
         try:
             folder.open(attempt.lease.previous if attempt.lease else None)
-            set_up_logging(folder.log, may_write=attempt.may_log)
+            set_up_logging(folder.log_file, may_write=attempt.may_log)
             stack.enter_context(attempt.watch)
             if launch.local_rank == 0:
                 stack.enter_context(Notices(cfg, attempt.stop, attempt.has_stop_file, attempt.began_s))
             yield attempt
         except BaseException as error:
             kind = kind_of(error)
+            if not attempt.is_described and (kind == "refused" or has_rejected()):
+                folder.take_back()
+                if attempt.lease is not None:
+                    attempt.lease.is_withdrawn = True
+                raise
             if kind in OUT_OF_MEMORY:  # no mistake of the program: one line says what to change
                 memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
                 record_failure(memory, attempt)

@@ -89,6 +89,11 @@ def leave_rejection(rejection: str) -> None:
             print_after_torchrun(f"rejected: {rejection}")
 
 
+def has_rejected() -> bool:
+    """Return whether a rank of this machine was rejected in this start: torchrun ends the others by a signal."""
+    return file_of_start(REJECTION).exists()
+
+
 def print_after_torchrun(line: str) -> None:
     """Print a line when torchrun has ended: its own traceback of 25 lines would hide the reason. Linux only."""
     pid = find_torchrun() if sys.platform == "linux" else None

@@ -73,6 +73,9 @@ class RunFolder:
         self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # how the last attempt ended, once open
+        self.removed: dict[str, bytes] = {}  # the records that `open` has removed, without exit records in S3
+        self.local_outcome: bytes | None = None  # of them, an outcome on this machine of a run in S3
+        self.log_bytes: int | None = None  # of this rank's log before this attempt; None: there was none
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of each file that was uploaded to S3
         self.versions: dict[str, str] = {}  # the versions of these files there
         self.mirroring = threading.Lock()
@@ -82,6 +85,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.export = self.path / "export"
         self.log = self.path / "log"
+        self.log_file = self.log / f"rank_{launched().rank:04d}.txt"
         self.staging = self.path / "staging"  # files on their way to and from S3
 
     def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
@@ -115,22 +119,41 @@ class RunFolder:
     def open(self, last_owner: dict[str, Any] | None = None) -> None:
         """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended;
         `last_owner` is the lease before its own: after another machine's an outcome on this one is older.
+        `take_back` undoes it.
         """
         self.log.mkdir(exist_ok=True)
+        self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
         if self.is_remote:
             self.exit_path.unlink(missing_ok=True)
         if launched().rank != 0:
             return
         is_elsewhere = last_owner is not None and last_owner["host"] != platform.node()
         self.previous = read_outcome(self.storage) if is_elsewhere else self.last_outcome()
+        if self.is_remote and (self.path / NAME).is_file():
+            self.local_outcome = (self.path / NAME).read_bytes()
         try:
             for name in (NAME, *self.folder.names("log/exit_rank_")):
+                if name == NAME or not self.is_remote:  # exit records in S3 would be many requests
+                    with suppress(FileNotFoundError):
+                        self.removed[name] = self.folder.read(name)
                 self.folder.remove(name)
         except NotPermitted:
             self.folder.write(NAME, b"{}")  # this counts as none
         (self.path / NAME).unlink(missing_ok=True)
         for name in MIRRORED if self.is_remote else ():
             self.download(name)
+
+    def take_back(self) -> None:
+        """Leave the folder as `open` found it, for a start that is rejected. Only its owner may cut a log file."""
+        with self.logging_failures():
+            if self.log_bytes is None:
+                self.log_file.unlink(missing_ok=True)
+            elif launched().rank == 0:
+                os.truncate(self.log_file, self.log_bytes)
+            for name, content in self.removed.items():
+                self.folder.write(name, content)
+            if self.local_outcome is not None:
+                write_atomic(self.path / NAME, self.local_outcome)
 
     def download(self, name: str) -> None:
         """Copy a file from S3 to this machine. An older copy stays only if it continues that file by whole lines: since
@@ -301,8 +324,8 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     )
 
 
-def set_up_logging(folder: Path | None, *, may_write: Callable[[], bool] = lambda: True) -> None:
-    """Send rank 0's messages and every rank's errors to the terminal, and all messages to a file in `folder`."""
+def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Send rank 0's messages and every rank's errors to the terminal, and all messages to the file `path`."""
     root = logging.getLogger("train")
     root.setLevel(logging.INFO)
     root.propagate = False
@@ -310,8 +333,8 @@ def set_up_logging(folder: Path | None, *, may_write: Callable[[], bool] = lambd
     terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [terminal]
-    if folder is not None:
-        file = logging.FileHandler(folder / f"rank_{launched().rank:04d}.txt")
+    if path is not None:
+        file = logging.FileHandler(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())
         root.handlers = [file, terminal]

@@ -50,6 +50,7 @@ class Lease:
         self.ended_below = 1  # owners of lower numbers have certainly ended; the last owner may only be silent
         self.claim: dict[str, Any] = {}
         self.heartbeats = 0
+        self.is_withdrawn = False  # whether nothing came of this job: then its lease is removed
         self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
 
     def __enter__(self) -> Lease:
@@ -111,6 +112,9 @@ class Lease:
                 raise TimeoutError("a heartbeat is still on its way")
             with suppress(LeaseLost):  # there is nothing to release
                 self.heartbeat(released=True)
+                with suppress(NotPermitted):
+                    for name in [name_of(self.number)] if self.is_withdrawn else []:
+                        self.folder.remove(name)
         except Exception as error:
             logger.warning(f"{self.folder.location} is not released: {type(error).__name__}: {error}")
 

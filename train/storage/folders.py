@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import InputError, S3Config, check_printable
+from train.host.torchrun import file_of_start, has_rejected
 from train.storage.atomic_io import create_atomic, is_temporary, write_atomic
 from train.storage.schema import RelativePath
 
@@ -190,6 +191,29 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
+
+
+@contextmanager
+def empty_folders_removed(*paths: Path) -> Iterator[None]:
+    """Remove those of some folders and of their parents that the block makes and leaves empty, if it is rejected. Ranks
+    that torchrun has started on this machine make them together, and the last one to leave removes them.
+    """
+    all_paths = {folder for path in paths for folder in (path, *path.parents)}
+    made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # the innermost first
+    of_all = file_of_start("made")
+    with suppress(OSError):
+        if made:
+            create_atomic(of_all, "\n".join(map(str, made)).encode())
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, InputError) or has_rejected():
+            with suppress(OSError):
+                made = [Path(line) for line in of_all.read_text().splitlines()]
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
