@@ -109,6 +109,10 @@ def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_
     put(folder, "c.tsv", csv_of([('"he said ""a"""', "1"), ('"so"', "0")], delimiter="\t"))
     new_rows(folder / "c.tsv")
     assert "c.tsv:2 and 0 more: quotation marks around fields are text; data.quote='\"' removes them" in caplog.text
+    caplog.clear()
+    put(folder, "d.tsv", "text\tlabel\n" + '"so"\t0\n"a"\t"1"\n')  # as R writes all fields
+    new_rows(folder / "d.tsv")
+    assert "d.tsv:3 and 0 more: quotation marks" in caplog.text
 
 
 TABS = {"format": "csv", "delimiter": "\t"}
@@ -162,12 +166,12 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
         (csv_of([(text, f"n{n}") for n, (text, _) in enumerate(ROWS * 30)]), {}, "more than 1000 different labels"),
         (
-            csv_of([(text, str(n % 51)) for n, (text, _) in enumerate(ROWS * 2)]),
+            csv_of([(text, str(n % 51) if n else "n/a") for n, (text, _) in enumerate(ROWS * 2)]),
             {},
             "50 different numbers, .*regression",
         ),
         (
-            csv_of([(text, f"{n % 6}.5") for n, (text, _) in enumerate(ROWS)]),
+            csv_of([(text, f"{n % 6}.5" if n else "n/a") for n, (text, _) in enumerate(ROWS)]),
             {},
             "not whole, as 0.5: .*regression.*data.labels",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from train.data.files.rows import Values, csv_dialect, csv_rows
 logger = logging.getLogger("train")
 
 MAX_FIELD_CHARS = 2**20  # an open quote swallows no more than this
+QUOTED = re.compile(r'"[^"]*"')
 FEW_LINES = 5  # of a field; more may be rows that a quotation mark swallowed
 
 
@@ -53,7 +55,7 @@ def report_quotes(
         yield number, values
         fields = [] if isinstance(values, BadRow) else list(values.values())
         if quote is None:
-            strange = any(map(is_quoted, fields))
+            strange = any(map(is_quoted, fields)) or (bool(fields) and all(map(QUOTED.fullmatch, fields)))
         else:
             strange = any("\n" in field and holds_rows(field, delimiter, len(fields)) for field in fields)
         if strange:

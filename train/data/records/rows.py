@@ -100,15 +100,14 @@ class LabelNames:
         return name
 
     def check_numbers(self) -> None:
-        """Raise InputError if the labels are numbers that are no classes."""
-        if self.known or not self.seen or not all(map(NUMBER.fullmatch, self.seen)):
-            return
-        fraction = next((name for name in sorted(self.seen) if not float(name).is_integer()), None)
+        """Raise InputError if the labels are numbers that are no classes, whatever words are among them, as n/a is."""
+        numbers = sorted(name for name in self.seen if NUMBER.fullmatch(name)) if not self.known else []
+        fraction = next((name for name in numbers if not float(name).is_integer()), None)
         what = "numbers that are not whole" if fraction else f"more than {MAX_NUMBERS} different numbers"
         check(
-            fraction is None and len(self.seen) <= MAX_NUMBERS,
-            f"the labels are {what}, as {fraction or max(self.seen, key=float)}: scores are learnt by regression, not "
-            "as classes; if each number is a class, list all in data.labels, as data.labels=[0,1,2]",
+            fraction is None and len(numbers) <= MAX_NUMBERS,
+            f"the labels are {what}, as {fraction or max(numbers, key=float, default='')}: scores are learnt by "
+            "regression, not as classes; if each number is a class, list all in data.labels, as data.labels=[0,1,2]",
         )
 
     def in_order(self) -> list[str]:
@@ -187,7 +186,9 @@ def target_of(
 
 
 def check_single(value: Any, column: str, kind: RowKind) -> None:
-    """Raise BadRow for a list or an object in place of a label, also where it was written as text."""
+    """Raise BadRow for bytes, a list or an object in place of a label, also for the last two where they are text."""
+    if isinstance(value, bytes):
+        raise BadRow(f"{column} holds {value!r:.40}, bytes and not text; write the column as strings")
     if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
         return
     is_object = isinstance(value, dict) or str(value).lstrip().startswith("{")
