@@ -73,6 +73,18 @@ def build_with_head(
     return model
 
 
+def names_of_head(config: PreTrainedConfig) -> list[str]:
+    """Return the labels that a head was trained on. Raises InputError if they are not texts that all differ."""
+    names = [config.id2label.get(number) for number in range(config.num_labels)]
+    is_usable = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    shown = ", ".join(map(repr, names[:SHOWN_LABELS]))
+    check(
+        is_usable,
+        f"{config.name_or_path}/config.json: id2label must hold a name of its own for each label, not {shown}",
+    )
+    return names
+
+
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
     """InputError if a checkpoint's head is for other labels, or another order. LABEL_0, ... stand for no names: the log
     says which labels they are taken for.

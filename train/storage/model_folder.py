@@ -25,8 +25,9 @@ WAS_SET = "_attn_implementation_autoset"  # true or false, which transformers 4.
 FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer has
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # of another machine; transformers replaces them
 LARGEST, DEEPEST = 10**9, 1000  # a size; layers: each is an object, so that a number alone could keep a machine busy
+MOST_LABELS = 10**6  # transformers makes a name of each
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
-COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings", "num_labels")
+COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
 DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
 ADAPTER = "adapter_config.json"  # names another model, which transformers would load instead
 
@@ -49,6 +50,7 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
     for name in (*WIDTHS, *COUNTS, *DEPTHS):
         most = DEEPEST if name in DEPTHS else LARGEST
         check_number(path, name, values.get(name), least=1, most=most)
+    check_number(path, "num_labels", values.get("num_labels"), least=1, most=MOST_LABELS)
     check_number(path, "type_vocab_size", values.get("type_vocab_size"), least=0, most=LARGEST)
     vocabulary = values.get("vocab_size")
     if vocabulary is not None:

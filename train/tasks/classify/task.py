@@ -20,6 +20,7 @@ from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
+from train.models.heads import names_of_head
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import ClassifyConfig
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
@@ -125,7 +126,7 @@ class Classification(TextTask):
     # ---- predictions -----------------------------------------------------------------------------------------------
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
-        labels = [config.id2label[number] for number in range(config.num_labels)]
+        labels = names_of_head(config)
         problem = getattr(config, "problem_type", None)
         check(
             problem in (None, "single_label_classification") and len(labels) > 1,

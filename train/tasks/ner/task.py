@@ -26,6 +26,7 @@ from train.data.records.conll import TAG
 from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
+from train.models.heads import names_of_head
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, table_of
 from train.tasks.ner import NERConfig
@@ -188,7 +189,7 @@ class TokenClassification(TextTask):
     # ---- predictions -----------------------------------------------------------------------------------------------
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
-        labels = [config.id2label[number] for number in range(config.num_labels)]
+        labels = names_of_head(config)
         if not any(map(TAG.fullmatch, labels)):
             self.use_scheme("none")
         strange = [label for label in labels if self.has_entities and not TAG.fullmatch(label)]
