@@ -124,6 +124,12 @@ def charsmap(blob):
 
 
 UNITS = struct.pack("<3I", 8, 0x3FF << 10, 0x3FF << 10)  # two of a trie, which lead far behind its end
+TEMPLATE = {  # of a single text and of a pair
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"[CLS]": {"id": "[CLS]", "ids": [2**32 - 1], "tokens": ["[CLS]"]}},
+}
 REJECTED = {  # by what the error says: files of the model with changes of their values
     "auto_map asks": {"config.json": {"a": [{"b": {"auto_map": {"AutoConfig": "evil.C"}}}]}},
     "trust_remote_code asks": {"config.json": {"text_config": {"trust_remote_code": True}}},
@@ -142,6 +148,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "num_labels is 1000000000;": {"config.json": {"num_labels": 10**9}},
     "name of its own for each label, not 'a', 'a'": {"config.json": {"id2label": {"0": "a", "1": "a"}}},
     "name of its own for each label, not 0, 1": {"config.json": {"id2label": {"0": 0, "1": 1}}},
+    "chunk_size_feed_forward is 7;": {"config.json": {"chunk_size_feed_forward": 7}},
     "hidden_size is '8';": {"config.json": {"hidden_size": "8"}},
     "pad_token_id is 99999;": {"config.json": {"pad_token_id": 99999}},
     "hidden_dropout_prob is 2;": {"config.json": {"hidden_dropout_prob": 2}},
@@ -158,6 +165,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "'vocab_file' is no special token": {"special_tokens_map.json": {"vocab_file": "/etc/passwd"}},
     "index out of bounds": {"tokenizer.json": {"normalizer": charsmap(UNITS + b"x\0")}},
     "Cannot parse precompiled_charsmap": {"tokenizer.json": {"normalizer": charsmap(b"\1")}},
+    "adds a token of number 4294967295": {"tokenizer.json": {"post_processor": TEMPLATE}},
     "chunk size must be non-zero": {"tokenizer.json": {"pre_tokenizer": {"type": "FixedLength", "length": 0}}},
 }
 

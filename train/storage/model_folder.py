@@ -51,6 +51,7 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
         most = DEEPEST if name in DEPTHS else LARGEST
         check_number(path, name, values.get(name), least=1, most=most)
     check_number(path, "num_labels", values.get("num_labels"), least=1, most=MOST_LABELS)
+    check_number(path, "chunk_size_feed_forward", values.get("chunk_size_feed_forward"), least=0, most=0)
     check_number(path, "type_vocab_size", values.get("type_vocab_size"), least=0, most=LARGEST)
     vocabulary = values.get("vocab_size")
     if vocabulary is not None:

@@ -205,6 +205,9 @@ def load_tokenizer(
     tokenizer.chat_template = None  # an encoder has none, and saved ones are files with names of the template's choice
     tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every text short
     tokenizer.backend_tokenizer.no_padding()
+    for given in (("",), ("", "")):
+        added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # by its post-processor alone
+        check(added <= last, f"tokenizer {source} adds a token of number {added}, and its pieces have 0 to {last}")
     return tokenizer
 
 
