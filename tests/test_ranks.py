@@ -7,10 +7,12 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from forks import launch, run_forked
 from rejections import rejects
+from torch.distributed import distributed_c10d
 
 from train.attempt.preempt import StopRequest
 from train.config import Failure, InputError
@@ -66,12 +68,19 @@ def rank_of_three(folder):
     dist.init_process_group("gloo")
     world, heartbeats = World(), []
     rank = world.rank
-    answer = {
-        "sum": world.sum([1.0, rank]),
-        "gathered": world.all_gather_object(rank * 2),
-        "broadcast": world.broadcast(rank + 5),
-        "gather": world.gather(str(rank)),
-    }
+
+    def fails_on(number, error):
+        if rank == number:
+            raise error
+
+    answer = {"sum": world.sum([1.0, rank]), "gathered": world.all_gather_object(rank * 2)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "all_gather", None)  # by it torch sends every rank something of each other one
+        answer["broadcast"] = world.broadcast(5 if rank == 0 else threading.Lock())  # which cannot be sent
+        answer["gather"] = [float(each) for each in world.gather(torch.arange(rank * 1000).sum())]
+        answer["shared"], collected = world.run_and_broadcast(lambda: rank + 5), world.run_and_gather(lambda: rank + 5)
+        answer["collected"] = world.broadcast(collected)
+        answer["agree"] = message(world.agree, lambda: fails_on(2, InputError("rank 2 has no file")))
     summed, received = torch.tensor([1.0, rank]), torch.zeros(1)
     world.all_reduce(summed)
     if rank > 0:
@@ -79,11 +88,6 @@ def rank_of_three(folder):
     answer["tensors"], answer["exchanged"] = summed.tolist(), world.all_gather_object(received.item())
     answer["first"] = world.run_on_rank0(lambda: f"by {rank}", lambda: heartbeats.append(1))
 
-    def fails_on(number, error):
-        if rank == number:
-            raise error
-
-    answer["agree"] = message(world.agree, lambda: fails_on(2, InputError("rank 2 has no file")))
     answer["first fails"] = message(world.run_on_rank0, lambda: fails_on(0, Failure("the disk is full")))
     answer["others are not asked"] = message(world.run_on_rank0, lambda: fails_on(1, Failure("never raised")))
     machine = Path(folder) / f"machine_{rank}"
@@ -107,12 +111,14 @@ def test_three_ranks_agree(tmp_path):
     done = run_forked(launch(__file__, [str(tmp_path)], ranks=3), os.environ)
     assert done.returncode == 0, done.stderr
     answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert [answer.pop("gather") for answer in answers] == [["0", "1", "2"], [], []]
+    assert [answer.pop("gather") for answer in answers] == [[0.0, 499500.0, 1999000.0], [], []]
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] == {
         "sum": [3.0, 3.0],
         "gathered": [0, 2, 4],
         "broadcast": 5,
+        "shared": 5,
+        "collected": [5, 6, 7],
         "tensors": [3.0, 3.0],
         "exchanged": [0.0, 2.0, 1.0],
         "first": "by 0",

@@ -89,7 +89,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
         world.run_on_local_rank0(task.verify_data)  # without a heartbeat: a hang is ended
-    check_same_data(world.all_gather_object(task.data_id))
+    world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.agree(task.build_model)
     lengths = num_lengths(task)

@@ -5,6 +5,7 @@ Methods whose names do not begin with `begin` wait for all ranks, and all ranks 
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,16 +78,28 @@ class World:
         return values
 
     def broadcast(self, value: Result) -> Result:
-        """The value of rank 0, on all ranks."""
-        return self.all_gather_object(value)[0]
+        """The value of rank 0, on all ranks. Those of other ranks are not sent, and rank 0 does not wait for them."""
+        if not self.is_distributed:
+            return value
+        values: list[Any] = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(values, group=self.group)
+        return cast(Result, values[0])
 
     def gather(self, value: Result) -> list[Result]:
-        """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
+        """Every rank's value in rank order, on rank 0; an empty list elsewhere.
+
+        Unlike in torch's gather_object no rank receives a number from each other one: bytes grow with the ranks alone.
+        """
         if not self.is_distributed:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group)
-        return values or []
+        content = bytearray(pickle.dumps(value))
+        longest = torch.tensor([len(content)])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
+        content += bytes(int(longest) - len(content))  # pickle reads to the end of the value only
+        own = torch.frombuffer(content, dtype=torch.uint8)
+        contents = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(own, contents, group=self.group)
+        return [pickle.loads(each.numpy().tobytes()) for each in contents or ()]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a host tensor over all ranks, in place."""
@@ -124,7 +137,29 @@ class World:
 
     def raise_failure(self, failure: Exception | None) -> None:
         """Raise the first failure of all ranks on all of them; at least one rank passes one."""
-        raise next(error for error in self.all_gather_object(failure) if error is not None)
+        first = self.broadcast(next(filter(None, self.gather(failure)), None))
+        assert first is not None
+        raise first
+
+    def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
+        """Take an action on every rank. Returns the results of all, in rank order, on rank 0; an empty list elsewhere.
+        If one fails, whatever the failure, its rank raises it, and the others a RuntimeError that names the rank.
+        """
+        result, failure = attempt(action)
+        answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
+        texts = (f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None)
+        text = self.broadcast(next(texts, None))
+        if failure is not None or text is not None:
+            raise failure or RuntimeError(text)
+        return cast(list[Result], [each for each, _ in answers])
+
+    def run_and_broadcast(self, action: Callable[[], Result]) -> Result:
+        """Take an action on rank 0 and return its result on all ranks. A failure is raised as in `run_and_gather`."""
+        result, failure = attempt(action) if self.rank == 0 else (None, None)
+        result, text = self.broadcast((result, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None or text is not None:
+            raise failure or RuntimeError(f"rank 0: {text}")
+        return cast(Result, result)
 
     def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
         """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks, which wait
@@ -132,9 +167,11 @@ class World:
         """
         return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
-    def run_on_local_rank0(self, action: Callable[[], object], on_wait: Callable[[], None] = no_wait) -> None:
-        """The first rank of each machine takes the action, while the others wait as in `run_on_rank0`."""
-        self._some_do(action, self.local_rank == 0, on_wait)
+    def run_on_local_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result | None:
+        """The first rank of each machine takes the action, and gets its result; the others wait as in `run_on_rank0`,
+        and get None.
+        """
+        return self._some_do(action, self.local_rank == 0, on_wait)
 
     def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:
         if not is_mine:
@@ -167,3 +204,11 @@ class World:
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         self.sum([0.0])
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Return the result of an action, or its failure, which the caller raises once the other ranks know of it."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error

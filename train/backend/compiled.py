@@ -115,10 +115,10 @@ class TorchCompiler:
         except Exception as error:  # of any part of the compiler; the cause is named
             inner = getattr(error, "inner_exception", error)  # torch wraps what a compiler raised
             cause = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
-        causes = [each for each in world.all_gather_object(cause) if each]
-        if causes:
+        cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
+        if cause:
             self.is_on = False
-            logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", causes[0])
+            logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", cause)
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph; torch calls this for each."""

@@ -231,26 +231,31 @@ class AsyncSaver:
         """
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
-        scratch = self._on_all(lambda: self.store.begin(manifest.step, num_bytes) if is_first else None)[0]
-        assert scratch is not None  # of rank 0
+        assert self.writers is not None
+        scratch = self.writers.run_and_broadcast(lambda: self.store.begin(manifest.step, num_bytes))
         folder, keeps = scratch if is_first else None, False
+        own: dict[FileName, FileEntry] = {}
         try:
 
             def write_files() -> dict[FileName, FileEntry]:
-                nonlocal folder
+                nonlocal folder, own
                 folder = folder or (self.store.join(scratch.name, num_bytes) if state else None)
-                return {} if folder is None else self._write_files(state, folder)
+                own = {} if folder is None else self._write_files(state, folder)
+                return own
 
-            def prepare() -> Manifest:
-                prepared = retried(lambda: self.store.prepare(scratch, manifest))
+            def prepare() -> FileName | None:
+                nonlocal manifest
+                manifest = retried(lambda: self.store.prepare(scratch, manifest))
                 retried(self._prepare_folder)
-                return prepared
+                return manifest.folder
 
-            parts = self._on_all(write_files)
-            own = parts[self.world.rank if len(parts) > 1 else 0]
+            parts = self.writers.run_and_gather(write_files)
+            # Only rank 0's manifest names the files, of all ranks: the others need to know where theirs go.
             manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
-            manifest = self._on_all(lambda: prepare() if is_first else manifest)[0]
-            self._on_all(lambda: folder and retried(lambda: self.store.send(folder, manifest, list(own))))
+            manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
+            self.writers.run_and_gather(
+                lambda: folder and retried(lambda: self.store.send(folder, manifest, list(own)))
+            )
             if is_first:
                 retried(lambda: self.store.commit(scratch, manifest))
                 self.unsent = None
@@ -269,24 +274,6 @@ class AsyncSaver:
         """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
         self.folder.check_owner()
         self.folder.mirror()
-
-    def _on_all(self, action: Callable[[], Result]) -> list[Result]:
-        """Take an action on every rank that writes. Returns the results of all, in the order of the ranks. If one has
-        failed, its rank raises that failure, and the others a RuntimeError that names it.
-        """
-        assert self.writers is not None
-        result, failure = None, None
-        try:
-            result = action()
-        except Exception as error:  # raised below: the other ranks wait
-            failure = error
-        answers = self.writers.all_gather_object((result, failure and f"{type(failure).__name__}: {failure}"))
-        if failure is not None:
-            raise failure
-        for rank, (_, text) in enumerate(answers):
-            if text is not None:
-                raise RuntimeError(f"rank {rank}: {text}")
-        return [each for each, _ in answers]  # type: ignore[misc]
 
     def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:
         """Take an action, again and again until then while the service does not answer or rejects it."""

@@ -309,7 +309,7 @@ class Recorder:
                 "precision": self.backend.precision,
                 "peak_device_bytes": peak_device_bytes(),
                 "peak_host_bytes": own_peak_bytes(),
-                "peak_bytes_of_ranks": self.world.all_gather_object(peak_device_bytes() or own_peak_bytes()),
+                "peak_bytes_of_ranks": self.world.gather(peak_device_bytes() or own_peak_bytes()),
                 **bubble_share(self.passes_s, self.spans_s),
                 **({"bubble_share_ideal": self.cfg.parallel.bubble} if self.spans_s else {}),
                 **facts,
