@@ -24,7 +24,7 @@ from launch.values import MAX_CHARS, count, moment, table, text, texts
 from train.cli.command import Parser, add_s3_flags
 from train.config import InputError, S3Config, check
 from train.host.machine import cache_root
-from train.storage.folders import LocalFolder, canonical_json, is_s3, open_folder, sha256_bytes
+from train.storage.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
 FORMAT = 1
@@ -189,7 +189,7 @@ class Record:
 
     def events(self) -> list[Event]:
         """All events in order. One that is damaged is of the kind "damaged": a job must be stopped all the same."""
-        return [self.event(name) for name in self.event_names()]
+        return list(at_once(self.event, self.event_names()))
 
     def event(self, name: str) -> Event:
         try:

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from launch.ec2.api import Api
@@ -24,7 +25,7 @@ from launch.record import Event, Record
 from launch.values import table
 from train.config import Failure
 from train.host.processes import is_gone, owner_name
-from train.storage.folders import canonical_json
+from train.storage.folders import at_once, canonical_json
 from train.storage.schema import BadContent
 
 CALLS = "ec2/calls/"
@@ -88,7 +89,7 @@ class Call:
 
 def read_calls(run: Record) -> list[Call]:
     """All calls of a run, those of earlier launches too. InputError for a file that is damaged."""
-    return [run.read(Call, name) for name in run.folder.names(CALLS)]
+    return list(at_once(partial(run.read, Call), run.folder.names(CALLS)))
 
 
 def call_regions(run: Record) -> list[str]:

@@ -33,7 +33,7 @@ from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable
 from train.host import processes
 from train.host.metadata import Metadata, metadata_endpoint
-from train.storage.folders import canonical_json
+from train.storage.folders import at_once, canonical_json
 from train.storage.schema import BadContent, FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
@@ -136,7 +136,7 @@ class Machine:
         own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
         if self.wait(lambda: len(names()) >= self.job.nodes, self.cluster.boot_s):
-            self.all = [retry(self.record.read, Registration, name) for name in names()]
+            self.all = list(at_once(partial(retry, self.record.read, Registration), names()))
             return True
         came = names()
         reason = f"{len(came)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"

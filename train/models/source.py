@@ -86,11 +86,11 @@ def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
     if isinstance(folder, LocalFolder):
         return str(folder.path / prefix)
     remote = cast("S3Folder", folder)
-    names = [name for name in folder.names(prefix) if "/" not in name.removeprefix(prefix)]
-    tags = {name: (remote.head(name) or {}).get("ETag") for name in names}
+    listed = remote.listing(prefix).items()
+    tags = {name: item.etag for name, item in listed if "/" not in name.removeprefix(prefix)}
 
     def download(target: Path) -> None:
-        for name in names:
+        for name in tags:
             remote.download(name, target / name.removeprefix(prefix))
 
     return once(cache, {"of": folder.location, "files": tags}, download)

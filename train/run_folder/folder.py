@@ -44,7 +44,16 @@ from train.host.processes import age_s
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
 from train.storage.atomic_io import sync, write_atomic
-from train.storage.folders import Folder, LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes
+from train.storage.folders import (
+    Folder,
+    LocalFolder,
+    at_once,
+    canonical_json,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_bytes,
+)
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -132,16 +141,23 @@ class RunFolder:
         if self.is_remote and (self.path / NAME).is_file():
             self.local_outcome = (self.path / NAME).read_bytes()
         try:
-            for name in (NAME, *self.folder.names("log/exit_rank_")):
-                if name == NAME or not self.is_remote:  # exit records in S3 would be many requests
-                    with suppress(FileNotFoundError):
-                        self.removed[name] = self.folder.read(name)
-                self.folder.remove(name)
+            self._take_away(NAME)
+            # The attribute is looked up for each file: then its owner is checked.
+            list(at_once(lambda name: self._take_away(name), self.folder.names("log/exit_rank_")))
         except NotPermitted:
             self.folder.write(NAME, b"{}")  # this counts as none
         (self.path / NAME).unlink(missing_ok=True)
         for name in MIRRORED if self.is_remote else ():
             self.download(name)
+
+    def _take_away(self, name: str) -> None:
+        """Remove a record of the attempt before, and keep it for `take_back`; of exit records in S3, which would be many
+        requests, nothing is kept.
+        """
+        if name == NAME or not self.is_remote:
+            with suppress(FileNotFoundError):
+                self.removed[name] = self.folder.read(name)
+        self.folder.remove(name)
 
     def take_back(self) -> None:
         """Leave the folder as `open` found it, for a start that is rejected. Only its owner may cut a log file."""

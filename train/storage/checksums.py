@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from train.config import InputError, check
-from train.storage.folders import Folder, sha256_bytes, sha256_file, sha256_json
+from train.storage.folders import Folder, at_once, sha256_bytes, sha256_file, sha256_json
 from train.storage.schema import BadContent, FileEntry, shown
 
 Item = TypeVar("Item")
 SHOWN_DIGITS = 12  # of a sha256, in a message
-EXAMINED_AT_ONCE = 16  # files: hashing runs outside of Python's lock, a look at a file in S3 waits for the network
 
 
 def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
@@ -42,11 +41,8 @@ def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) ->
     """What is wrong with the first item that `examine` finds at fault, in their order; None if all are well. Several
     are examined at once.
     """
-    pool = ThreadPoolExecutor(EXAMINED_AT_ONCE)
-    try:
-        return next(filter(None, pool.map(examine, items)), None)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with closing(at_once(examine, items)) as faults:
+        return next(filter(None, faults), None)
 
 
 def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: bool) -> None:

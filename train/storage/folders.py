@@ -11,10 +11,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from train.config import InputError, S3Config, check_printable
 from train.host.torchrun import file_of_start, has_rejected
@@ -29,6 +30,9 @@ NO_URL = re.compile(
 )
 PRIVATE = 0o700  # mode of a new folder; one that is there keeps its own
 SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
+AT_ONCE = 16  # hashing runs outside of Python's lock, requests to S3 and shared disks wait for the network
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Folder(Protocol):
@@ -223,6 +227,19 @@ def check_space(folder: Path, num_bytes: int) -> None:
         shutil.rmtree(folder)
         text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
+
+
+def at_once(
+    action: Callable[[Item], Result], items: Iterable[Item], threads: int = AT_ONCE
+) -> Generator[Result, None, None]:
+    """Yield the result of an action for each of many files, in their order. Several are under way at the same time. The
+    first failure is raised, and what has not begun by then never does.
+    """
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield from pool.map(action, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import boto3
 from boto3.exceptions import RetriesExceededError
@@ -136,6 +136,13 @@ def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation
         raise ClientError(parsed, operation.name)
 
 
+class Listed(NamedTuple):
+    """What a listing says of an object."""
+
+    size: int  # bytes
+    etag: str  # another one for other content
+
+
 class S3Folder:
     """See `train.storage.folders.Folder`."""
 
@@ -237,25 +244,31 @@ class S3Folder:
             raise
 
     def names(self, prefix: str = "") -> list[str]:
+        return list(self.listing(prefix))
+
+    def listing(self, prefix: str = "") -> dict[str, Listed]:
+        """The files that `names` returns. A request lists 1,000, so this is the way to ask for the lengths of many."""
         # The console's "folders" are empty objects whose names end in a slash.
-        names = sorted(name for name in self._list(prefix) if not name.endswith("/"))
-        odd = [name for name in names if not is_path(name)]
+        listed = {name: item for name, item in sorted(self._list(prefix).items()) if not name.endswith("/")}
+        odd = [name for name in listed if not is_path(name)]
         if odd and not self.has_warned:
             self.has_warned = True
             logger.warning("%s: objects left out whose names no file can have: %s", self.location, odd[:3])
-        return [name for name in names if is_path(name)]
+        return {name: item for name, item in listed.items() if is_path(name)}
 
     def names_here(self) -> set[str]:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
 
-    def _list(self, prefix: str, **options: str) -> list[str]:
+    def _list(self, prefix: str, **options: str) -> dict[str, Listed]:
         """Names of objects, with a Delimiter also of what has objects below it."""
         paginator = self.client.get_paginator("list_objects_v2")
         with self.explained("list", prefix):
             pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
-        keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        keys += [item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ())]
-        return [key.removeprefix(self.key("")) for key in keys]
+        listed = {
+            item["Key"]: Listed(item["Size"], item["ETag"]) for page in pages for item in page.get("Contents", ())
+        }
+        listed |= {item["Prefix"]: Listed(0, "") for page in pages for item in page.get("CommonPrefixes", ())}
+        return {key.removeprefix(self.key("")): item for key, item in listed.items()}
 
     @contextmanager
     def explained(self, action: str, name: str) -> Iterator[None]:

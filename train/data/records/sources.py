@@ -18,7 +18,7 @@ from train.config import InputError, RecordsConfig, S3Config, Unreachable, check
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
-from train.storage.folders import is_s3, local_path, sha256_json
+from train.storage.folders import at_once, is_s3, local_path, sha256_json
 from train.storage.hub_access import asking_hub, is_at_hub, why_missing
 from train.storage.schema import RelativePath, checked
 
@@ -46,9 +46,9 @@ def version(cfg: RecordsConfig, s3: S3Config) -> str:
     """
     source = layout(cfg, s3)
     if source == "files":
-        seen: Any = {split: [stamp(file) for file in files] for split, files in split_files(cfg, s3).items()}
+        seen: Any = {split: list(at_once(stamp, files)) for split, files in split_files(cfg, s3).items()}
     elif source == "saved" or (not is_s3(cfg.path) and local_path(cfg.path).is_dir()):
-        seen = [stamp(file) for file in saved_files(cfg, s3)]
+        seen = list(at_once(stamp, saved_files(cfg, s3)))
     else:
         seen = hub_version(cfg)
     return sha256_json([settings_of(cfg), source, seen])

@@ -30,7 +30,7 @@ from train.data.text.documents import CorpusPart
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Packer
-from train.storage.folders import Folder, sha256_bytes
+from train.storage.folders import Folder, at_once, sha256_bytes
 from train.storage.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
@@ -299,5 +299,4 @@ def listed(names: Sequence[str]) -> str:
 
 
 def remove_states(folder: Folder) -> None:
-    for name in folder.names(STATE_NAMES):
-        folder.remove(name)
+    list(at_once(folder.remove, folder.names(STATE_NAMES)))
