@@ -243,7 +243,7 @@ def test_removal_begins_with_the_manifest(bucket, store):
     bucket.proxy.set()
     assert Retention(store, 2).prune() == [1, 2]
     removed = [seen.path for seen in bucket.proxy.requests("^DELETE")]
-    assert len(removed) == 10
+    assert len(removed) == 10 and bucket.proxy.requests("^HEAD") == []
     assert removed[0].endswith("step_00000001/manifest.json") and removed[5].endswith("step_00000002/manifest.json")
     assert files_of(bucket, 1) == files_of(bucket, 2) == []
     save(store, 5)

@@ -7,36 +7,40 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from forks import free_port, start_forked
+from rejections import rejects
 from running import run, train_overrides
 from s3_fixtures import Bucket
 from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Rejecting, left
 from torch import nn
 
+from benchmarks.save_cost import Run, save_cost
 from train.backend.ddp import DDP
 from train.checkpoints.loader import fitting, read_optimizer, read_weights
 from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
-from train.config import BackendConfig, CheckpointConfig
-from train.parallel.data import Replica
+from train.config import BackendConfig, CheckpointConfig, Failure
+from train.parallel.data import Replica, ShardedOptimizer, shared_out
+from train.parallel.fsdp import FSDP, rows_of
 from train.parallel.pieces import piece
 from train.storage.folders import open_folder
 from train.storage.schema import FileName
 
-FSDP = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
+SPLIT = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
 
 
 def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(bucket: Bucket, prepared, tmp_path):
     """The first upload of rank 1 is rejected: the alarm names it. The next save removes what that one has left."""
     bucket.proxy.set(Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied"))
     location, cache = bucket.location("run"), f"data.cache_dir={tmp_path / 'cache'}"
-    arguments = train_overrides(location, prepared, *FSDP, "micro_batch_size=4", cache, *bucket.overrides())
+    arguments = train_overrides(location, prepared, *SPLIT, "micro_batch_size=4", cache, *bucket.overrides())
     done = run(arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     text = bucket.get("run/metrics.jsonl").decode()
@@ -49,6 +53,57 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(buc
     assert sorted(key.rpartition("/")[2] for key in sixth) == sorted([FILE, *store.manifest(6).files])
     again = run(arguments, ranks=2)
     assert "resuming from the checkpoint of step 6" in again.stderr
+
+
+def test_bytes_and_requests_of_a_save_grow_with_its_ranks_and_lengths_are_read_from_listings():
+    """Of threads that stand for ranks, with what torch and S3 would transfer counted."""
+    (few, few_of_one, _), (many, many_of_one, requests) = save_cost(8), save_cost(64)
+    assert few < many < 9.1 * few and many_of_one < 9.1 * few_of_one  # 63 others instead of 7
+    assert (many - many_of_one) / 63 < 1000  # what another rank than rank 0 receives
+    # Two files a rank and ranks.pt, two marks, a manifest; those of the oldest step go. No length is asked for alone.
+    assert requests == {"PUT": 2 * 64 + 4, "DELETE": 2 * 64 + 4, "GET": 2, "LIST": 3}
+
+
+def test_a_machine_fetches_the_parts_of_its_ranks_and_what_one_finds_damaged_counts_for_all(tmp_path):
+    ranks, part = Run(34, str(tmp_path)), "model_00033.pt"  # two machines, of 32 ranks and of two
+    ranks.save(2)
+    assert {loaded.progress.step for loaded in ranks.load()} == {2}
+    first, second = ({name.rpartition("/")[2] for name in machine.downloads} for machine in ranks.machines)
+    of_rank_0 = {"model.pt", "optimizer.pt", "ranks.pt"}
+    assert second == of_rank_0 | {f"{content}_{rank:05d}.pt" for content in ("model", "optimizer") for rank in (32, 33)}
+    assert first | second == set(ranks.stores[0].manifest(2).files) and first & second == of_rank_0
+
+    ranks.machines[1].damages = part  # on the way to this machine alone
+    rejects(f"step 2 is whole for rank 0 and damaged for rank 32 .{part} has sha256", ranks.load, error=Failure)
+    assert ranks.stores[0].steps() == [1, 2]
+    ranks.machines[0].damages = part
+    for machine in ranks.machines:
+        machine.is_of_step = "step_00000002"
+    assert {loaded.progress.step for loaded in ranks.load()} == {1}
+    assert ranks.stores[0].steps() == [1] and len(ranks.stores[0].quarantined()) == 1
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 4), (5, 3), (2, 7), (7, 6)])
+def test_the_parts_that_a_rank_asks_for_hold_its_rows_and_moments_whatever_the_number_of_ranks(before, now):
+    model, saved = nn.ParameterList([nn.Parameter(torch.zeros(n, 2)) for n in range(1, 30)]), {"parallel.name": "fsdp"}
+    engine: Any = SimpleNamespace(model=model, data_size=now)
+    for rank in range(now):
+        asked = FSDP.sources(engine, rank, before, saved)
+        wanted = set()
+        for num_rows in range(1, 30):
+            mine = range(num_rows)[rows_of(rank, num_rows, now)]
+            wanted |= {
+                each for each in range(before) if set(mine) & set(range(num_rows)[rows_of(each, num_rows, before)])
+            }
+        assert asked == wanted
+    engine.numbered = list(model)
+    sizes = [weight.numel() for weight in model]
+    engine.owners = shared_out(sizes, now)
+    for rank in range(now):
+        asked = ShardedOptimizer.sources(engine, rank, before, {"parallel.shard_optimizer": True})
+        assert asked == {shared_out(sizes, before)[n] for n in range(29) if engine.owners[n] == rank}
+    for other in ({"parallel.name": "data", "parallel.shard_optimizer": False}, {}):
+        assert FSDP.sources(engine, 0, 4, other) is None is ShardedOptimizer.sources(engine, 0, 4, other)
 
 
 class Divided(Replica):

@@ -16,7 +16,7 @@ from train.attempt import goodput
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
 from train.checkpoints.saver import AsyncSaver, Saved, SavesFail
-from train.checkpoints.store import best, look_at_all, open_store
+from train.checkpoints.store import best, open_store
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
 from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window
@@ -258,7 +258,7 @@ class CheckpointManager:
         """Give the model of rank 0 the weights of the best evaluation, once training has ended, and return their step.
         If these were not saved or are damaged, the best checkpoint among the others is taken.
         """
-        progress, manifests = self.recorder.progress, look_at_all(self.store)[0]
+        progress, manifests = self.recorder.progress, self.store.look_at_all()[0]
         while (step := best(manifests)) is not None:
             if step != progress.best_step:
                 text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
@@ -266,7 +266,7 @@ class CheckpointManager:
             if step == progress.step:
                 return step
             try:
-                path = self.store.fetch(step)
+                path = self.store.fetch(step, manifests[step].files_of("model"))
             except Damaged as error:
                 logger.warning("step %d is damaged: %s", step, error)
                 del manifests[step]

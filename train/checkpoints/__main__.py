@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.checkpoints.manifest import Damaged, Manifest, step_name
-from train.checkpoints.store import ALWAYS_VALID, Retention, Store, best, look_at_all, open_store
+from train.checkpoints.store import ALWAYS_VALID, Retention, Store, best, open_store
 from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check
@@ -39,12 +39,14 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
         yield open_store(folder, Path(scratch))
 
 
-def fetch(store: Store, step: int) -> Path:
-    """A verified step on this machine. InputError if there is no such step, or no space for it."""
+def fetch(store: Store, step: int, content: str | None = None) -> Path:
+    """A verified step on this machine, or its files of this content alone. InputError if there is no such step, or no
+    space for it.
+    """
     steps = store.steps()
     check(step in steps, f"there is no step {step} in {store.location}; there are: {', '.join(map(str, steps)) or '-'}")
     try:
-        return store.fetch(step)
+        return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another disk") from error
     except Damaged as error:
@@ -56,7 +58,7 @@ def fetch(store: Store, step: int) -> Path:
 
 def table(store: Store) -> Iterator[str]:
     """A line for each step: what the manifest says, and whether the files have their lengths. No file is read."""
-    whole, damaged = look_at_all(store)
+    whole, damaged = store.look_at_all()
     rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
     rows |= {step: [str(step), *"-----", f"damaged: {error}"] for step, error in damaged.items()}
     names = {"newest": max(whole, default=None), "best": best(whole)}
@@ -143,7 +145,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or cfg.data.path, options.cache_dir, s3
     step, why = chosen(store, options.step)
-    path = fetch(store, step)
+    path = fetch(store, step, "model")
     try:
         export_step(path, store.manifest(step), cfg, target, run=folder)
     except InputError as error:
@@ -158,7 +160,7 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
     """The step to export and why: the one that was asked for, the best, or the newest."""
     if step is not None:
         return step, "as asked"
-    whole, damaged = look_at_all(store)
+    whole, damaged = store.look_at_all()
     for damaged_step, error in damaged.items():
         print(f"passed over: step {damaged_step}: {error}", file=sys.stderr)
     check(bool(whole), f"{store.location} holds no valid checkpoint; verify says what is wrong")

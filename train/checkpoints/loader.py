@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,31 +36,78 @@ class Loaded:
     ranks: list[State] = field(default_factory=list)  # the state of each rank of the saved run
 
 
-def newest_valid(store: Store) -> tuple[Manifest | None, list[str]]:
-    """The newest checkpoint that matches its manifest, None if there never was one, and what is wrong with newer ones,
-    which are put in quarantine.
+def newest_valid(
+    store: Store,
+    world: World | None = None,
+    names: Callable[[Manifest], Collection[str]] = lambda manifest: manifest.files,
+    on_wait: Callable[[], None] = no_wait,
+) -> tuple[Manifest | None, list[str]]:
+    """Fetch the newest checkpoint that matches its manifest: to each machine the files that `names` returns there. All
+    ranks of the `world` call it, None: this process alone. Returns its manifest, None if there never was a checkpoint,
+    and what is wrong with newer ones, which are put in quarantine.
 
     Raises:
         NoneValid: there are checkpoints, and none is valid. All stay as they are.
     """
-    faults: dict[int, str] = {}
-    for step in reversed(store.steps()):
-        try:
-            store.fetch(step)
-            manifest = store.manifest(step)
-        except Damaged as error:
-            faults[step] = f"checkpoint of step {step} is damaged ({error}): falling back to an older one"
-            logger.warning(faults[step])
-            continue
-        for damaged in faults:
+    world, faults = world or World(), dict[int, str]()
+    while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
+        fault = fetch_everywhere(store, manifest, names(manifest), world, on_wait)
+        if fault is None:
+            break
+        add_fault(faults, manifest.step, fault)
+
+    def quarantine_faulty() -> list[str]:
+        for damaged in faults if manifest is not None else ():
             logger.warning("in quarantine as %s", store.quarantine(damaged, "damaged"))
-        return manifest, list(faults.values())
+        return list(faults.values())
+
+    return manifest, world.run_on_rank0(quarantine_faulty, on_wait)
+
+
+def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
+    """The newest step that has no fault so far and whose files have their lengths; faults that are found are added."""
+    for step in reversed(store.steps()):
+        if step not in faults:
+            try:
+                return store.look(step)
+            except Damaged as error:
+                add_fault(faults, step, str(error))
     if faults or store.quarantined():
         raise NoneValid(
             f"none of the checkpoints in {store.location} is valid "
             f"({'; '.join(faults.values()) or 'all are in quarantine'}); repair one, or choose another run_dir"
         )
-    return None, []
+    return None
+
+
+def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
+    faults[step] = f"checkpoint of step {step} is damaged ({fault}): falling back to an older one"
+    logger.warning(faults[step])
+
+
+def fetch_everywhere(
+    store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
+) -> str | None:
+    """Fetch these files of a step to each machine, and verify them. Returns what is wrong with one of them, on all
+    ranks. Raises Failure on all ranks if rank 0 finds what is damaged for another rank to be whole.
+    """
+
+    def fetch(names: Collection[str]) -> str | None:
+        try:
+            store.fetch(manifest.step, names)
+        except Damaged as error:
+            return str(error)
+        return None
+
+    fault = world.run_on_local_rank0(lambda: fetch(names), on_wait)
+    answers = enumerate(world.gather((fault, list(names) if fault else [])))
+    rank, (fault, suspects) = world.broadcast(next((each for each in answers if each[1][0]), (0, (None, []))))
+    if fault is None or rank == 0 or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None:
+        return fault
+    raise Failure(
+        f"checkpoint of step {manifest.step} is whole for rank 0 and damaged for rank {rank} ({fault}); the same "
+        "command tries again"
+    )
 
 
 def load(
@@ -78,19 +125,27 @@ def load(
     Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
     """
     world = backend.world
-    manifest, faults = world.run_on_rank0(lambda: newest_valid(store), on_wait)
+    here = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
+
+    def of_ranks(manifest: Manifest, ranks: Iterable[int]) -> Manifest:
+        """The files that these ranks load."""
+        sources = [engine.sources(rank, manifest.world_size, manifest.settings) for rank in ranks]
+        return manifest.of_ranks(None if None in sources else set().union(*filter(None, sources)))
+
+    manifest, faults = newest_valid(store, world, lambda manifest: of_ranks(manifest, here).files, on_wait)
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, source=f"{store.location} at step {manifest.step}", force=force)
     changed = differences(manifest.settings, {key: settings[key] for key in settings if key in manifest.settings})
     if changed:
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
-    world.run_on_local_rank0(lambda: bring(store, manifest.step, world), on_wait)
     path = store.path_of(manifest)
 
     def restore() -> list[State]:
         with world.stagger_local_ranks(), fitting(path):
-            engine.load(read_weights(path, manifest), read_optimizer(path, manifest))
+            mine = of_ranks(manifest, [world.rank])
+            are_all = mine == manifest
+            engine.load(read_weights(path, mine, are_all=are_all), read_optimizer(path, mine, are_all=are_all))
             ranks = read(path / "ranks.pt")["ranks"]
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
@@ -114,18 +169,6 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
 
 
-def bring(store: Store, step: int, world: World) -> None:
-    """Fetch a checkpoint to a machine that may not see rank 0's disk."""
-    if world.rank != 0:
-        try:
-            store.fetch(step)
-        except Damaged as error:
-            raise Failure(
-                f"checkpoint of step {step} is whole for rank 0 and damaged for rank {world.rank} ({error}); the "
-                "same command tries again"
-            ) from error
-
-
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
     """Raise Untrusted if what the block reads from a checkpoint's folder is not the state of this model."""
@@ -143,12 +186,14 @@ def fitting(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_weights(folder: Path, manifest: Manifest) -> Tensors:
-    """The weights of a verified checkpoint, from the files of all ranks that wrote some. Called in `fitting`."""
-    return Tensors({name: read(folder / name) for name in manifest.files_of("model")})
+def read_weights(folder: Path, manifest: Manifest, *, are_all: bool = True) -> Tensors:
+    """The weights of a verified checkpoint, from the files of all ranks that wrote some; or, unless the manifest names
+    all, from those it names. Called in `fitting`.
+    """
+    return Tensors({name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all)
 
 
-def read_optimizer(folder: Path, manifest: Manifest) -> State:
+def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) -> State:
     """The optimizer's state, the same way: its "state" has the tensors of each parameter, by number."""
     contents = {name: read(folder / name) for name in manifest.files_of("optimizer")}
     first, *others = contents.values()
@@ -156,9 +201,9 @@ def read_optimizer(folder: Path, manifest: Manifest) -> State:
     for name, content in contents.items():
         for number, tensors in content["state"].items():
             by_number.setdefault(number, {})[name] = tensors
-    state = {number: Tensors(parts) for number, parts in sorted(by_number.items())}
+    state = {number: Tensors(parts, are_all=are_all) for number, parts in sorted(by_number.items())}
     lacking = {number for group in first["param_groups"] for number in group["params"]} - state.keys()
-    if others and lacking:  # a single file may hold no moments: not every optimizer has some
+    if others and lacking and are_all:  # a single file may hold no moments: not every optimizer has some
         raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")
     return {**first, "state": state}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ FORMAT = 4
 FORMAT_OF_PARTS = 5  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out
 FILE = "manifest.json"
 LATEST = "LATEST"
-PART = re.compile(r"(model|optimizer)_\d{5,}\.pt")  # what another rank than rank 0 has written
+PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # what another rank than rank 0 has written
 
 
 class Damaged(RuntimeError):
@@ -93,6 +94,15 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry["bytes"] for entry in self.files.values())
 
+    def of_ranks(self, ranks: Collection[int] | None) -> Manifest:
+        """The same with the files of rank 0 and of these ranks alone; None: of all."""
+        return self.only(None if ranks is None else [name for name in self.files if rank_of(name) in (0, *ranks)])
+
+    def only(self, names: Collection[str] | None) -> Manifest:
+        """The same with these files alone; None: with all."""
+        files = {name: entry for name, entry in self.files.items() if names is None or name in names}
+        return replace(self, files=files)
+
     def files_of(self, content: str) -> list[FileName]:
         """The files of "model" or "optimizer", that of rank 0 first, whether or not the manifest names that one."""
         first = file_name(content, 0)
@@ -133,6 +143,12 @@ def file_name(content: str, rank: int) -> FileName:
 
 def is_part(name: str) -> bool:
     return PART.fullmatch(name) is not None
+
+
+def rank_of(name: str) -> int:
+    """The rank that has written a file."""
+    match = PART.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def step_name(step: int) -> str:

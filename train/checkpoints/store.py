@@ -7,6 +7,7 @@ On disk, which all ranks see, a step is a folder that gets its name by a rename.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -15,17 +16,19 @@ from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_fi
 from train.config import NotPermitted
 from train.storage.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
 from train.storage.checksums import fault_of
-from train.storage.folders import Folder, LocalFolder, check_space
+from train.storage.folders import Folder, LocalFolder, at_once, check_space
 from train.storage.schema import FileName
 
 ALWAYS_VALID = 2
+Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # by step
 
 
 class Store(Protocol):
     """The checkpoints of a run, by their steps. A broken one is put in quarantine under another name, never deleted.
 
     A save calls `begin`, on other ranks with a part of the state `join`, then `prepare`, `send` on every rank, and
-    `commit`; a load calls `fetch`, `path_of`, `release`. What a disk that all ranks see does not need has a body here.
+    `commit`; a load calls `look`, on each machine `fetch`, `path_of`, `release`. What a disk that all ranks see does
+    not need has a body here.
     """
 
     location: str
@@ -40,19 +43,15 @@ class Store(Protocol):
     def manifest(self, step: int) -> Manifest:
         """Raises Damaged."""
 
-    def size(self, manifest: Manifest, name: FileName) -> int | None:
-        """Bytes of a file of a step; None if it is missing."""
-
     def look(self, step: int) -> Manifest:
         """The manifest, after comparing the length of each file. Raises Damaged."""
-        manifest = self.manifest(step)
-        for name, entry in manifest.files.items():
-            if (fault := fault_of(entry, self.size(manifest, name))) is not None:
-                raise Damaged(f"{name} {fault}")
-        return manifest
 
-    def fetch(self, step: int) -> Path:
-        """A folder on this machine that holds the step's files, each verified. Raises Damaged."""
+    def look_at_all(self) -> Looked:
+        """The manifests of the steps whose files are there with their lengths, and what is wrong with the others."""
+        return looked(self.look, self.steps())
+
+    def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
+        """A folder on this machine that holds these files of the step, None: all, each verified. Raises Damaged."""
 
     def path_of(self, manifest: Manifest) -> Path:
         """The folder to which this or another rank of this machine has fetched the step."""
@@ -114,12 +113,15 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError) as error:  # other errors are of the disk, and may pass
             raise Damaged(f"{FILE}: {error.strerror}") from error
 
-    def size(self, manifest: Manifest, name: FileName) -> int | None:
-        return LocalFolder(self.path_of(manifest)).size(name)
-
-    def fetch(self, step: int) -> Path:
+    def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)
-        check_files(self.path_of(manifest), manifest)
+        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)  # a shared disk answers late
+        compare_sizes(manifest, dict(zip(manifest.files, sizes, strict=True)))
+        return manifest
+
+    def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
+        manifest = self.manifest(step)
+        check_files(self.path_of(manifest), manifest.only(names))
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
@@ -199,7 +201,7 @@ class Retention:
         newest = steps[-self.keep :] if self.keep else steps
         reasons: dict[int, str | None] = dict.fromkeys(steps)
         if newest != steps:
-            manifests, damaged = look_at_all(self.store)
+            manifests, damaged = self.store.look_at_all()
             reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
             valid = islice(filter(self.is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
             best_step = best(manifests)
@@ -218,16 +220,23 @@ class Retention:
         return True
 
 
-def look_at_all(store: Store) -> tuple[dict[int, Manifest], dict[int, Damaged]]:
-    """The manifests of the steps whose files are there with their lengths, and what is wrong with the other steps."""
+def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
+    """What `look_at_all` returns, by a look at each step."""
     manifests: dict[int, Manifest] = {}
     damaged: dict[int, Damaged] = {}
-    for step in store.steps():
+    for step in steps:
         try:
-            manifests[step] = store.look(step)
+            manifests[step] = look(step)
         except Damaged as error:
             damaged[step] = error
     return manifests, damaged
+
+
+def compare_sizes(manifest: Manifest, sizes: Mapping[FileName, int | None]) -> None:
+    """Raise Damaged unless all files of a step are there with their lengths."""
+    for name, entry in manifest.files.items():
+        if (fault := fault_of(entry, sizes.get(name))) is not None:
+            raise Damaged(f"{name} {fault}")
 
 
 def best(manifests: dict[int, Manifest]) -> int | None:

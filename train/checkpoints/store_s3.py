@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import uuid
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, check_files, is_part, step_name, step_of
-from train.checkpoints.store import Store
+from train.checkpoints.store import Looked, Store, compare_sizes, looked
 from train.config import Failure, InputError
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import canonical_json, check_space
-from train.storage.s3 import S3Folder
+from train.storage.folders import at_once, canonical_json, check_space
+from train.storage.s3 import Listed, S3Folder
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
@@ -26,6 +27,7 @@ PREFIX = "checkpoints/"
 SAVING, PARTS = "saving", "parts"  # in the folder of this machine; a save with a manifest is whole and not in S3
 UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
 
+DOWNLOADS = 8  # at the same time; each takes several connections for its parts
 READS = 3  # attempts before a file that does not match its checksum counts as damaged
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
@@ -47,6 +49,7 @@ class S3Store(Store):
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder, self.local = folder, scratch
         self.location = f"{folder.location}/checkpoints"
+        self.known: dict[int, tuple[str, Manifest]] = {}  # manifests that were read, with their ETag
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -54,16 +57,21 @@ class S3Store(Store):
     def file_key(self, manifest: Manifest, name: str) -> str:
         return self.key(manifest.step, f"{manifest.folder}/{name}")
 
-    def names(self) -> list[tuple[int, str]]:
-        """The objects of all steps: step, and name below it."""
-        parts = [name.removeprefix(PREFIX).partition("/") for name in self.folder.names(f"{PREFIX}step_")]
-        return [(step, name) for head, _, name in parts if (step := step_of(head)) is not None]
+    def objects(self, prefix: str = "step_") -> dict[int, dict[str, Listed]]:
+        """The objects of the steps, by the name below their step."""
+        steps: dict[int, dict[str, Listed]] = {}
+        for name, item in self.folder.listing(PREFIX + prefix).items():
+            head, _, below = name.removeprefix(PREFIX).partition("/")
+            if (step := step_of(head)) is not None and head == step_name(step):
+                steps.setdefault(step, {})[below] = item
+        return steps
 
     def steps(self) -> list[int]:
-        return sorted({step for step, name in self.names() if name == FILE})
+        return sorted(step for step, objects in self.objects().items() if FILE in objects)
 
     def quarantined(self) -> list[str]:
-        return [f"{step_name(step)}/{name}" for step, name in self.names() if in_quarantine(name)]
+        found = self.objects().items()
+        return [f"{step_name(step)}/{name}" for step, objects in found for name in objects if in_quarantine(name)]
 
     @read_again
     def manifest(self, step: int) -> Manifest:
@@ -75,18 +83,35 @@ class S3Store(Store):
             raise Damaged(f"{FILE} does not say which folder the files are in")
         return manifest
 
-    def size(self, manifest: Manifest, name: FileName) -> int | None:
-        return self.folder.size(self.file_key(manifest, name))
+    def look(self, step: int) -> Manifest:
+        return self.compare(step, self.objects(f"{step_name(step)}/").get(step, {}))
 
-    def fetch(self, step: int) -> Path:
-        manifest = self.look(step)
+    def look_at_all(self) -> Looked:
+        """One listing has the lengths of all files; manifests that were read before are not read again."""
+        objects = self.objects()
+        steps = sorted(step for step in objects if FILE in objects[step])
+        self.known = {step: self.known[step] for step in steps if step in self.known}
+        return looked(lambda step: self.compare(step, objects[step]), steps)
+
+    def compare(self, step: int, objects: Mapping[str, Listed]) -> Manifest:
+        """The manifest, after comparing the lengths of its files with these objects. It is read once for its ETag."""
+        etag = objects[FILE].etag if FILE in objects else ""
+        known, manifest = self.known.get(step, ("", None))
+        if manifest is None or known != etag:
+            manifest = self.manifest(step)
+            self.known[step] = etag, manifest
+        sizes = {name: objects[at].size for name in manifest.files if (at := f"{manifest.folder}/{name}") in objects}
+        compare_sizes(manifest, sizes)
+        return manifest
+
+    def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
+        manifest = self.look(step).only(names)
         self.clear("fetched")  # the step of an earlier call, or what could not be verified
         self.clear(PARTS)  # what killed saves have left: no step is loaded while another is saved
         target = self.path_of(manifest)
         target.mkdir(parents=True)
         check_space(target, manifest.num_bytes)
-        for name in manifest.files:
-            self.download(manifest, name, target)
+        list(at_once(lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS))
         return target
 
     @read_again
@@ -175,8 +200,7 @@ class S3Store(Store):
         manifest = self.manifest(step)
         self.mark(manifest)
         self.folder.remove(self.key(step, FILE))  # first: from here on there is no such checkpoint
-        for name in manifest.files:
-            self.folder.remove(self.file_key(manifest, name))
+        list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
         self.remove_mark(manifest)
 
     def collect_garbage(self, *, ended_below: int) -> None:
@@ -187,18 +211,20 @@ class S3Store(Store):
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
         """Steps with a manifest in quarantine, which may be unreadable, and strange marks are left alone."""
-        objects, left = self.names(), []
-        in_doubt = {step for step, name in objects if in_quarantine(name)}
-        for step, name in objects:
+        left = []
+        found = self.objects()
+        in_doubt = {step for step, objects in found.items() if any(map(in_quarantine, objects))}
+        for step, name in [(step, name) for step, objects in found.items() for name in objects]:
             match = UNFINISHED.fullmatch(name)
             if not match or int(match[2]) not in leases or step in in_doubt:
                 continue
             folder, mark, files = match[1], self.key(step, name), []
             with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
-                if (step, FILE) not in objects or self.manifest(step).folder != folder:
+                if FILE not in found[step] or self.manifest(step).folder != folder:
                     files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
-                for key in [] if dry else [*(self.key(step, f"{folder}/{file}") for file in files), mark]:  # it is last
-                    self.folder.remove(key)
+                if not dry:
+                    list(at_once(self.folder.remove, [self.key(step, f"{folder}/{file}") for file in files]))
+                    self.folder.remove(mark)  # last, so that what a kill leaves is found
                 left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 

@@ -86,9 +86,15 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
 
 def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[str, Any]:
-    """What an optimizer loads that has the parameters at the positions `mine` of the `total` that were saved."""
+    """What an optimizer loads that has the parameters at the positions `mine` of the `total` that were saved. Raises
+    KeyError if the moments of one of these are in none of the files that were read.
+    """
     order = saved_order(saved, total)
-    return {**saved, "param_groups": [{"params": [order[position] for position in mine]}]}
+    own = [order[position] for position in mine]
+    lacking = [number for number in own if number not in saved["state"]] if saved["state"] else []
+    if lacking:
+        raise KeyError(f"no moments of parameter {lacking[0]}")
+    return {**saved, "param_groups": [{"params": own}]}
 
 
 def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:

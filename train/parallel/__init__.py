@@ -14,6 +14,7 @@ from train.config import OptimConfig, ParallelConfig, check_choice
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.data.batches.loader import Batch
+    from train.parallel.pieces import Tensors
 
 State = dict[str, Any]  # tensors and plain containers
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -34,9 +35,14 @@ class Checkpointed(Protocol):
         has all that belongs neither to "model" nor to the optimizer's "state".
         """
 
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
-        """Restore the whole of what the ranks' `state` returned, on any device and number of ranks. A mapping may read
-        a tensor only when it is asked for. InputError if the optimizer's state is for another number of parameters.
+    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
+        """The ranks, rank 0 left out, whose parts of a state `rank` loads, by the number of ranks and the settings of
+        the run that saved it; None: all of them. No rank asks another one.
+        """
+
+    def load(self, model: Tensors, optimizer: State) -> None:
+        """Restore what this rank holds of what the ranks' `state` returned, on any device and number of ranks. A tensor
+        is read only when it is asked for. InputError if the optimizer's state is for another number of parameters.
         """
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from train.backend import Backend, GradSync
     from train.data.batches.loader import Batch
     from train.parallel import LossFunction, State, Statistics
+    from train.parallel.pieces import Tensors
 
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -80,7 +81,10 @@ class Replica:
             "optimizer": {**moments, "param_groups": groups, **scale},
         }
 
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
+        return None
+
+    def load(self, model: Tensors, optimizer: State) -> None:
         self.model.load_state_dict(model)
         load_state(self.optimizer, optimizer)
         if "loss_scale" in optimizer:
@@ -161,7 +165,7 @@ class DataParallel(Replica):
         local = super().local_state_dict()
         return {**local, "optimizer": {**local["optimizer"], **self.sync.state()}}
 
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+    def load(self, model: Tensors, optimizer: State) -> None:
         super().load(model, optimizer)
         self.sync.load(optimizer.get("compression", {}))
 
@@ -216,7 +220,13 @@ class ShardedOptimizer(DataParallel):
         groups = [{"params": list(range(len(self.numbered)))}]
         return {**local, "optimizer": {**local["optimizer"], **own, "param_groups": groups}}
 
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
+        if settings.get("parallel.shard_optimizer") is not True:
+            return None
+        before = shared_out([weight.numel() for weight in self.numbered], num_ranks)
+        return {owner for owner, now in zip(before, self.owners, strict=True) if now == rank}
+
+    def load(self, model: Tensors, optimizer: State) -> None:
         super().load(model, part_of(optimizer, self.own, total=len(self.numbered)))
 
 

@@ -22,7 +22,7 @@ from train.backend.base import GradSync
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
 from train.parallel.data import DataParallel, scale
-from train.parallel.pieces import piece
+from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -76,16 +76,24 @@ class FSDP(DataParallel):
         rest = local["optimizer"] if self.data_rank == 0 else {}
         return {"model": self._pieces(local["model"]), "optimizer": {**rest, "state": moments}}
 
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
+        if settings.get("parallel.name") != "fsdp":
+            return None
+        ranks = set[int]()
+        for num_rows in {len(weight) for weight in self.model.parameters()}:
+            rows, share = rows_of(rank, num_rows, self.data_size), share_of(num_rows, num_ranks)
+            ranks.update(range(rows.start // share, -(-rows.stop // share)) if rows.start < rows.stop else ())
+        return ranks
+
+    def load(self, model: Tensors, optimizer: State) -> None:
         own = self.model.state_dict()
         weights = {
-            name: self._part(value) if isinstance(own.get(name), DTensor) else value for name, value in model.items()
+            name: self._part(model, name) if isinstance(own.get(name), DTensor) else model[name] for name in model
         }
         moments = {
-            index: {name: self._part(value) for name, value in state.items()}
-            for index, state in optimizer["state"].items()
+            index: {name: self._part(state, name) for name in state} for index, state in optimizer["state"].items()
         }
-        super().load(weights, {**optimizer, "state": moments})
+        super().load(Tensors({"own": weights}), {**optimizer, "state": moments})
 
     def gather_full_model(self) -> None:
         whole = self._whole(self.model.state_dict(keep_vars=True))  # on rank 0 alone
@@ -113,16 +121,16 @@ class FSDP(DataParallel):
         return pieces
 
     def _own_rows(self, num_rows: int) -> slice:
-        """The rows of this rank under fully_shard."""
-        share = -(-num_rows // self.data_size)
-        return slice(self.data_rank * share, (self.data_rank + 1) * share)
+        return rows_of(self.data_rank, num_rows, self.data_size)
 
-    def _part(self, value: Tensor) -> Tensor:
-        """This rank's part of a tensor; numbers stay whole. It is a copy, which does not keep the whole in memory."""
-        if value.ndim == 0:
-            return value
-        rows = value[self._own_rows(len(value))].clone()
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], shape=value.shape, stride=value.stride())
+    def _part(self, tensors: Tensors, name: Any) -> Tensor:
+        """This rank's part of a tensor; numbers stay whole. It is a copy, which does not keep a file in memory."""
+        shape = tensors.shape(name)
+        if not shape:
+            return tensors[name]
+        rows = tensors.rows(name, self._own_rows(shape[0])).clone()
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], shape=shape, stride=stride)
 
 
 class ShardSync(GradSync):
@@ -147,6 +155,17 @@ class ShardSync(GradSync):
     def finish(self) -> Tensor:
         self.adding.wait()
         return self.count
+
+
+def rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:
+    """The rows of a tensor that a rank has under fully_shard."""
+    share = share_of(num_rows, num_ranks)
+    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
+
+
+def share_of(num_rows: int, num_ranks: int) -> int:
+    """The rows of each rank but the last ones, which have fewer or none."""
+    return -(-num_rows // num_ranks)
 
 
 def split_modules(model: nn.Module) -> Iterator[FSDPModule]:

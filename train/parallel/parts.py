@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from train.backend import guards
 from train.backend.guards import replace
-from train.config import OptimConfig, check
+from train.config import OptimConfig, PipelineConfig, check
 from train.models.chain import Chain
 from train.optim import load_state, parameter_groups, part_of
 from train.parallel.data import Replica
@@ -18,6 +18,10 @@ from train.parallel.data import Replica
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.parallel import LossFunction, State, Statistics
+    from train.parallel.pieces import Tensors
+
+
+LAYOUT = ("name", "stages", "schedule", "parts_per_rank")  # the settings by which stages hold weights
 
 
 class Part(nn.Module):
@@ -59,6 +63,7 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
 class PipelineState(Replica):
     """The state of a whole model and its optimizer, of which each rank of a pipeline holds a part."""
 
+    cfg: PipelineConfig
     data_rank: int
     stage: int
 
@@ -96,7 +101,12 @@ class PipelineState(Replica):
         groups = {"param_groups": [{"params": list(range(len(self.numbers)))}]} if self.stage == 0 else {}
         return {"model": weights, "optimizer": {**moments, **groups}}
 
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
+        if any(settings.get(f"parallel.{key}") != getattr(self.cfg, key) for key in LAYOUT):
+            return None
+        return {stages[0] for stages in self.holders.values() if rank % self.cfg.stages in stages}
+
+    def load(self, model: Tensors, optimizer: State) -> None:
         """Restore what this rank holds of a whole state."""
         own = {name: model[name] for name, value in self.model.state_dict().items() if value.device.type != "meta"}
         self.model.load_state_dict(own, strict=False)

@@ -30,33 +30,53 @@ def piece(rows: Tensor, first_row: int, num_rows: int) -> Piece:
 class Tensors(Mapping[Any, Tensor]):
     """The tensors of several files, by name. One in pieces is put together at each access: the caller bounds memory."""
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
-        """`files`: contents by name. BadContent unless every tensor is there once: whole, or all of its rows."""
-        self.rows: dict[Any, list[tuple[str, Any]]] = {}
+    def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
+        """`files`: contents by name. BadContent unless every tensor is there once: whole, or all of its rows; if these
+        are not all files of a checkpoint, some of its rows.
+        """
+        self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
             if not isinstance(content, dict):
                 raise BadContent(f"{file}: it holds {shown(content)}, not an object")
             for name, value in content.items():
-                self.rows.setdefault(name, []).append((file, value))
-        for name, values in self.rows.items():
-            check_covered(shown(name), values)
+                self.found.setdefault(name, []).append((file, value))
+        for name, values in self.found.items():
+            check_covered(shown(name), values, are_all=are_all)
 
     def __getitem__(self, name: Any) -> Tensor:
-        values = [value for _, value in self.rows[name]]
+        return self.rows(name, slice(None))
+
+    def shape(self, name: Any) -> torch.Size:
+        """The shape of the whole tensor."""
+        _, value = self.found[name][0]
+        return value.shape if isinstance(value, Tensor) else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
+
+    def rows(self, name: Any, wanted: slice) -> Tensor:
+        """Rows of a tensor, of which only the files that have them are read. BadContent if some are in no file."""
+        values = [value for _, value in self.found[name]]
         if isinstance(values[0], Tensor):
-            return values[0]
-        rows = [value["rows"] for value in sorted(values, key=lambda value: value["first_row"])]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+            return values[0] if wanted == slice(None) else values[0][wanted]
+        start, stop, _ = wanted.indices(values[0]["num_rows"])
+        rows = []
+        for value in sorted(values, key=lambda value: value["first_row"]):
+            first = value["first_row"]
+            own = value["rows"][max(0, start - first) : max(0, stop - first)]
+            rows += [own] if len(own) else []
+        if sum(map(len, rows)) != max(0, stop - start):
+            raise BadContent(f"rows {start} to {stop} of {shown(name)} are not in the files that should have them")
+        return rows[0] if len(rows) == 1 else torch.cat(rows or [values[0]["rows"][:0]])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+        return iter(self.found)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.found)
 
 
-def check_covered(name: str, values: list[tuple[str, Any]]) -> None:
-    """Raises BadContent unless the values that files have for a tensor are the whole one, once, or all its rows."""
+def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) -> None:
+    """Raises BadContent unless the values that files have for a tensor are the whole one, once, or all its rows; some
+    of them, each once, if these are not all files.
+    """
     whole = [file for file, value in values if isinstance(value, Tensor)]
     if whole:
         if len(values) > 1:
@@ -70,10 +90,10 @@ def check_covered(name: str, values: list[tuple[str, Any]]) -> None:
     for file, value in values:
         if kind_of(value) != kind:
             raise BadContent(f"{file}: {name} has another shape or type than in {values[0][0]}")
-        if value["first_row"] != end:
+        if value["first_row"] < end or (are_all and value["first_row"] > end):
             raise BadContent(f"{file}: {name} has rows from {value['first_row']} on, the others end at {end}")
-        end += len(value["rows"])
-    if end != first["num_rows"]:
+        end = value["first_row"] + len(value["rows"])
+    if end > first["num_rows"] or (are_all and end < first["num_rows"]):
         raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")
 
 

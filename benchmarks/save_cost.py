@@ -1,0 +1,317 @@
+"""Bytes and requests of one sharded save in S3 and of a resume, by the number of ranks: counted, not timed.
+
+    python -m benchmarks.save_cost [--ranks 1 8 32 128 512]
+
+Each rank is a thread of this process that saves with the product's own AsyncSaver and S3Store: a row of one weight and
+its moment, so two files a rank. What ranks send each other and S3's answers are stand-ins in memory that count, bytes
+as they arrive at a rank. The counted save is the fifth, which removes the second (checkpoint.keep=3). Machines have
+32 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import pickle
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import table
+from train import ranks
+from train.backend.base import State
+from train.checkpoints.loader import Loaded, load
+from train.checkpoints.manifest import Manifest, Progress
+from train.checkpoints.saver import AsyncSaver
+from train.checkpoints.store_s3 import S3Store
+from train.config import CheckpointConfig
+from train.parallel.pieces import Tensors, piece
+from train.ranks import World
+from train.storage.s3 import Listed
+
+SAVES = 5
+SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in the manifest, as of a run
+LOCAL = 32  # ranks of a machine
+ROW = 4096  # values of a rank's row
+PAGE = 1000  # objects in an answer of ListObjectsV2
+Result = TypeVar("Result")
+
+
+class Group:
+    """A rank's end of a process group between threads."""
+
+    def __init__(self, rank: int, ends: list[Group], barrier: threading.Barrier) -> None:
+        self.rank, self.ends, self.barrier = rank, ends, barrier
+        self.value: Any = None
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks; the others wait until each has taken them."""
+        self.value = value
+        self.barrier.wait()
+        values = [end.value for end in self.ends]
+        self.barrier.wait()
+        return values
+
+
+def groups(size: int) -> list[Group]:
+    ends: list[Group] = []
+    barrier = threading.Barrier(size, timeout=300)
+    ends += [Group(rank, ends, barrier) for rank in range(size)]
+    return ends
+
+
+class Collectives:
+    """What `World` calls of torch.distributed, between threads. Counts the bytes that arrive at each rank."""
+
+    ReduceOp = dist.ReduceOp
+
+    def __init__(self) -> None:
+        self.received: Counter[int] = Counter()
+
+    def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, *, group: Group, async_op: bool = False) -> Any:
+        values = torch.stack(group.exchange(tensor.clone()))
+        tensor.copy_(values.amax(0) if op == dist.ReduceOp.MAX else values.sum(0))
+        self.received[group.rank] += tensor.nbytes
+        return SimpleNamespace(wait=lambda: None)
+
+    def gather(self, tensor: Any, parts: list[Any] | None, *, group: Group) -> None:
+        values = group.exchange(tensor)
+        for part, value in zip(parts or (), values, strict=False):
+            part.copy_(value)
+        self.received[group.rank] += sum(value.nbytes for value in values[1:]) if group.rank == 0 else 0
+
+    def broadcast_object_list(self, objects: list[Any], *, group: Group) -> None:
+        content = group.exchange(pickle.dumps(objects) if group.rank == 0 else b"")[0]
+        objects[:] = pickle.loads(content)
+        self.received[group.rank] += len(content) if group.rank else 0
+
+    def all_gather_object(self, objects: list[Any], value: Any, *, group: Group) -> None:
+        contents = group.exchange((pickle.dumps(value), value))
+        objects[:] = [each for _, each in contents]
+        self.received[group.rank] += sum(len(content) for content, _ in contents) - len(contents[group.rank][0])
+
+
+class Objects:
+    """The part of an S3Folder that checkpoints use, in memory. Counts requests by their kind, as boto3 sends them."""
+
+    location = "s3://counted/run"
+
+    def __init__(self, content: dict[str, bytes] | None = None) -> None:
+        self.content = {} if content is None else content
+        self.downloads: dict[str, int] = {}  # bytes by name
+        self.damages, self.is_of_step = "", ""  # a file that arrives damaged here, and its step if not of any
+        self.requests: Counter[str] = Counter()
+        self.lock = threading.Lock()
+
+    def count(self, kind: str, number: int = 1) -> None:
+        with self.lock:
+            self.requests[kind] += number
+
+    def read(self, name: str) -> bytes:
+        self.count("GET")
+        try:
+            return self.content[name]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+    def write(self, name: str, content: bytes) -> None:
+        self.count("PUT")
+        self.content[name] = content
+
+    def create(self, name: str, content: bytes) -> bool:
+        is_new = name not in self.content
+        self.write(name, content)
+        return is_new
+
+    def upload(self, name: str, path: Path) -> None:
+        self.write(name, path.read_bytes())
+
+    def download(self, name: str, path: Path) -> None:
+        content = self.read(name)
+        with self.lock:
+            self.downloads[name] = len(content)
+        if path.name == self.damages and self.is_of_step in name:
+            content = bytes(len(content))
+        path.write_bytes(content)
+
+    def size(self, name: str) -> int | None:
+        self.count("HEAD")
+        return len(self.content[name]) if name in self.content else None
+
+    def remove(self, name: str) -> None:
+        self.count("DELETE")
+        self.content.pop(name, None)
+
+    def names(self, prefix: str = "") -> list[str]:
+        return list(self.listing(prefix))
+
+    def listing(self, prefix: str = "") -> dict[str, Listed]:
+        with self.lock:
+            content = dict(self.content)
+        names = sorted(name for name in content if name.startswith(prefix))
+        self.count("LIST", max(1, -(-len(names) // PAGE)))
+        return {name: Listed(len(content[name]), hashlib.md5(content[name]).hexdigest()) for name in names}
+
+
+class Rows:
+    """An engine whose ranks have a row of one weight each, and its moment."""
+
+    model: Any = None
+
+    def __init__(self, world: World) -> None:
+        self.world, self.row = world, torch.full((1, ROW), float(world.rank))
+
+    def check_replicas(self) -> None:
+        return
+
+    def state(self) -> dict[str, State]:
+        rank, size = self.world.rank, self.world.size
+        own = piece(self.row, rank, size)
+        groups = {} if rank else {"param_groups": [{"params": [0]}]}
+        return {"model": {"weight": own}, "optimizer": {"state": {0: {"exp_avg": own}}, **groups}}
+
+    def sources(self, rank: int, *_: Any) -> set[int]:
+        return {rank}
+
+    def load(self, model: Tensors, optimizer: State) -> None:
+        rows = slice(self.world.rank, self.world.rank + 1)
+        for tensors, name in ((model, "weight"), (optimizer["state"][0], "exp_avg")):
+            assert torch.equal(tensors.rows(name, rows), self.row)
+
+
+class Host:
+    """The part of a backend that a save uses."""
+
+    pin_memory, continues_dropout = False, True
+
+    def __init__(self, world: World, writers: Group) -> None:
+        self.world, self.writers = world, writers
+
+    def rng_state(self) -> State:
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, state: State) -> None:
+        return
+
+    def subgroup(self, _: list[int]) -> Group:
+        return self.writers
+
+    def copy_to_host(self, tensors: list[Any], buffers: list[Any]) -> None:
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            buffer.copy_(tensor)
+
+    def save(self, state: State, file: Any) -> None:
+        torch.save(state, file)
+
+
+def worlds(size: int) -> list[World]:
+    """A world for the thread of each rank."""
+    made = []
+    for rank, group in enumerate(groups(size)):
+        world = World()
+        world.rank, world.size, world.local_rank, world.local_size = rank, size, rank % LOCAL, min(LOCAL, size)
+        world.is_distributed, world.group = size > 1, group  # type: ignore[assignment]
+        made.append(world)
+    return made
+
+
+class Run:
+    """A run whose ranks are threads, with the objects of its bucket as each machine sees them."""
+
+    def __init__(self, size: int, scratch: str) -> None:
+        content: dict[str, bytes] = {}
+        self.machines = [Objects(content) for _ in range(-(-size // LOCAL))]
+        self.collectives, self.threads, self.size = Collectives(), ThreadPoolExecutor(size), size
+        self.worlds, beside = worlds(size), groups(size)
+        self.backends: list[Any] = [Host(world, beside[world.rank]) for world in self.worlds]
+        self.engines: list[Any] = [Rows(world) for world in self.worlds]
+        stores: list[Any] = [S3Store(each, Path(scratch, str(n))) for n, each in enumerate(self.machines)]  # type: ignore[arg-type]
+        self.stores = [stores[world.rank // LOCAL] for world in self.worlds]
+
+    def on_all(self, action: Callable[[int], Result]) -> list[Result]:
+        """Take an action on all ranks; what they send and ask for is counted from here on."""
+        self.collectives.received.clear()
+        for machine in self.machines:
+            machine.requests.clear()
+            machine.downloads.clear()
+        before, ranks.dist = ranks.dist, self.collectives  # type: ignore[assignment]
+        try:
+            return list(self.threads.map(action, range(self.size)))
+        finally:
+            ranks.dist = before
+
+    def requests(self) -> dict[str, int]:
+        return dict(sum((machine.requests for machine in self.machines), Counter[str]()))
+
+    def save(self, num_saves: int = SAVES) -> None:
+        owned: Any = SimpleNamespace(check_owner=lambda: None, mirror=lambda: None)
+        draft = Manifest(0, 1, {}, SETTINGS, {}, self.size, "ddp", None)
+        savers = [
+            AsyncSaver(CheckpointConfig(), store, engine, backend, draft, owned)
+            for store, engine, backend in zip(self.stores, self.engines, self.backends, strict=True)
+        ]
+
+        def save(rank: int, step: int) -> None:
+            savers[rank].save(Progress(step=step), {"loss_sum": 0.0}, metric=None)
+            saved = savers[rank].pending and savers[rank].pending.result()
+            assert saved is None or saved.failure is None, saved.failure
+
+        for step in range(1, num_saves + 1):
+            self.on_all(partial(save, step=step))
+        for saver in savers:
+            saver.close(waits=True)
+
+    def load(self) -> list[Loaded]:
+        def resume(rank: int) -> Loaded:
+            return load(self.stores[rank], self.engines[rank], self.backends[rank], {}, {}, force=False)
+
+        return self.on_all(resume)
+
+
+def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
+    """Bytes that arrive at all ranks and at the one that gets most, and requests by their kind, of the last save."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Run(size, scratch)
+        run.save()
+        received = run.collectives.received
+        return sum(received.values()), max(received.values(), default=0), run.requests()
+
+
+def load_cost(size: int) -> tuple[float, int]:
+    """Bytes that a resume downloads to all machines, as a multiple of the checkpoint's, and its requests. The random
+    numbers of all ranks, 5 KB each, which go to every machine, are left out.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Run(size, scratch)
+        run.save(1)
+        run.load()
+        downloads = [(name, size) for machine in run.machines for name, size in machine.downloads.items()]
+        parts = [(name, size) for name, size in downloads if not name.endswith("ranks.pt")]
+        return sum(size for _, size in parts) / sum(dict(parts).values()), sum(run.requests().values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    kinds, rows = ("PUT", "HEAD", "GET", "LIST", "DELETE"), []
+    for size in parser.parse_args().ranks:
+        total, most, requests = save_cost(size)
+        times, num_requests = load_cost(size)
+        of_kinds = [f"{requests.get(kind, 0):,}" for kind in kinds]
+        rows.append([str(size), f"{total:,}", f"{most:,}", *of_kinds, f"{times:.2f}", f"{num_requests:,}"])
+    print(
+        table(["ranks", "bytes of all ranks", "most of one", *kinds, "downloaded/size", "requests of a resume"], rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
