@@ -142,8 +142,7 @@ class RunFolder:
             self.local_outcome = (self.path / NAME).read_bytes()
         try:
             self._take_away(NAME)
-            # The attribute is looked up for each file: then its owner is checked.
-            list(at_once(lambda name: self._take_away(name), self.folder.names("log/exit_rank_")))
+            list(at_once(self._take_away, self.folder.names("log/exit_rank_")))
         except NotPermitted:
             self.folder.write(NAME, b"{}")  # this counts as none
         (self.path / NAME).unlink(missing_ok=True)
@@ -151,8 +150,8 @@ class RunFolder:
             self.download(name)
 
     def _take_away(self, name: str) -> None:
-        """Remove a record of the attempt before, and keep it for `take_back`; of exit records in S3, which would be many
-        requests, nothing is kept.
+        """Remove a record of the attempt before, and keep it for `take_back`; not exit records in S3, which would be
+        many requests.
         """
         if name == NAME or not self.is_remote:
             with suppress(FileNotFoundError):
