@@ -1,4 +1,4 @@
-"""What a build puts into the image besides the scripts: versions for them, constraints for pip, our wheel."""
+"""What a build puts into the image besides the scripts: versions for them, packages with hashes, our wheel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import ami
 from ami.config import AmiConfig
+from ami.packages import write_packages
 from train.config import Failure, InputError, check
 from train.host.versions import INDEX, Versions
+from train.storage.folders import local_path, sha256_file
 
 HERE = Path(ami.__file__).parent
 ROOT = HERE.parent
@@ -29,11 +31,13 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
     target.mkdir()
     shutil.copy(HERE / "provision/functions.sh", target)
     (target / "image.env").write_text(shell_values(image_values(cfg, base_id, versions, commit)))
-    (target / "constraints.txt").write_text(image_constraints(cfg.image, versions))
     if cfg.wheel is not None:
-        is_wheel = Path(cfg.wheel).suffix == ".whl" and Path(cfg.wheel).is_file()
-        check(is_wheel, f"wheel={cfg.wheel} must be a file *.whl; leave it out to build one")
-        shutil.copy(cfg.wheel, target)
+        given = local_path(cfg.wheel)
+        check(
+            given.suffix == ".whl" and given.is_file(),
+            f"wheel={cfg.wheel} must be a file *.whl; leave it out to build one",
+        )
+        shutil.copy(given, target)
     else:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -45,6 +49,7 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
         re.match(rf"baretrain-{re.escape(versions['baretrain'])}-", wheel.name) is not None,
         f"{wheel.name} is not baretrain {versions['baretrain']}, which ami/versions.yaml names",
     )
+    write_packages(target, cfg.image, wheel, sha256_file(wheel), image_constraints(cfg.image, versions), versions)
     return target
 
 
@@ -81,6 +86,7 @@ def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) 
         "NEURON_TOOLS": versions.sdk.tools,
         "NEURON_KEY": versions.keys["neuron"].version,
         "NEURON_INDEX": INDEX,
+        "PYTHON": versions["python"],
         "EFA_INSTALLER": versions["efa-installer"],
         "EFA_KEY": versions.keys["efa"].version,
         "NVIDIA_DRIVER": versions["nvidia-driver"],

@@ -13,6 +13,7 @@ from botocore.exceptions import ClientError
 from moto.backends import get_backend
 from moto.ec2.models.amis import Ami
 from moto.ssm.models import Parameter
+from package_indexes import write_indexes
 from planning import script
 from running import ROOT
 from services.fake_ec2 import ACCOUNT, REGION, fake_ec2
@@ -52,6 +53,7 @@ def programs(monkeypatch, tmp_path):
 @pytest.fixture
 def aws(programs, monkeypatch, tmp_path):
     """An account with a base image."""
+    write_indexes(monkeypatch, tmp_path)
     with fake_ec2(monkeypatch) as fake:
         # What moto does not keep of an image.
         changes = {"imds_support": "v2.0", "is_encrypted": True, "block_device_mappings": property(disks)}
@@ -211,13 +213,11 @@ def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, says
     declared = re.findall(r'^variable "(\w+)"', (ROOT / "ami/variables.pkr.hcl").read_text(), re.MULTILINE)
     assert set(values) == set(declared)  # every variable has a value, and none is unknown
     assert values["cache_arns"] == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/cache*"]
-    names = ["constraints.txt", "functions.sh", "image.env"]
+    names = ["functions.sh", "image.env", "neuron.txt", "requirements.txt"]
     assert sorted(name for name in uploaded if not name.endswith(".whl")) == names
-    assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"] and len(uploaded) == 4
-    assert uploaded["constraints.txt"].startswith((ROOT / "constraints-trn1.txt").read_text())
-    pinned = [line.partition("==")[0] for line in uploaded["constraints.txt"].splitlines() if "==" in line]
-    assert len(pinned) == len(set(pinned)) and {"torch", "neuronx-cc", "transformers"} <= set(pinned)
-    assert "numpy" not in pinned  # left to what neuronx-cc asks for
+    assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"] and len(uploaded) == 5
+    pinned = [line.partition("==")[0] for line in uploaded["requirements.txt"].splitlines() if "==" in line]
+    assert len(pinned) == len(set(pinned)) and {"torch", "numpy", "transformers", "jinja2"} <= set(pinned)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from package_indexes import CUDA, NEURON, write_indexes
 from planning import script
 from running import ROOT
 from services.machines import NOT_PERMITTED
 
-from ami.config import AmiConfig
 from ami.files import image_values, shell_values, write_files
-from train.config import InstanceConfig
 from train.host.versions import read_versions
 
 PROVISION = ROOT / "ami/provision"
@@ -41,8 +40,6 @@ exec chroot "$root" "$@"
 
 LATE = ("log", "cache", "tmp", "run", "proc", "dev", "lists", "__pycache__")  # folders whose content may change
 SMOKE = {"DEVICES": "absent", "OMP_NUM_THREADS": "1"}  # threads that share a busy processor wait for one another
-CUDA = AmiConfig(image="cuda", instance=InstanceConfig(name="g5.xlarge", device="cuda"))
-NEURON = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
 BASE = "ami-0123456789abcdef0"
 
 
@@ -116,8 +113,14 @@ def use_packages_of_this_environment(root):
     (site / "packages.pth").write_text("/mnt/packages\n")
 
 
-def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path):
+def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path, monkeypatch):
+    public, _ = write_indexes(monkeypatch, tmp_path)
     uploaded = write_files(tmp_path, CUDA, BASE, read_versions(), "none")
+    lines = (uploaded / "requirements.txt").read_text().splitlines(keepends=True)
+    (uploaded / "requirements.txt").write_text(
+        "".join(each for each in lines if each[0] == "." or "setuptools" in each)
+    )
+    shutil.copytree(public / "setuptools", root / "srv/wheels", dirs_exist_ok=True)
     make(root, uploaded)
     assert provision(root, "smoke", **SMOKE).stdout.endswith("smoke test passed\n")
     first = state(root)
@@ -148,7 +151,7 @@ def make(root, uploaded):
     shutil.copytree(uploaded, root / "tmp/baretrain")
     provision(root, "files")
     provision(root, "common")
-    provision(root, "baretrain", PIP_ARGS="--no-deps --no-index")
+    provision(root, "baretrain", PIP_ARGS="--no-index --find-links=/srv/wheels")
     use_packages_of_this_environment(root)
     provision(root, "harden")
 

@@ -6,4 +6,4 @@ from=/tmp/baretrain
 rm -rf /opt/baretrain/dist
 install -d -m 0755 /etc/baretrain /opt/baretrain/dist
 install -m 0644 "$from/image.env" "$from/functions.sh" /etc/baretrain
-install -m 0644 "$from/constraints.txt" "$from"/baretrain-*.whl /opt/baretrain/dist
+install -m 0644 "$from/requirements.txt" "$from/neuron.txt" "$from"/baretrain-*.whl /opt/baretrain/dist

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 from train.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
 from train.host.machine import package_faults
-from train.host.versions import INDEX as NEURON_INDEX
-from train.host.versions import Native, Sdk, read_versions, release
+from train.host.versions import Native, Sdk, from_index, read_versions, release
 
-INDEX = f"--extra-index-url {NEURON_INDEX}"
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
 NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
@@ -85,7 +83,7 @@ def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
     if sdk is None:
         return warn(f"torch-neuronx {neuronx} with neuronx-cc {compiler}: no SDK ships them together", cure=install)
     if library and sdk.libneuronxla not in ("", library):
-        cure = f"pip install libneuronxla=={sdk.libneuronxla} {INDEX}"
+        cure = from_index(f"libneuronxla=={sdk.libneuronxla}")
         return warn(f"libneuronxla {library}: SDK {sdk.name} ships {sdk.libneuronxla}", cure=cure)
     return ok(f"{text}: SDK {sdk.name}")
 

@@ -14,6 +14,14 @@ INDEX = "https://pip.repos.neuron.amazonaws.com"  # Neuron's own; the public one
 TORCH = "2.9.0"  # the release of torch in the version of torch-neuronx
 
 
+def from_index(packages: str) -> str:
+    """Return the commands that install packages from Neuron's index, then what these need from the public one.
+
+    Were both asked for one name, whoever registers a name on the public one could put code beside Neuron's.
+    """
+    return f"pip install --no-deps --index-url {INDEX} {packages} && pip install {packages}"
+
+
 @dataclass(frozen=True)
 class Sdk:
     """Versions that one release of the Neuron SDK ships together."""
@@ -31,8 +39,7 @@ class Sdk:
     @property
     def install(self) -> str:
         """The command that installs its Python packages."""
-        packages = f"neuronx-cc=={self.neuronx_cc} torch-neuronx=={TORCH}.{self.torch_neuronx}"
-        return f"pip install {packages} --extra-index-url {INDEX}"
+        return from_index(f"neuronx-cc=={self.neuronx_cc} torch-neuronx=={TORCH}.{self.torch_neuronx}")
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,8 @@ class Native:
     @property
     def install(self) -> str:
         """The command that installs its Python packages."""
-        newest = self.torch_neuronx[-1]
-        index = f"--extra-index-url {INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
-        return f"pip install 'torch-neuronx=={newest}.*' neuronx-cc=={self.neuronx_cc} nki {index}"
+        packages = f"'torch-neuronx=={self.torch_neuronx[-1]}.*' neuronx-cc=={self.neuronx_cc} nki"
+        return f"{from_index(packages)} --extra-index-url https://download.pytorch.org/whl/cpu"
 
     def faults(self, versions: Mapping[str, str]) -> list[str]:
         """Why native PyTorch cannot run with these installed packages, with the fix."""

@@ -1,0 +1,110 @@
+"""The Python packages of an image, resolved with their sha256 where the build is started: it installs these alone.
+
+Neuron's packages come from Neuron's index alone, all others from PyPI alone. Were both asked for one name, whoever
+registers a name that only one of them has could put code into the image. Neuron's index was not asked here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.config import Failure, InputError, check
+from train.host.versions import INDEX, Versions
+
+NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # which only Neuron's index really has
+BUILDER = "setuptools"  # builds what has no wheel: it must be one of the packages that have a hash
+EXTRAS = {"neuron": "report,trn1", "cuda": "report"}
+PUBLIC, OF_NEURON = "requirements.txt", "neuron.txt"
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    version: str
+    sha256: str
+    url: str
+
+    @property
+    def line(self) -> str:
+        """Of a requirements file."""
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n"
+
+
+def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constraints: str, versions: Versions) -> None:
+    """Write to `folder` the requirements from PyPI, `wheel` among them, and those from Neuron's index.
+
+    Raises Failure if a package cannot be resolved, InputError if this machine cannot say what an image needs.
+    """
+    python, of_neuron = find_python(versions["python"]), list[Package]()
+    if image == "neuron":
+        pinned = versions.python_packages()
+        of_neuron = resolve(python, "--no-deps", "--index-url", INDEX, *(f"{name}=={pinned[name]}" for name in NEURON))
+    given = [f"{each.name} @ {each.url}#sha256={each.sha256}" for each in of_neuron]
+    file = folder.parent / "constraints.txt"
+    file.write_text(constraints)
+    found = resolve(python, "--constraint", str(file), BUILDER, f"{wheel}[{EXTRAS[image]}]", *given)
+    known = {"baretrain", *(each.name for each in of_neuron)}
+    public = [each for each in found if each.name not in known]
+    for each in public:
+        is_neurons = "neuron" in each.name or each.name == "nki"
+        check(
+            not is_neurons, f"{each.name} is a name of Neuron, and PyPI offered it: add it to NEURON of ami/packages.py"
+        )
+    (folder / PUBLIC).write_text(f"./{wheel.name} --hash=sha256:{sha256}\n" + "".join(each.line for each in public))
+    (folder / OF_NEURON).write_text("".join(each.line for each in of_neuron))
+
+
+def this_python() -> str:
+    """Return the version of the Python that runs this, as 3.12."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def find_python(version: str) -> str:
+    """Return the path of a Python of the image's version on the image's platform: packages depend on both."""
+    here, wanted = (sys.platform, platform.machine()), ("linux", "x86_64")
+    check(
+        here == wanted,
+        f"images are for {' '.join(wanted)}, and this is {' '.join(here)}: start the build on such a machine",
+    )
+    if this_python() == version:
+        return sys.executable
+    path, ask = shutil.which(f"python{version}"), "import sys; print('%d.%d' % sys.version_info[:2])"
+    if (
+        path
+        and subprocess.run([path, "-c", ask], capture_output=True, text=True, check=False).stdout.strip() == version
+    ):
+        return path
+    raise InputError(
+        f"the image has Python {version}, for which its packages are resolved: install python{version} here"
+    )
+
+
+def resolve(python: str, *arguments: str) -> list[Package]:
+    """Return what pip would install. It reads no configuration file, which could name another index beside the one."""
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--ignore-installed", "--quiet"]
+    environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment.pop("PIP_EXTRA_INDEX_URL", None)
+    command += ["--report", "-", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        last = errors[-1].removeprefix("ERROR: ") if errors else (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise Failure(f"the packages of the image cannot be resolved ({last}); nothing was started")
+    packages = []
+    for each in json.loads(done.stdout)["install"]:
+        about, source = each["metadata"], each["download_info"]
+        digest = source.get("archive_info", {}).get("hashes", {}).get("sha256", "")
+        name = re.sub(r"[-_.]+", "-", about["name"]).lower()
+        is_plain = re.fullmatch(r"[a-z0-9-]+ [\w.!+-]+ [0-9a-f]{64}", f"{name} {about['version']} {digest}", re.ASCII)
+        if is_plain is None and name != "baretrain":
+            raise Failure(f"{name} {about['version']!r} has no plain version or no sha256: nothing was started")
+        packages.append(Package(name, about["version"], digest, source["url"]))
+    return packages
