@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from train.config import InstanceConfig, Section, check, setting
 from train.host.machine import is_native
 from train.host.versions import read_versions
+from train.storage.folders import local_path
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
@@ -45,6 +46,10 @@ class AmiConfig(Section):
             self.compile_cache is None or re.fullmatch(r"s3://[a-z0-9.-]+/[\w./-]+", self.compile_cache) is not None,
             f"compile_cache={self.compile_cache} must be s3://bucket/prefix, of letters, digits and ._-/",
         )
+        if self.wheel is not None:
+            file = local_path(self.wheel)
+            is_wheel = file.suffix == ".whl" and file.is_file()
+            check(is_wheel, f"wheel={self.wheel} must be a file *.whl; leave it out to build one")
         name = self.instance.name
         check(
             self.image != "neuron" or not is_native(name),

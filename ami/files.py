@@ -32,12 +32,7 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
     shutil.copy(HERE / "provision/functions.sh", target)
     (target / "image.env").write_text(shell_values(image_values(cfg, base_id, versions, commit)))
     if cfg.wheel is not None:
-        given = local_path(cfg.wheel)
-        check(
-            given.suffix == ".whl" and given.is_file(),
-            f"wheel={cfg.wheel} must be a file *.whl; leave it out to build one",
-        )
-        shutil.copy(given, target)
+        shutil.copy(local_path(cfg.wheel), target)
     else:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -101,7 +101,9 @@ def is_unknown(cfg: LaunchConfig) -> bool:
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *, as_json: bool = False) -> int:
     check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
-    run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
+    schema: type[Any] = PrepareConfig if cfg.prepare else TrainConfig
+    cli.check_typed(schema, of_run)
+    run: Any = cli.load_config(schema, overrides)
     if is_unknown(cfg):
         more = scheduler(cfg.cluster.kind).found_type(cfg, run.s3)
         cfg, settings = cli.load_config(LaunchConfig, [*settings, *more]), [*settings, *more]

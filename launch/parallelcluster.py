@@ -42,6 +42,8 @@ class ParallelClusterConfig(EngineConfig):
             is_block, is_given = self.market == "capacity-block", self.capacity_reservation is not None
             need = "needs the block's id: cluster.capacity_reservation=cr-..." if is_block else "has no reservation"
             check(is_block == is_given, f"cluster.market={self.market} {need}")
+        is_url = self.setup_script is None or re.match(r"(s3|https)://[\w-]", self.setup_script) is not None
+        check(is_url, f"cluster.setup_script={self.setup_script} must be s3://bucket/name or https://...")
 
 
 class ParallelCluster(ExternalEngine):

@@ -147,6 +147,7 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
         ("names one twice", f"regions=[{REGION},{REGION}]", {}),
         ("kms_key is a key of one region", f"regions=[{REGION},{OTHER}] kms_key=alias/mine", {}),
         ("wheel=x.tar must be a file *.whl", "wheel=x.tar", {}),
+        ("s3:/b/x.whl is neither a URL", "wheel=s3:/b/x.whl", {}),
         ("instance=g5.xlarge has no device of the image neuron", "instance=g5.xlarge", {}),
         ("needs native PyTorch: start it from Neuron's DLAMI", "instance=trn2.48xlarge", {}),
         ("compile_cache=/tmp/x must be s3://bucket/prefix", "compile_cache=/tmp/x", {}),

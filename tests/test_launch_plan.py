@@ -123,6 +123,9 @@ def others(words: list[str]) -> list[str]:
         ([*TASK, "cluster.name=a--b"], IN_S3, "cluster.name='a--b' is not letters, digits and single hyphens"),
         ([*TASK, "cluster.region=cn-north-1"], IN_S3, "is not a region of the partition aws"),
         ([*TASK, "cluster.folder=s3://bucket/x"], IN_S3, "cluster.folder=s3://bucket/x must be a folder of this mach"),
+        (["cluster=slurm"], [*IN_S3, "optim=adamw", "optim=lamb"], "optim=adamw and optim=lamb choose the same thing"),
+        (["cluster=slurm", "cluster.chdir=s3:/b/x"], IN_S3, "cluster.chdir=s3:/b/x must be the whole path"),
+        ([*TRN1, "cluster.setup_script=s3:/b/x"], IN_S3, "cluster.setup_script=s3:/b/x must be s3://bucket/name"),
         (TASK, [*IN_S3, "run_dir=runs/mine"], "is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"),
         (
             [*others(TASK), "nodes=2", "instance=trn1.32xlarge"],

@@ -116,6 +116,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     """Make the short run; InputError for all that can be checked without the tool."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
+    cli.check_typed(TrainConfig, options.overrides)
     cfg = cli.load_config(TrainConfig, options.overrides)
     native = cfg.backend.name == "neuron" or (cfg.backend.name == "auto" and machine.is_native(cfg.instance.name))
     check(

@@ -34,7 +34,7 @@ QUOTAS = {
 def region_list(text: str) -> list[str]:
     regions = text.split(",")
     for each in regions:
-        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", each) is not None, f"{each!r} is no region, as us-east-1")
+        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is no region, as us-east-1")
     return regions
 
 
@@ -91,7 +91,8 @@ def iam_flags(parser: Parser) -> None:
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
     """Print the least that the operator of a folder of runs and the machines of one run need, as JSON."""
     check(
-        re.fullmatch(r"\d{12}|\*", options.account) is not None, f"--account {options.account} is no account's number"
+        re.fullmatch(r"\d{12}|\*", options.account, re.ASCII) is not None,
+        f"--account {options.account} is no account's number",
     )
     check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is no role's name")
     run = options.run.rstrip("/").removesuffix(SUFFIX)

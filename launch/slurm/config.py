@@ -51,6 +51,8 @@ class SlurmConfig(ClusterConfig):
             self.container is None or re.match(r"[\w./]", self.container) is not None,
             f"cluster.container={self.container!r} is no image: a path or a registry's name",
         )
+        is_whole = self.chdir is None or self.chdir.startswith("/")
+        check(is_whole, f"cluster.chdir={self.chdir} must be the whole path of a folder, from /")
         for folder in self.container_mounts:
             ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # which part a list of mounts
             check(ok, f"cluster.container_mounts holds {folder!r}: folders have whole paths, without colons and commas")
@@ -58,7 +60,7 @@ class SlurmConfig(ClusterConfig):
 
 def time_limit_s(text: str) -> int | None:
     """Seconds of a time in sbatch's notation (man sbatch, --time); None if it is none."""
-    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text)
+    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     if match is None:
         return None
     days, first, second, third = (int(group or 0) for group in match.groups())

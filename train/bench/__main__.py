@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from train.bench.config import BenchConfig
 from train.cli import compose as cli
@@ -14,6 +13,7 @@ from train.host import rank_setup
 from train.host.launched import launched
 from train.host.runtime import search_rarely
 from train.host.torchrun import die_with_torchrun, end_torchrun
+from train.storage.folders import local_path
 
 USED: tuple[str, ...] = ("steps", "warmup", "windows", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
 USED += ("save_as", "data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
     if cfg.output is not None:  # a measurement takes too long to be lost at its end
-        check("://" not in cfg.output, f"output={cfg.output} must be a file of this machine")
-        check(not Path(cfg.output).is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
-        folder = Path(cfg.output).parent
+        file = local_path(cfg.output)
+        check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
+        folder = file.parent
         check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is no folder that files can be written to")
     try:
         if cfg.sweep:

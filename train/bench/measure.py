@@ -10,7 +10,6 @@ import time
 import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from train.host.memory import limit_allocations, own_peak_bytes, total_memory_by
 from train.ranks import AGREED
 from train.report.texts import plural
 from train.storage.atomic_io import write_atomic
+from train.storage.folders import local_path
 from train.telemetry.metrics import Recorder
 
 logger = logging.getLogger("train")
@@ -74,7 +74,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
 def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
     if cfg.output is not None:
-        write_atomic(Path(cfg.output), json.dumps(content, indent=2).encode() + b"\n")
+        write_atomic(local_path(cfg.output), json.dumps(content, indent=2).encode() + b"\n")
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from train.host.torchrun import REJECTION
 from train.report.texts import plural
 from train.run_folder.outcome import OUT_OF_MEMORY
 from train.storage.atomic_io import write_atomic
+from train.storage.folders import local_path
 from train.storage.schema import read_object
 
 GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
@@ -103,7 +104,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
             "settings": list(settings),
             "tries": [asdict(each) for each in tries],
         }
-        write_atomic(Path(cfg.output), json.dumps(result, indent=2).encode() + b"\n")
+        write_atomic(local_path(cfg.output), json.dumps(result, indent=2).encode() + b"\n")
     if best is None:
         raise Failure(f"no micro batch fits, not even {tries[-1].micro_batch_size}: {tries[-1].verdict}")
     size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import train
 from train.config import Failure, InputError, S3Config, Unreachable, check_printable
+from train.config.checks import LARGEST
 from train.host.torchrun import is_reported, leave_rejection
 
 DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -33,6 +34,8 @@ class Parser(argparse.ArgumentParser):
         """`details` returns the last part of --help."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.details = details
+        for kind in (int, float):
+            self.register("type", kind, number_flag(kind))
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
@@ -40,6 +43,18 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         self.epilog = self.details() if self.details is not None else None
         return super().format_help()
+
+
+def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return what reads a flag's number by the rules of a setting's."""
+
+    def read(text: str) -> float:
+        value = kind(text)  # it reads the digits of other alphabets too
+        if not text.isascii() or not abs(value) < LARGEST:  # NaN is below nothing
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number in the digits 0 to 9, below 2^63")
+        return value
+
+    return read
 
 
 def command_parser(

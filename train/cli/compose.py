@@ -122,6 +122,11 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
     return config
 
 
+def check_typed(schema: type, typed: Sequence[str]) -> None:
+    """Raise InputError if several options of a group were typed."""
+    check_groups(typed, groups(CONFIGS[schema]))
+
+
 def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     register_schemas()
@@ -316,7 +321,7 @@ def run(
             hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
             raise InputError(f"{flag} is not a flag; {hint}")
         keys = {override.partition("=")[0] for override in options.settings}
-        check_groups(options.settings, keys & {*groups(CONFIGS[schema])})
+        check_typed(schema, options.settings)
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
             return action(load_config(schema, overrides))

@@ -48,10 +48,10 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
 
 
 def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
-    """Raise InputError if two options of one of these groups were typed."""
+    """Raise InputError if several options of one of these groups were typed."""
     for group in groups:
         options = sorted({override for override in typed if override.startswith(f"{group}=")})
-        check(len(options) == 1, f"{' and '.join(options)} choose the same thing; give one of them")
+        check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:

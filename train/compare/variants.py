@@ -67,6 +67,7 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [*(override for override in common if not override.startswith(keys)), *own]
     with named(name):
+        cli.check_typed(TrainConfig, own)
         return Variant(folder, location, overrides, cli.load_config(TrainConfig, overrides))
 
 

@@ -122,7 +122,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
     return int(text)
 

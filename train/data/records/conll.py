@@ -91,7 +91,7 @@ class Sentences:
         self.columns = columns
         for key in ("word", "tag"):
             value = getattr(self.given, key)
-            ok = re.fullmatch(r"-?\d{1,4}", value) and -columns <= int(value) < columns
+            ok = re.fullmatch(r"-?\d{1,4}", value, re.ASCII) and -columns <= int(value) < columns
             where = f"{self.name}:{number}: data.columns.{key}={value}"
             check(bool(ok), f"{where} is no column: they are 0 to {columns - 1}, or count from the last, which is -1")
             setattr(self, key, int(value) % columns)
