@@ -21,6 +21,7 @@ from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import Unreachable, check
 from train.host import processes
 from train.host.processes import is_alive, read_process
+from train.storage.atomic_io import make_alike, open_alike
 
 ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
 
@@ -34,8 +35,8 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / "job.txt").open("ab") as output:
+        make_alike(logs)
+        with open_alike(logs / "job.txt", "ab") as output:
             process = subprocess.Popen(
                 supervisor(job, record),
                 stdin=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from train.config import S3Config, check
 from train.host import local_torchrun, processes
 from train.host.machine import cache_root
 from train.host.torchrun import REJECTION
+from train.storage.atomic_io import make_alike, open_alike
 from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
@@ -110,8 +111,8 @@ class Node:
 
     def run(self, command: Sequence[str], log: str) -> int:
         """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        with (self.logs / log).open("ab") as output:
+        make_alike(self.logs)
+        with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
             for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
                 signal.signal(number, lambda number, _: process.send_signal(number))

@@ -13,7 +13,7 @@ from running import ROOT
 from train.backend.ddp import DDP
 from train.config import BackendConfig
 from train.host import machine
-from train.storage import caches
+from train.storage import atomic_io, caches
 from train.storage.folders import LocalFolder, make_folder
 
 
@@ -140,12 +140,22 @@ def test_graphs_that_others_could_have_made_are_refused(home, monkeypatch, name)
 
 
 def test_what_holds_texts_is_made_for_this_user_and_stays_as_the_user_changes_it(home):
+    """Files too, also those of libraries: a folder that its user opens to a group keeps what comes later open."""
     run, output = home / "runs/run", home / "data"
     for wanted in (0o700, 0o750):
-        LocalFolder(run).write("log/rank_0000.txt", b"")
+        LocalFolder(run).write(f"log/{wanted}/rank_0000.txt", b"")
+        with atomic_io.open_alike(run / f"{wanted}.jsonl", "ab") as file:
+            file.write(b"line")
+        with atomic_io.new_folder(run / f"export_{wanted}") as export:
+            (export / "deep").mkdir()
+            (export / "deep/weights").touch()
+        for path in run.rglob(f"*{wanted}*/**/*"):
+            assert mode(path) == (wanted if path.is_dir() else wanted & 0o666), path
+        assert mode(run / f"{wanted}.jsonl") == wanted & 0o666
         make_folder(output)
         assert mode(run) == mode(output) == wanted
-        run.chmod(0o750)
+        for path in (run, *run.rglob("*")):  # chmod -R g+rX
+            path.chmod(0o750 if path.is_dir() else 0o640)
         output.chmod(0o750)
     (home / "xdg/baretrain").mkdir(parents=True, mode=0o755)  # of an earlier version
     assert mode(machine.cache_root()) == 0o700

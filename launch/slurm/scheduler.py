@@ -14,6 +14,7 @@ from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
 from launch.values import count
 from train.config import InputError, check
+from train.storage.atomic_io import make_alike
 
 SCRIPT = Path(__file__).with_name("job.sh")
 AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
@@ -39,7 +40,7 @@ class Scheduler(spec.Scheduler):
         if there := slurm.job_ids(job_name(record.run_dir)):  # of a submission whose answer was lost
             raise InputError(f"Slurm has job {there[0]} of this run, which no record knows: scancel {there[0]} ends it")
         if not record.is_remote:
-            (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
+            make_alike(record.local_folder() / "logs")
         job_id = slurm.submit(asked, SCRIPT, given)
         if job.kind == "train" or job.parts == 1:
             return {"job_id": job_id}

@@ -31,6 +31,7 @@ from train.host.memory import count_oom_kills, find_oom_counter
 from train.host.processes import ENDED_STATES, read_process
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import Outcome, may_continue, write_outcome
+from train.storage.atomic_io import open_alike
 from train.storage.folders import canonical_json
 
 STDERR = 2
@@ -256,8 +257,8 @@ class Watchdog:
         with self.folder.logging_failures():
             self.folder.check_owner()
             if writes_stacks:
-                with (self.folder.log / f"stacks_rank_{self.rank:04d}.txt").open("a") as file:
-                    file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n")
+                with open_alike(self.folder.log / f"stacks_rank_{self.rank:04d}.txt", "ab") as file:
+                    file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n".encode())
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
             if self.is_ours:

@@ -29,6 +29,7 @@ from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Un
 from train.host.runtime import pool_beside_training
 from train.ranks import no_wait
 from train.run_folder.ownership import LeaseLost
+from train.storage.atomic_io import open_alike
 from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ class AsyncSaver:
         files = {}
         for content, value in state.items():
             own = file_name(content, self.world.rank)
-            with (folder / own).open("wb") as raw:
+            with open_alike(folder / own, "wb") as raw:
                 file = Hashing(raw)
                 try:
                     self.backend.save(value, file)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ from train.host.launched import launched
 from train.host.processes import age_s
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
-from train.storage.atomic_io import sync, write_atomic
+from train.storage.atomic_io import make_alike, open_alike, sync, write_atomic
 from train.storage.folders import (
     Folder,
     LocalFolder,
@@ -130,7 +130,7 @@ class RunFolder:
         `last_owner` is the lease before its own: after another machine's an outcome on this one is older.
         `take_back` undoes it.
         """
-        self.log.mkdir(exist_ok=True)
+        make_alike(self.log)
         self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
         if self.is_remote:
             self.exit_path.unlink(missing_ok=True)
@@ -349,6 +349,7 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [terminal]
     if path is not None:
+        open_alike(path, "ab").close()  # or the handler makes it for everybody
         file = logging.FileHandler(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())

@@ -1,6 +1,7 @@
 """Files and folders of this machine that are whole or absent, also after a kill or a power cut.
 
-Each is made under a temporary name beside its own, synced, and renamed.
+Each is made under a temporary name beside its own, synced, and renamed. What is new is as private as the folder that it
+is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the name in it
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename to a name that something else has
@@ -39,6 +40,24 @@ def remove_temporaries(folder: Path, name: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def bits_of(folder: Path) -> int:
+    """Return the permission bits of a folder that is new in this one."""
+    return 0o700 | folder.stat().st_mode & 0o077
+
+
+def open_alike(path: Path, mode: str) -> BinaryIO:
+    """Open a file; a new one can be read by those alone who can read its folder."""
+    bits = bits_of(path.parent) & 0o666
+    return cast("BinaryIO", open(path, mode, opener=lambda name, flags: os.open(name, flags, bits)))
+
+
+def make_alike(folder: Path) -> None:
+    """Make a folder and the parents that are missing, each as private as the one that it is in."""
+    if not folder.is_dir():
+        make_alike(folder.parent)
+        folder.mkdir(bits_of(folder.parent), exist_ok=True)  # another process may have made it
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +66,7 @@ def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace
     """A file to write to, which takes the name `path` when the block ends. An error leaves nothing of it."""
     temporary = temporary_for(path)
     try:
-        with temporary.open("wb") as file:
+        with open_alike(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -103,10 +122,10 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 def begin_folder(path: Path) -> Path:
     """Make an empty folder beside `path`, with the parents of both, for `publish_folder`."""
     if not path.parent.is_dir():
-        path.parent.mkdir(parents=True)
+        make_alike(path.parent)
         sync(path.parent.parent)
     temporary = temporary_for(path)
-    temporary.mkdir()
+    temporary.mkdir(bits_of(path.parent))
     return temporary
 
 
@@ -138,7 +157,11 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
+    """Sync what is in a folder, and make what libraries have written there as private as the folder."""
+    for path in (*folder.rglob("*"), folder):  # a folder comes before what is in it
+        bits = path.stat().st_mode & 0o777
+        if path != folder and bits & ~bits_of(path.parent):
+            path.chmod(bits & bits_of(path.parent))
         sync(path)
 
 

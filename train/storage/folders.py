@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from train.config import InputError, S3Config, check_printable
 from train.host.torchrun import file_of_start, has_rejected
-from train.storage.atomic_io import create_atomic, is_temporary, write_atomic
+from train.storage.atomic_io import create_atomic, is_temporary, make_alike, write_atomic
 from train.storage.schema import RelativePath
 
 CHUNK_BYTES = 2**20  # read at once to be hashed
@@ -97,14 +97,14 @@ class LocalFolder:
         path = self.at(name)
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_alike(path.parent)
             write_atomic(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.at(name)
         with disk_errors("write", path):
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_alike(path.parent)
             return create_atomic(path, content)
 
     def size(self, name: str) -> int | None:

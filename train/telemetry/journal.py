@@ -15,6 +15,7 @@ from tqdm import tqdm
 from train.config import Failure
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import ENDS
+from train.storage.atomic_io import make_alike, open_alike
 from train.telemetry import trackers
 from train.telemetry.lines import read_lines
 
@@ -38,7 +39,7 @@ class Journal:
         costs = (line.get("cost_usd") for line in reversed(before))
         known = (cost for cost in costs if type(cost) in (int, float) and 0 <= cost < math.inf)
         self.cost_before_usd: float = next(known, 0.0)  # of the earlier attempts, up to their last line
-        self.file = folder.metrics.open("ab")
+        self.file = open_alike(folder.metrics, "ab")
         self.writer: SummaryWriter | None = None
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
@@ -67,6 +68,7 @@ class Journal:
             if self.writer is None:
                 from torch.utils.tensorboard import SummaryWriter  # late: the first step need not wait for the import
 
+                make_alike(self.folder.tensorboard)
                 self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
             for name, value in values.items():
                 if name not in trackers.NO_CURVES:
