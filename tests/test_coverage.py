@@ -1,12 +1,14 @@
 """How well a tokenizer reads a text: no marks are lost by default, and what is lost or unknown is said."""
 
 import re
+from string import ascii_lowercase
 
 import pytest
 from finetuning import task_of, tuning
 from rejections import rejects
 from running import prepare_config, train_config
-from transformers import BertTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from train import prepare, records
 from train.cli import compose as cli
@@ -96,6 +98,40 @@ def test_records_and_train_say_the_share_of_unknown_tokens(text, has_remark, tok
     assert remark in capsys.readouterr().out
     (tmp_path / "t.csv").write_text(f"text,label\n{re.sub('[aeio]', '我', rows)}\n")
     rejects("train: tokenizer .* unknown tokens, from which little can be learnt", task_of, settings)
+
+
+@pytest.fixture
+def dropping(tmp_path):
+    """A BPE tokenizer of small letters without an unknown token, which drops all else."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+    trainer = trainers.BpeTrainer(special_tokens=list(names), initial_alphabet=list(ascii_lowercase), vocab_size=60)
+    backend.train_from_iterator(["ba be bi na no"] * 9, trainer)
+    special = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token"), names, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(tmp_path / "dropping")
+    return tmp_path / "dropping"
+
+
+def test_characters_that_become_no_token_count_as_unknown(dropping, corpus, tmp_path, capsys):
+    rows = "\n".join(f"ba be bi {number % 9 * 'na '}我,{'xy'[number % 2]}" for number in range(40))
+    (tmp_path / "t.csv").write_text(f"text,label\n{rows}\n")
+    given = ["task=classify", "data=csv", "seq_len=8", f"data.path={tmp_path / 't.csv'}"]
+    task = task_of(tuning(tmp_path / "run", dropping, *given, "data.validation_fraction=0.3"))
+    notes = task.tables.facts["splits"]["train"]["notes"]
+    examples = task.tables.facts["splits"]["train"]["examples"]
+    assert notes["unknown_tokens"] == examples and notes["truncated"] > 0  # also what was cut was looked at
+    assert next(each for each in task.remarks if "train: " in each).startswith("warning: ")
+    for share, wanted in (("我", None), ("我" * 20, "from which little can be learnt")):
+        text = "\n".join(f"{line}\n{share if line else ''}" for line in corpus.read_text().lower().splitlines())
+        (tmp_path / "text.txt").write_text(re.sub(r"[^a-z\s我]", "", text))
+        ready = f"tokenizer.pretrained={dropping}"
+        config = prepare_config(tmp_path / f"out{len(share)}", tmp_path / "text.txt", ready)
+        if wanted is None:
+            manifest = prepare.prepare(config)
+            assert manifest.counts["unknown_tokens"] == (tmp_path / "text.txt").read_text().count("我")
+        else:
+            rejects(wanted, prepare.prepare, config)
 
 
 def test_a_cased_vocabulary_that_is_read_in_lower_case_is_named(tmp_path):

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from train.backend import compiles_each_length, is_cuda
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
+from train.data.text.coverage import drops, num_dropped
 from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.source import resolved, task_tokenizer
 
@@ -113,9 +115,20 @@ class TextFeaturizer:
         unknown = tokenizer.unk_token_id
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
+        self.dropping: Tokenizer | None = None  # a copy that cuts no text, if it drops what it does not know
+        if drops(tokenizer.backend_tokenizer):
+            self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            self.dropping.no_truncation()
+        self.missed = np.zeros(2, np.int64)  # characters that it dropped of whole texts, and these with the tokens left
         self.tokens_cut = np.zeros(0, np.int64)  # of the rows that were read last: tokens behind seq_len
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
+        for part in texts if self.dropping else ():
+            assert self.dropping is not None
+            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]  # a text, or its words
+            encodings = self.dropping.encode_batch(whole, add_special_tokens=False)
+            missing = num_dropped(whole, encodings)
+            self.missed += missing, missing + sum(map(len, encodings))
         return self.tokenizer(
             *texts, max_length=self.settings["seq_len"], split_special_tokens=True, verbose=False, **options
         )
@@ -135,6 +148,9 @@ class TextFeaturizer:
         """TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""
         unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
         text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
+        if self.dropping is not None:
+            unknown, text_tokens = self.missed.tolist()
+            self.missed[:] = 0
         self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
         return {
             "input_ids": [self.ids(encoding) for encoding in encodings],

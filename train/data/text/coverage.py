@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 from unicodedata import normalize
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from train.config import InputError
 
@@ -21,6 +21,7 @@ MOST_INNER_CAPITALS = 0.1  # share of the words with capitals inside: names in p
 MOST_CAPITAL_PIECES = 0.01  # share of a vocabulary; lower-case ones hold a few special tokens
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # of an example
+UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
@@ -99,10 +100,29 @@ def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_M
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
-    """Return how many tokens of texts are unknown, and how many there are."""
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    """Return how many tokens of texts are unknown, and how many there are; a dropped character is one of both."""
+    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     ids = Counter(token for encoding in encodings for token in encoding.ids)
-    return (0 if tokenizer.unk_token_id is None else ids[tokenizer.unk_token_id]), ids.total()
+    missing = num_dropped(texts, encodings) if drops(tokenizer.backend_tokenizer) else 0
+    unknown = 0 if tokenizer.unk_token_id is None else ids[tokenizer.unk_token_id]
+    return unknown + missing, ids.total() + missing
+
+
+def drops(tokenizer: Tokenizer) -> bool:
+    """Return whether characters that the tokenizer does not know become no token, as BPE's without an unknown one."""
+    return num_dropped([UNUSUAL], [tokenizer.encode(UNUSUAL, add_special_tokens=False)]) > 0
+
+
+def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
+    """Return how many characters of texts, other than blanks, are in none of the tokens of their encodings."""
+    count = 0
+    for text, encoding in zip(texts, encodings, strict=True):
+        end = 0
+        for first, last in sorted(encoding.offsets):
+            count += sum(map(str.isprintable, "".join(text[end:first].split())))
+            end = max(end, last)
+        count += sum(map(str.isprintable, "".join(text[end:].split())))
+    return count
 
 
 def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.shards.format import TokenizerInfo
+from train.data.text.coverage import drops, num_dropped
 from train.data.text.documents import Document
 
 CHUNK_CHARS = 2 * 2**20  # text handed to the tokenizer at once; it spreads a chunk over its threads
@@ -45,6 +47,7 @@ class Encoded:
     documents: list[Document]
     tokens: np.ndarray  # int32, of all documents, one after the other
     lengths: np.ndarray  # int64, tokens of each document
+    num_dropped: int = 0  # characters that became no token
 
 
 def starts_of(tokenizer: Tokenizer) -> np.ndarray:
@@ -68,9 +71,14 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray) -> Encoded:
-    """`is_text`: [vocab] bool, the pieces that are kept."""
-    encodings = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
+def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool) -> Encoded:
+    """`is_text`: [vocab] bool, the pieces that are kept. `is_dropping`: see `coverage.drops`."""
+    texts, missing = [document.text for document in documents], 0
+    if is_dropping:
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)  # with offsets
+        missing = num_dropped(texts, encodings)
+    else:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ids = [encoding.ids for encoding in encodings]
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
@@ -79,7 +87,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray)
         before = np.concatenate([[0], np.cumsum(keep)])
         ends = np.cumsum(lengths)
         tokens, lengths = tokens[keep], before[ends] - before[ends - lengths]
-    return Encoded(documents, tokens, lengths)
+    return Encoded(documents, tokens, lengths, missing)
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
@@ -87,8 +95,9 @@ def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[E
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # they structure sequences
+    act = partial(encode, tokenizer=tokenizer, is_text=is_text, is_dropping=drops(tokenizer))
     with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(encode, chunk, tokenizer, is_text) for chunk in islice(source, CHUNKS_AHEAD)]
+        pending = [pool.submit(act, chunk) for chunk in islice(source, CHUNKS_AHEAD)]
         while pending:
             yield pending.pop(0).result()
-            pending += [pool.submit(encode, chunk, tokenizer, is_text) for chunk in islice(source, 1)]
+            pending += [pool.submit(act, chunk) for chunk in islice(source, 1)]

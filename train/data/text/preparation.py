@@ -195,6 +195,7 @@ class Preparation:
         self.done["documents"] += len(chunk.documents)
         self.done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
         self.done["tokens"] += len(chunk.tokens)
+        self.done["unknown_tokens"] += chunk.num_dropped
         if self.vocabulary.unk_id is not None:
             self.done["unknown_tokens"] += int((chunk.tokens == self.vocabulary.unk_id).sum())
         if any(sum(map(len, rows)) >= self.rows_per_shard for rows in self.pending.values()):
