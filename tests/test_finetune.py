@@ -112,6 +112,14 @@ def test_the_best_evaluation_is_what_is_kept_and_exported(best):
     assert json.loads((best / "samples.json").read_text())["step"] == best_step(best) < 8
 
 
+def test_the_log_counts_the_rows_of_an_epoch_that_fill_no_batch(train, tmp_path):
+    train(tmp_path / "run", "max_steps=1", "eval_every=1", "global_batch_size=8")
+    log = (tmp_path / "run/log/rank_0000.txt").read_text()
+    said = re.search(r"an epoch is (\d+) steps: (\d+) of (\d+) rows do not fill a batch", log)
+    steps, left, rows = map(int, said.groups())
+    assert 0 < left < 8 and steps * 8 + left == rows
+
+
 @pytest.mark.parametrize(("lower", "wanted"), [(True, 2), (False, 6)])
 def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(train, tmp_path, monkeypatch, lower, wanted):
     evaluate, rises = Classification.evaluate, count(1)

@@ -11,6 +11,8 @@ from forks import launch, run_forked
 from run_results import losses
 from running import ROOT, lines
 
+from train.checkpoints.manifest import step_name
+
 EXAMPLE = re.compile(r"`([\w/.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)  # path and content
 TABLES = {  # file: (old text, new text)
     "train/tasks/__init__.py": [
@@ -21,6 +23,30 @@ TABLES = {  # file: (old text, new text)
         ("import adamw, lamb\n", "import adamw, lamb, sgd\n"),
         ('    "lamb": lamb.SPEC,\n', '    "lamb": lamb.SPEC,\n    "sgd": sgd.SPEC,\n'),
     ],
+}
+MORE = {  # added to files of the example: a metric of which the lower value is the better one
+    "train/tasks/focal/__init__.py": """
+from train.tasks.spec import Metric
+
+SPEC = replace(SPEC, metrics={**SPEC.metrics, "brier": Metric(lower_is_better=True)})
+""",
+    "train/tasks/focal/task.py": """
+import numpy as np
+from train.data.records.table_facts import column
+from train.tasks.classify.task import probabilities
+
+
+class WithBrier(FocalClassification):
+    metrics = (*FocalClassification.metrics, "brier")
+
+    def evaluate(self, examples, features, statistics):
+        truth = np.eye(len(self.labels))[column(features, "label")]
+        brier = float(((probabilities(statistics[:, 1:]) - truth) ** 2).sum(1).mean())
+        return {**super().evaluate(examples, features, statistics), "brier": brier}
+
+
+TASK = WithBrier
+""",
 }
 START = """
 import os, runpy, sys
@@ -48,6 +74,9 @@ def tree(tmp_path_factory):
         assert not (folder / name).exists()
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
+    for name, more in MORE.items():
+        with (folder / name).open("a") as file:
+            file.write(more)
     for name, changes in TABLES.items():
         text = (folder / name).read_text()
         for old, new in changes:
@@ -117,3 +146,17 @@ def test_its_checkpoint_is_exported_and_asked(tree, trained, tmp_path):
     assert weights[0] == weights[1]
     card = (trained / "export/README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| Optimizer | sgd |" in card
+
+
+def test_the_best_of_a_metric_that_it_declares_is_the_lowest(tree, settings, tmp_path):
+    """The rate is far too high, so that the scores rise and fall."""
+    given = ["best.metric=brier", "best.export=true", "checkpoint.best=true", "eval_every=1", "max_steps=8"]
+    run(tree, *settings, *given, "optim.lr=3", f"run_dir={tmp_path / 'run'}")
+    scores = {line["step"]: line["brier"] for line in lines(tmp_path / "run", "eval")}
+    lowest = min(scores, key=scores.get)
+    assert len(scores) == 8 and scores[lowest] < max(scores.values()) / 1.2
+    evaluation = json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert (evaluation["step"], evaluation["splits"]["validation"]["brier"]) == (lowest, scores[lowest])
+    assert (tmp_path / "run/checkpoints" / step_name(lowest)).is_dir()
+    said = f"exporting step {lowest}, the best by brier"
+    assert lowest == 8 or said in (tmp_path / "run/log/rank_0000.txt").read_text()

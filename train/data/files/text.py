@@ -126,6 +126,14 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
         yield line
 
 
+def bounded_text(text: IO[str], name: str, cure: str) -> str:
+    """Return the whole of a text. Raises InputError, before all is in memory, if it is longer than a line may be."""
+    content = text.read(LONGEST_LINE_CHARS + 1)
+    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit of what is read at once; {cure}"
+    check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
+    return content
+
+
 def stretches(text: IO[str]) -> Iterator[str]:
     """Lines; one of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
     while line := text.readline(MAX_LINE_CHARS):

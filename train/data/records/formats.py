@@ -15,7 +15,7 @@ from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, che
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import BATCH_ROWS, Values, json_rows, open_parquet
-from train.data.files.text import bounded_lines, open_text
+from train.data.files.text import bounded_lines, bounded_text, open_text
 from train.data.records.conll import conll_rows
 from train.data.records.delimited import Lines, csv_lines
 from train.data.records.sources import (
@@ -123,12 +123,13 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
 
 def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Values]]:
     """Each question of SQuAD (https://arxiv.org/abs/1606.05250, v2: 1806.03822) and its position in the file, which is
-    read as a whole: some 200 MB of memory. {"data": [{"paragraphs": [{"context": ..., "qas": [{"id", "question",
-    "answers": [{"text", "answer_start"}], "is_impossible"}]}]}]}.
+    read as a whole up to a limit: some 200 MB of memory for SQuAD's own. {"data": [{"paragraphs": [{"context": ...,
+    "qas": [{"id", "question", "answers": [{"text", "answer_start"}], "is_impossible"}]}]}]}.
     """
     with open_text(path, encoding) as (text, _):
+        content = bounded_text(text, name, "split SQuAD's list data into files of one folder, or write JSON lines")
         try:
-            document = json.load(text)
+            document = json.loads(content)
         except json.JSONDecodeError as error:
             raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
     is_squad = isinstance(document, dict) and isinstance(document.get("data"), list)

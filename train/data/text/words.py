@@ -21,8 +21,9 @@ class WordEdges:
 
 
 def word_edges(folder: Path) -> WordEdges:
-    """Return where the tokenizer of a prepared data set begins words: as in the word ids of its encodings, except that
-    byte-level tokenizers keep 't and the like in one word.
+    """Return where the tokenizer of a prepared data set begins words, as in the word ids of its encodings.
+
+    One difference: where a byte-level tokenizer has 't as two pieces, ' and t, they are one word there and two here.
     """
     from train.data.text.tokenizer import open_tokenizer  # late: it imports transformers
 
