@@ -31,7 +31,8 @@ from train.optim import learning_rate
 from train.parallel import Engine, build_engine
 from train.ranks import AGREED
 from train.run_folder import exported
-from train.run_folder.folder import RunFolder, identity_of
+from train.run_folder.folder import RunFolder
+from train.run_folder.identity import identity_of
 from train.tasks import Task, build_task
 from train.telemetry.metrics import Recorder
 from train.telemetry.monitor import open_monitor

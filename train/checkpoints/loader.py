@@ -19,7 +19,7 @@ from train.checkpoints.store import Store
 from train.config import Failure
 from train.parallel.pieces import Tensors
 from train.ranks import World, no_wait
-from train.run_folder.folder import check_same_run, differences
+from train.run_folder.identity import check_same_run, differences
 from train.storage.schema import BadContent, shown
 
 if TYPE_CHECKING:
