@@ -150,9 +150,12 @@ def random_encoder(data: Path, folder: Path) -> Path:
 
 def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
     """What metrics.jsonl says, as Meter.result() of peers/trainer.py. Before an evaluation there is a line of steps."""
+    from train.storage.folders import LocalFolder
+    from train.telemetry.lines import read_lines
+
     begun_unix_s = train_s = tokens = slots = 0.0
     step, evaluations = 0, []
-    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+    for line in read_lines(LocalFolder(run_dir)):
         if line["kind"] == "train":
             busy_s = line["step_s"] * (line["step"] - step)
             begun_unix_s = begun_unix_s or line["time_unix_s"] - busy_s

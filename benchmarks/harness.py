@@ -91,9 +91,10 @@ def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
 
 def lines(run_dir: Path, kind: str) -> list[Result]:
     """The lines of one kind in a run's metrics.jsonl."""
+    from train.storage.folders import LocalFolder
     from train.telemetry.lines import read_lines
 
-    return [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == kind]
+    return [line for line in read_lines(LocalFolder(run_dir)) if line["kind"] == kind]
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from train.cli.saved import read_config
-from train.config import InputError, RecordsConfig, S3Config, TrainConfig
+from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
 from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
 from train.storage.folders import Folder, open_folder
 from train.storage.schema import BadContent, of_type, shown
-from train.telemetry.lines import parse_lines
+from train.telemetry.lines import read_back
 
 MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE: of any number in a line
 
@@ -32,26 +33,27 @@ class Calibration:
 def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. InputError for a folder without one."""
     folder = open_folder(location, s3)
-    try:
-        content = folder.read("metrics.jsonl")
-    except FileNotFoundError as error:
-        raise InputError(f"calibrate={location} is no run folder: it holds no metrics.jsonl") from error
+    check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: it holds no metrics.jsonl")
     cfg = read_config(folder)
     try:
-        return measured(cfg, folder, content)
+        return measured(cfg, folder)
     except BadContent as error:
         raise InputError(f"calibrate={location}: its metrics.jsonl tells no speed: {error}") from error
 
 
-def measured(cfg: TrainConfig, folder: Folder, metrics: bytes) -> Calibration:
+def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     """Return the speed between the first train line of the last attempt that ended and its last one, so that what a
     start costs (first allocations, reading ahead) is left out. BadContent for lines that no run writes.
     """
-    lines = list(parse_lines(metrics))
-    end = next((line for line in reversed(lines) if line["kind"] == "summary"), None)
+    lines = read_back(folder)
+    end = next((line for line in lines if line["kind"] == "summary"), None)
     if end is None:
         raise BadContent("it has no summary: the run has not ended yet, or was killed")
-    trained = [line for line in lines if line["kind"] == "train" and line["attempt"] == end["attempt"]]
+    of_end = takewhile(lambda line: line["attempt"] == end["attempt"], lines)
+    trained: list[dict[str, Any]] = []  # the first one and the last one
+    for line in of_end:
+        if line["kind"] == "train":
+            trained = [line, *trained[-1:]]
     if len(trained) < 2:
         raise BadContent(f"its last attempt has {len(trained)} train lines, and a speed needs 2: set log_every lower")
     sequences, seconds, tokens = (increase(trained, name) for name in ("examples", "train_s", "tokens"))

@@ -11,9 +11,9 @@ from train.run_folder.outcome import read_outcome
 from train.run_folder.ownership import ENVIRONMENT, newest, parse
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
-from train.telemetry.lines import parse_lines
+from train.telemetry.lines import read_back
 
-METRICS = "metrics.jsonl"
+TAIL_BYTES = 2**22  # of metrics.jsonl: some 10,000 lines, in which an evaluation is to be found
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # the other numbers of an eval line
 MAX_SCORES = 6
@@ -41,15 +41,15 @@ class RunProgress:
 
 
 def read_progress(run: Folder) -> RunProgress:
-    """Read a run folder, which need not exist yet. What is damaged counts as missing."""
+    """Read a run folder, which need not exist yet, and of its lines the newest. What is damaged counts as missing."""
     names = run.names_here()
-    lines = list(parse_lines(content_of(run, METRICS)))
+    lines = list(read_back(run, limit_bytes=TAIL_BYTES))[::-1]
     trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
     last, score = (trained or [{}])[-1], (evaluated or [{}])[-1]
     scores = [(key, number(score, key)) for key in score if not NOT_SCORES.fullmatch(key)]
     try:
-        planned = count(table(read_object(content_of(run, ENVIRONMENT)), "plan"), "total_steps") or None
-    except BadContent:
+        planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
+    except (FileNotFoundError, BadContent):
         planned = None
     # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3,
     # that of its lease, which is newer.
@@ -76,13 +76,6 @@ def read_progress(run: Folder) -> RunProgress:
     )
 
 
-def content_of(run: Folder, name: str) -> bytes:
-    try:
-        return run.read(name)
-    except FileNotFoundError:
-        return b""
-
-
 def newest_checkpoint(run: Folder) -> int | None:
     """Return the newest step that is committed, by name: nothing is verified."""
     matches = (COMMITTED.fullmatch(name) for name in run.names("checkpoints/step_"))
@@ -90,7 +83,7 @@ def newest_checkpoint(run: Folder) -> int | None:
 
 
 def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
-    """Return the seconds between two steps of an attempt, evaluations and saves included."""
+    """Return the seconds between two steps of the newest lines of an attempt, evaluations and saves included."""
     if not trained:
         return None
     first, last = trained[0], trained[-1]

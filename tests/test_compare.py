@@ -28,7 +28,7 @@ from train.config.train import CompareConfig
 from train.report import comparison
 from train.report.figures import bars_of
 from train.report.page import table
-from train.report.run import Run, drop_superseded, read_run, split_attempts, tell_apart
+from train.report.run import Run, read_run, tell_apart
 from train.report.texts import percent
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
@@ -256,7 +256,9 @@ def test_no_run_folder_breaks_the_comparison(files, lines):
 
 def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> Run:
     tables = [dict(flatten({str(key): value for key, value in files[name].items()})) for name in GOOD]
-    return Run(LocalFolder(folder), *tables, split_attempts(lines), drop_superseded(lines))
+    run = Run(LocalFolder(folder), *tables)
+    run.add({**line, "time_unix_s": 1.0} for line in reversed(lines))
+    return run
 
 
 @pytest.mark.parametrize(

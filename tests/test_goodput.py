@@ -9,6 +9,7 @@ from train.attempt import goodput
 from train.attempt.goodput import newest_saved, suggested_interval_s
 from train.config import StragglerConfig
 from train.run_folder.folder import RunFolder
+from train.storage.folders import LocalFolder
 from train.telemetry.stragglers import Stragglers
 
 
@@ -19,7 +20,7 @@ def metrics(tmp_path):
         path.write_text(
             "".join(json.dumps({"time_unix_s": 100.0, "attempt": 1, **line}) + "\n" for line in lines) + rest
         )
-        return path
+        return LocalFolder(tmp_path)
 
     return write
 
@@ -32,9 +33,9 @@ RECOVERY = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recove
 
 
 def test_an_attempt_without_an_exit_record_has_lost_what_came_after_its_checkpoint(metrics):
-    path = metrics(trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='[1, 2]\n{"kind": "tra')
-    lost = goodput.lost(path, {}, None, attempt=2, step=10)
-    assert (lost.steps, lost.last_sign_unix_s, newest_saved(path)) == (10, 100.0, 10)
+    run = metrics(trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='[1, 2]\n{"kind": "tra')
+    lost = goodput.lost(run, {}, None, attempt=2, step=10)
+    assert (lost.steps, lost.last_sign_unix_s, newest_saved(run)) == (10, 100.0, 10)
     assert "killed, without an exit record" in lost.reason and "step 20 or later" in lost.reason
 
 
@@ -65,8 +66,8 @@ def test_only_the_last_attempt_counts_and_nothing_of_this_one(metrics):
 def test_facts_count_faults_and_nothing_else(metrics):
     alarm = {"kind": "fault", "step": 31, "reason": "slow"}
     summary = {"kind": "summary", "step": 40, "steps_lost": 20, "recover_s": 9.0}
-    path = metrics(trained(10), RECOVERY, alarm, summary, {**RECOVERY, "steps_lost": 1, "recover_s": 2.0})
-    facts = goodput.facts(path, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
+    run = metrics(trained(10), RECOVERY, alarm, summary, {**RECOVERY, "steps_lost": 1, "recover_s": 2.0})
+    facts = goodput.facts(run, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
     assert (facts["faults"], facts["steps_lost"], facts["recover_s"], facts["mttf_s"]) == (2, 21, 11.0, 400.0)
     assert facts["suggested_interval_s"] == pytest.approx(20.0) and facts["suggested_every"] == 10
 

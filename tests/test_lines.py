@@ -1,14 +1,20 @@
 """The lines of a run: what is written is whole and read again, and curves that fail end only themselves."""
 
+import io
 import json
+import os
 
 import pytest
 from rejections import rejects
 
+from launch.run_progress import TAIL_BYTES, read_progress
+from train.attempt import goodput
 from train.config import Failure, S3Config
+from train.run_folder import parts
 from train.run_folder.folder import RunFolder
+from train.storage.folders import LocalFolder
 from train.telemetry.journal import Journal
-from train.telemetry.lines import parse_lines, read_lines
+from train.telemetry.lines import first_damage, read_back, read_lines
 
 LINE = {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": 1}
 
@@ -31,7 +37,7 @@ def test_an_attempt_goes_on_after_the_last_whole_line(folder):
     second = open_journal(folder)
     second.write("train", {"step": 2})
     second.close()
-    seen = [(line["attempt"], line["step"]) for line in read_lines(folder.metrics, is_strict=True)]
+    seen = [(line["attempt"], line["step"]) for line in read_lines(folder.local)]
     assert seen == [(1, 1), (2, 2)] and second.cost_before_usd == 1.5
     assert json.loads(folder.metrics.read_text().splitlines()[0])["loss"] is None
 
@@ -50,19 +56,82 @@ def test_curves_that_cannot_be_written_are_left_out(folder):
     journal = open_journal(folder, tensorboard=True)
     journal.write("train", {"step": 1, "loss": 2.0})
     journal.close()
-    assert [line["loss"] for line in read_lines(folder.metrics)] == [2.0]
+    assert [line["loss"] for line in read_lines(folder.local)] == [2.0]
 
 
 @pytest.mark.parametrize(
     "bad", ["{", "[" * 99_999, "[1]", {"step": -1}, {"step": 2**63}, {"kind": 3}, {"attempt": "1"}]
 )
-def test_a_damaged_line_is_left_out_or_named(bad):
+def test_a_damaged_line_is_left_out_and_named(folder, bad):
     rows = [json.dumps(LINE), bad if isinstance(bad, str) else json.dumps(LINE | bad), json.dumps(LINE)]
-    content = "\n".join([*rows, '{"kind": "tr']).encode()
-    assert list(parse_lines(content)) == [LINE, LINE]
-    rejects(r"^x line 2 is not", list, parse_lines(content, where="x", is_strict=True))
+    for half in ("", '{"kind": "tr'):
+        folder.metrics.write_text("\n".join([*rows, half]))
+        damage = []
+        assert list(read_lines(folder.local)) == list(read_back(folder.local, damage=damage)) == [LINE, LINE]
+        assert len(damage) == 1 and f"metrics.jsonl line 2 {damage[0]}" in first_damage(folder.local)
+    folder.metrics.write_text("\n".join([rows[0], half]))
+    assert list(read_back(folder.local, damage=damage[1:])) == [LINE] and first_damage(folder.local) == ""
+    assert open_journal(folder).attempt == 2
 
 
-def test_lines_of_an_earlier_version_are_rejected():
-    old = json.dumps({key: value for key, value in LINE.items() if key != "attempt"}).encode()
-    rejects("earlier version", list, parse_lines(old))
+def test_lines_of_an_earlier_version_are_rejected(folder):
+    old = {key: value for key, value in LINE.items() if key != "attempt"}
+    folder.metrics.write_text(f"{json.dumps(old)}\n")
+    rejects("earlier version", list, read_lines(folder.local))
+    rejects("earlier version", list, read_back(folder.local))
+    rejects("earlier version", open_journal, folder)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 9, 10, 11, 500])
+def test_lines_are_the_same_from_either_end(folder, monkeypatch, number):
+    """Blocks end within lines and at their ends."""
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 10)
+    lines = [LINE | {"step": step, "text": "x" * (step % 37)} for step in range(number)]
+    folder.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert list(read_lines(folder.local)) == list(read_back(folder.local))[::-1] == lines
+    assert list(read_back(folder.local, containing=b'"step": 1,'))[::-1] == lines[1:2]
+
+
+class Counting(LocalFolder):
+    """Counts what is read of files."""
+
+    num_bytes = 0
+
+    def open(self, name):
+        file, count = super().open(name), self.count
+
+        class File(io.BufferedReader):
+            def read(self, size=-1):
+                content = super().read(size)
+                count(len(content))
+                return content
+
+        return File(file.detach())
+
+    def count(self, num_bytes):
+        self.num_bytes += num_bytes
+
+
+def test_a_start_and_launch_status_read_the_end_of_a_long_file(folder):
+    """What a resume after a kill needs, also where lines follow on its checkpoint: attempt, cost, steps lost, saves."""
+    row = json.dumps({**LINE, "cost_usd": 2.5, "text": "x" * 300})
+    step = json.dumps({**LINE, "step": 990})
+    save = json.dumps({**LINE, "kind": "checkpoint", "step": 990})
+    later = [json.dumps({**LINE, "step": at, "cost_usd": 3.5}) for at in (991, 995)]
+    folder.metrics.write_text("\n".join([*[row] * 30_000, step, save, *later, '{"kind": "tr']))
+    size = folder.metrics.stat().st_size
+    folder.local = Counting(folder.path)
+    journal = open_journal(folder)
+    assert (journal.attempt, journal.cost_before_usd) == (2, 3.5)
+    assert goodput.lost(folder.local, {}, None, attempt=2, step=990).steps == 5
+    assert goodput.newest_saved(folder.local) == 990
+    assert folder.local.num_bytes <= 8 * parts.BLOCK_BYTES < size / 10
+    assert size - folder.metrics.stat().st_size == len('{"kind": "tr')
+    status = Counting(folder.path)
+    assert (read_progress(status).step, read_progress(status).cost_usd) == (995, 3.5)
+    assert status.num_bytes <= 2 * (TAIL_BYTES + parts.BLOCK_BYTES + 100) < size
+
+
+def test_what_is_no_file_is_not_waited_for(folder):
+    os.mkfifo(folder.metrics)
+    assert list(read_back(folder.local)) == [] == list(read_lines(folder.local))

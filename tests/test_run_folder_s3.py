@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from forks import start_forked
+from rejections import rejects
 from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
@@ -20,11 +21,13 @@ from train.attempt.preempt import StopRequest
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
+from train.run_folder import parts
 from train.run_folder.folder import RunFolder
 from train.run_folder.lease import Lease
 from train.run_folder.outcome import Outcome
 from train.storage.folders import open_folder
 from train.storage.s3 import S3Folder
+from train.telemetry.lines import read_back, read_lines
 
 pytestmark = pytest.mark.usefixtures("pauses")
 
@@ -200,6 +203,90 @@ def test_the_copy_that_continues_what_is_in_s3_is_taken(bucket, on_machine):
     second.mirror()
     on_machine("first")
     assert opened(bucket).metrics.read_text() == "1\n2\nb\n"
+
+
+def line_at(step):
+    return {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": step}
+
+
+def write_lines(folder, steps):
+    with folder.metrics.open("a") as file:
+        file.writelines(json.dumps(line_at(step)) + "\n" for step in steps)
+
+
+def steps_in(folder):
+    forward, back = ([line["step"] for line in read(folder)] for read in (read_lines, read_back))
+    assert forward == back[::-1]
+    return forward
+
+
+def test_lines_go_to_s3_in_parts_and_each_is_read_once_whoever_wrote_it(bucket, on_machine, monkeypatch):
+    """What is uploaded grows with the lines, not with their square. A job is killed between a part and the file that
+    counts it; another machine goes on; the first one, whose copy is older, follows.
+    """
+    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    uploaded, replace, write = [], S3Folder.replace, S3Folder.write
+
+    def count(self, name, content, version):
+        uploaded.append(len(content))
+        return replace(self, name, content, version)
+
+    monkeypatch.setattr(S3Folder, "replace", count)
+    monkeypatch.setattr(S3Folder, "write", lambda *args: uploaded.append(len(args[2])) or write(*args))
+    first, reader = opened(bucket), open_folder(bucket.location("run"), bucket.config())
+    first.lease_number = 1
+    for step in range(0, 200, 2):
+        write_lines(first, [step, step + 1])
+        first.mirror()
+    assert steps_in(reader) == steps_in(first.local) == list(range(200))
+    assert max(uploaded) < 1000 + 250 and sum(uploaded) < 100 * 1200
+    names = [f"run/metrics/00000001-{number:06d}.jsonl" for number in range(1, 13)]
+    assert bucket.keys("run/metrics/") == names
+    assert [line["step"] for line in read_back(reader, limit_bytes=300)] == [199, 198, 197, 196]
+
+    write_lines(first, range(200, 220))
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(first, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        first.mirror()
+    assert len(bucket.keys("run/metrics/")) > len(names) and steps_in(reader) == list(range(200))
+    on_machine("second")
+    second = opened(bucket)
+    second.lease_number = 2
+    write_lines(second, range(200, 260))
+    second.mirror()
+    assert steps_in(reader) == steps_in(second.local) == list(range(260))
+    assert "run/metrics/00000002-000001.jsonl" in bucket.keys("run/metrics/")
+    on_machine("first")
+    assert steps_in(opened(bucket).local) == list(range(260))
+
+    upload(bucket, second.path, "copied by hand")  # from disk
+    copied = RunFolder(bucket.location("copied by hand"), bucket.config())
+    copied.log.mkdir(parents=True)
+    copied.open()
+    write_lines(copied, [260])
+    copied.mirror()
+    assert steps_in(copied.storage) == list(range(261))
+    assert max(len(bucket.get(key)) for key in bucket.keys("copied by hand/metrics")) < 1200
+    bucket.client.delete_object(Bucket=bucket.name, Key=names[3])
+    rejects(r"/metrics/00000001-000004\.jsonl is missing", list, read_lines(reader))
+    assert next(read_back(reader))["step"] == 259
+
+
+def test_a_log_goes_to_s3_in_parts_too(bucket, on_machine, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 100)
+    first = opened(bucket)
+    content = "".join(f"step {number}\n" for number in range(100))
+    (first.log / "rank_0000.txt").write_text(content)
+    first.mirror()
+    assert len(bucket.get("run/log/rank_0000.txt")) < 250 and len(bucket.keys("run/log/rank_0000/")) > 5
+    on_machine("second")
+    assert (opened(bucket).log / "rank_0000.txt").read_text() == content
+
+
+@pytest.mark.parametrize("head", ['{"kind": "parts", "parts": {"../../x": 1}, "bytes": 5}', '{"kind": "parts", "pa'])
+def test_a_damaged_count_of_parts_is_rejected_by_name(bucket, head):
+    bucket.put("run/metrics.jsonl", f"{head}\n".encode())
+    rejects(r"run/metrics\.jsonl line 1 is damaged", opened, bucket)
 
 
 def test_a_run_removed_from_s3_leaves_nothing_to_a_new_one_of_its_name(bucket):

@@ -125,7 +125,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
         if launch.rank == 0:
             with attempt.stop.nothing_to_save():
                 attempt.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
-            folder.guard = attempt.lease.check
+            folder.guard, folder.lease_number = attempt.lease.check, attempt.lease.number
         try:
             folder.open(attempt.lease.previous if attempt.lease else None)
             set_up_logging(folder.log_file, may_write=attempt.may_log)

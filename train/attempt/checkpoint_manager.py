@@ -50,19 +50,20 @@ class CheckpointManager:
         Raises NoneValid on all ranks if the metrics name a checkpoint and there is none.
         """
 
-        def tidy() -> int | None:
+        def tidy() -> None:
             if self.attempt.lease is not None:
                 with suppress(NotPermitted):
                     self.store.collect_garbage(ended_below=self.attempt.lease.ended_below)
-            return goodput.newest_saved(self.attempt.folder.metrics)
 
-        newest = self.world.run_on_rank0(tidy, self.on_wait)
+        self.world.run_on_rank0(tidy, self.on_wait)
         self.loaded = self._load()
-        if not self.loaded.ranks and newest is not None:
-            raise NoneValid(
-                f"metrics.jsonl says that step {newest} was saved, and there is no checkpoint in "
-                f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
-            )
+        if not self.loaded.ranks:
+            newest = self.world.run_on_rank0(lambda: goodput.newest_saved(self.attempt.folder.local))
+            if newest is not None:
+                raise NoneValid(
+                    f"metrics.jsonl says that step {newest} was saved, and there is no checkpoint in "
+                    f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
+                )
         return self.loaded.progress
 
     def _load(self) -> Loaded:
@@ -85,7 +86,7 @@ class CheckpointManager:
         if self.world.rank == 0:
             assert recorder.journal is not None
             number, step, owner = recorder.journal.attempt, recorder.progress.step, lease.previous if lease else None
-            self.lost = goodput.lost(attempt.folder.metrics, attempt.folder.previous, owner, attempt=number, step=step)
+            self.lost = goodput.lost(attempt.folder.local, attempt.folder.previous, owner, attempt=number, step=step)
         if attempt.saves:
             self.saver.warm()
         waits = True
@@ -234,7 +235,7 @@ class CheckpointManager:
         if self.world.rank != 0 or not stalls_s:
             return {}
         return goodput.facts(
-            self.attempt.folder.metrics,
+            self.attempt.folder.local,
             wall_s=self.attempt.folder.run_s(),
             stall_s=sum(stalls_s) / len(stalls_s),
             save_s=self.saver.save_s,

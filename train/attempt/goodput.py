@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
-from train.telemetry.lines import read_lines
+from train.storage.folders import Folder
+from train.telemetry.lines import read_back, read_lines
 
 
 @dataclass(frozen=True)
@@ -20,29 +21,37 @@ class Lost:
 
 
 def lost(
-    metrics: Path, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
+    run: Folder, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
 ) -> Lost | None:
     """The cost of the fault that ended the attempt before `attempt`, which begins at `step`; None if there was none or
     it ended in order. `outcome` is that attempt's, empty if it left none; its `last_lease` holds the step of its last
-    heartbeat. At least the steps between were lost: the last ones may have left no trace.
+    heartbeat. At least the steps between were lost: the last ones may have left no trace. Only their lines are read.
     """
-    lines = [line for line in read_lines(metrics) if line["attempt"] < attempt]
-    if not lines or (outcome.get("outcome") in ("done", "stopped") and outcome.get("kind") != "left_at_once"):
+    lines = (line for line in read_back(run) if line["attempt"] < attempt)
+    newest = next(lines, None)
+    if newest is None or (outcome.get("outcome") in ("done", "stopped") and outcome.get("kind") != "left_at_once"):
         return None
-    last = [line for line in lines if line["attempt"] == lines[-1]["attempt"]]
-    reached = max((line["step"] for line in last if line["kind"] in ("train", "checkpoint")), default=0)
+    reached = 0
+    for line in chain([newest], lines):
+        if line["attempt"] != newest["attempt"]:
+            break
+        if line["kind"] in ("train", "checkpoint"):
+            reached = max(reached, line["step"])
+            if line["step"] <= step:
+                break
     if last_lease is not None and not last_lease.get("released"):
         reached = max(reached, int(last_lease["step"]))
     reason = outcome.get("reason", "killed, without an exit record")
     text = f"the last attempt ended ({reason}) at step {reached} or later"
-    return Lost(text, max(0, reached - step), lines[-1]["time_unix_s"])
+    return Lost(text, max(0, reached - step), newest["time_unix_s"])
 
 
 def facts(
-    metrics: Path, *, wall_s: float, stall_s: float, save_s: float, step_s: float, max_loss_s: float
+    run: Folder, *, wall_s: float, stall_s: float, save_s: float, step_s: float, max_loss_s: float
 ) -> dict[str, float | None]:
     """Fields of the summary line: what faults have cost so far, and how often to save."""
-    faults = [line for line in read_lines(metrics) if line["kind"] == "fault" and "steps_lost" in line]
+    lines = read_lines(run, containing=b'"steps_lost"')
+    faults = [line for line in lines if line["kind"] == "fault" and "steps_lost" in line]
     mttf_s = wall_s / len(faults) if faults else None
     interval_s = suggested_interval_s(stall_s, mttf_s, max_loss_s=max_loss_s, save_s=save_s)
     return {
@@ -66,6 +75,7 @@ def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: fl
     return max(save_s, min(best_s, max_loss_s))
 
 
-def newest_saved(metrics: Path) -> int | None:
+def newest_saved(run: Folder) -> int | None:
     """The last step that was committed, if any."""
-    return max((line["step"] for line in read_lines(metrics) if line["kind"] == "checkpoint"), default=None)
+    lines = read_back(run, containing=b'"checkpoint"')
+    return next((line["step"] for line in lines if line["kind"] == "checkpoint"), None)

@@ -121,7 +121,7 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
 
 def exported_evaluation(run: Run) -> Line | None:
     """The evaluation of the weights that were exported: the best if best.export says so, else the last."""
-    lines, metric = run.lines["eval"], str(run.config.get("best.metric", "loss"))
+    lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
     known = [line for line in lines if number(line, metric) is not None]
     if not (run.config.get("best.export") and known):
         return lines[-1] if lines else None
@@ -186,7 +186,7 @@ def results(run: Run, records: Records) -> Iterator[str]:
         yield "The run was not evaluated."
         return
     rows = [["Validation", "best", "last"]]
-    for name, points in scores(run, run.lines["eval"]).items():
+    for name, points in scores(run, run.evaluations).items():
         values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
@@ -201,7 +201,7 @@ def results(run: Run, records: Records) -> Iterator[str]:
 
 def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
     known, task = {**run.config, **run.environment}, task_of(run)
-    yield "Epochs", count(number(run.lines["train"][-1], "epoch") if run.lines["train"] else None)
+    yield "Epochs", count(number(run.train[-1], "epoch") if run.train else None)
     yield from ((label, figures[label]) for label in TRAINED)
     for label, key in [*SETTINGS, *(task.card.settings if task else ())]:
         value = known.get(key)

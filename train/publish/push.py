@@ -19,7 +19,7 @@ from train.host import machine
 from train.host.launched import launched
 from train.publish import card
 from train.run_folder.folder import RunFolder
-from train.storage.folders import is_s3, local_path, make_folder
+from train.storage.folders import LocalFolder, is_s3, local_path, make_folder
 from train.storage.schema import is_inside, is_path
 from train.telemetry.lines import read_lines
 
@@ -97,7 +97,7 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
         files["evaluation.json"] = run / "evaluation.json"
     numbers = (  # without texts, which may name hosts and paths
         {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
-        for line in read_lines(run / "metrics.jsonl")
+        for line in read_lines(LocalFolder(run))
         if line["kind"] in NUMBERS_OF
     )
     files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers).encode()

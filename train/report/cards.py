@@ -53,7 +53,7 @@ def outcome(run: Run) -> Card:
         reason = "stopped early: no evaluation was better any more" if is_early else shown(run.outcome["reason"])
         tone = {"done": "good", "failed": "bad", "refused": "bad"}.get(end, "")
         return Card(end, [far, reason if reason != end else ""], tone=tone)
-    if run.attempts[-1][-1]["kind"] != "summary":
+    if run.attempts[-1].last["kind"] != "summary":
         return Card("no end recorded", [far, "it is still running, or was killed"])
     reason = shown(run.summary["reason"])
     if reason in ("done", "early_stop"):
@@ -139,7 +139,7 @@ def lesson(run: Run) -> str:
 
 
 def loss(run: Run) -> Card | None:
-    lines = run.lines["train"]
+    lines = run.train
     if not lines:
         return None
     value, validated = run.summary["train_loss"], run.summary["scores"].get("loss")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.report.comparison import times
 from train.report.data import Evaluated, Records, label_names
-from train.report.run import Line, Run, number
+from train.report.lines import Line, high, low, number
+from train.report.run import Run
 from train.report.texts import file_name, printable, shortened, spoken
 
 if TYPE_CHECKING:
@@ -85,15 +86,25 @@ def percent(value: float, _: float | None = None) -> str:
     return f"{100 * value:g}%"
 
 
-def points(lines: list[Line], key: str, x: str) -> tuple[list[float], list[float]]:
-    known = [(a, b) for line in lines if (a := number(line, x)) is not None and (b := number(line, key)) is not None]
-    return [a for a, _ in known], [b for _, b in known]
+class Points(NamedTuple):
+    """Those of a curve, with the extremes of the lines that a point is the mean of."""
+
+    xs: list[float]
+    ys: list[float]
+    lows: list[float]
+    highs: list[float]
+
+
+def points(lines: list[Line], key: str, x: str) -> Points:
+    known = [line for line in lines if number(line, x) is not None and number(line, key) is not None]
+    extremes = [[of(line, key) for line in known] for of in (low, high)]
+    return Points([line[x] for line in known], [line[key] for line in known], *extremes)
 
 
 def x_axis(runs: list[Run]) -> str:
     """Steps; or sequences, if batch sizes differ, so that equal steps are unequal work, and all runs have them."""
     batches = {run.summary["global_batch_size"] for run in runs}
-    lines = [line for run in runs for kind in ("train", "eval") for line in run.lines[kind]]
+    lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
     return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
 
 
@@ -102,28 +113,30 @@ def look(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
-def curve(axes: Axes, xs: list[float], ys: list[float], *, band: bool, **style: Any) -> None:
+def curve(
+    axes: Axes, xs: list[float], ys: list[float], lows: list[float], highs: list[float], *, band: bool, **style: Any
+) -> None:
     """Draw a line of at most MAX_POINTS means and, so that no spike is lost, a band from lowest to highest value."""
     size = math.ceil(len(xs) / MAX_POINTS) or 1
     groups = [slice(start, start + size) for start in range(0, len(xs), size)]
     middle = [fmean(xs[group]) for group in groups]
     axes.plot(middle, [fmean(ys[group]) for group in groups], marker="o" if len(xs) <= 40 else "", ms=3, **style)
     if band and size > 1:
-        lows, highs = [min(ys[group]) for group in groups], [max(ys[group]) for group in groups]
-        axes.fill_between(middle, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
+        bounds = [min(lows[group]) for group in groups], [max(highs[group]) for group in groups]
+        axes.fill_between(middle, *bounds, color=style["color"], alpha=0.2, linewidth=0)
 
 
 def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
     """Draw validation points and unigram entropy on the loss figure, each named once in the legend."""
     has_points = False
     for index, run in enumerate(runs):
-        xs, ys = points(run.lines["eval"], LOSS.key, x)
+        xs, ys = points(run.evaluations, LOSS.key, x)[:2]
         axes.plot(xs, ys, "o", ms=5, color=look(index)["color"], mec="#222222", mew=0.8)
         has_points |= bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
     # With sentence-order prediction the loss is not only that of the tokens.
-    of_tokens = [all("sop_loss" not in line for line in run.lines["eval"]) for run in runs]
+    of_tokens = [all("sop_loss" not in line for line in run.evaluations) for run in runs]
     entropies = [run.summary["unigram_entropy"] if of else None for run, of in zip(runs, of_tokens, strict=True)]
     add_marks(axes, entropies, "unigram entropy of the corpus")
 
@@ -171,16 +184,16 @@ def axes_of(title: str, *, height: float = 3.4, **more: str) -> tuple[Figure, Ax
 
 def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     """The PNG of a panel; None if no run has a value for it."""
-    curves = [points(run.lines[panel.kind], panel.key, x) for run in runs]
-    values = [y for _, ys in curves for y in ys]
+    curves = [points(run.drawn(panel.kind), panel.key, x) for run in runs]
+    values = [y for each in curves for ys in each[1:] for y in ys]
     if not values:
         return None
     alone = "validation" if panel.kind == "eval" else "training"
     names = [run.label for run in runs] if len(runs) > 1 else [alone]
     figure, axes = axes_of(panel.title, xlabel=X_LABELS[x], ylabel=panel.unit)
-    for index, (name, (xs, ys)) in enumerate(zip(names, curves, strict=True)):
+    for index, (name, each) in enumerate(zip(names, curves, strict=True)):
         label = f" {shortened(name)}"  # the space: a name that begins with "_" would be left out of the legend
-        curve(axes, xs, ys, band=len(runs) == 1, label=label, **look(index))
+        curve(axes, *each, band=len(runs) == 1, label=label, **look(index))
     if panel.name == LOSS.name:
         add_validation(axes, runs, x)
     if panel.key == "masked_accuracy":
@@ -259,7 +272,7 @@ def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
         drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
         if len(runs) > 1:
             # Over the time in steps if a run did not record its start.
-            is_recorded = all("since_start_s" in line for run in runs for line in run.lines["train"])
+            is_recorded = all("since_start_s" in line for run in runs for line in run.train)
             over_time = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
             png = draw(over_time, runs, "since_start_s" if is_recorded else "train_s")
             drawn.append((over_time.name, over_time.title, png))

@@ -126,7 +126,7 @@ def config_differences(runs: Sequence[Run]) -> Table:
 
 
 def why_unknown(run: Run, figure: str) -> str:
-    if not run.lines["summary"]:
+    if not run.summaries:
         return "the run has not written a summary yet: it is still going, or it was killed"
     peak = "instance.device_tflops_" + ("fp32" if run.summary["precision"] == "fp32" else "bf16")
     what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
@@ -146,9 +146,7 @@ def describe(run: Run, index: int) -> dict[str, Any]:
         "cards": cards(run),
         "why": {key: why_unknown(run, key) for key in ("mfu", "cost_usd") if run.summary[key] is None},
         "folded": {
-            "Faults and alarms": [
-                (f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.lines["fault"]
-            ],
+            "Faults and alarms": [(f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.faults.lines],
             "Bad rows, left out": [(split.name, text) for split in splits for text in split.bad_examples],
             "Configuration": [(key, as_text(value)) for key, value in run.config.items()],
             "Environment": [(key, as_text(value)) for key, value in run.environment.items()],
@@ -216,7 +214,7 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
             "pictures": [(title, base64.b64encode(png).decode()) for _, title, png in pictures],
             "comparison": [] if is_one else f1_comparison([run.records for run in runs], [run.label for run in runs]),
             "by_sequences": x_axis(runs) == "examples",
-            "averaged": any(len(run.lines["train"]) > MAX_POINTS for run in runs),
+            "averaged": any(len(run.train) > MAX_POINTS for run in runs),
             "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
     )

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from train.config import check, flatten
-from train.config.checks import LARGEST, LARGEST_FLOAT
+from train.config import InputError, check, flatten
+from train.config.checks import LARGEST
 from train.report.data import Records, read_mapping, read_records
+from train.report.lines import Attempt, Faults, Line, Reading, Saves, highest, number, numbers, total
 from train.report.texts import printable
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import Folder, LocalFolder
 from train.storage.schema import read_yaml
 from train.tasks import Metric, metric_of
-from train.telemetry.lines import parse_lines
+from train.telemetry.lines import NAME, first_damage, read_back
 
-Line = dict[str, Any]
 Summary = dict[str, Any]  # see `summarise`
+logger = logging.getLogger("train")
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
@@ -32,15 +34,36 @@ class Run:
     folder: Folder
     config: dict[str, Any]  # flat: "optim.lr"
     environment: dict[str, Any]  # flat too
-    attempts: list[list[Line]]  # all that happened, redone steps included: time and money are counted from these
-    lines: dict[str, list[Line]]  # by kind, superseded train and eval lines left out: curves are drawn from these
+    attempts: list[Attempt] = field(default_factory=list)  # time and money, redone steps included
+    train: list[Line] = field(default_factory=list)  # without superseded ones, as those of evaluations: for the curves
+    evaluations: list[Line] = field(default_factory=list)
+    summaries: list[Line] = field(default_factory=list)
+    saves: Saves = field(default_factory=Saves)
+    faults: Faults = field(default_factory=Faults)
     records: Records | None = None  # None: it has no labelled data, and no evaluation of such
     outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty: it still runs, or was killed
     label: str = ""  # its name among the runs of a report
 
+    def add(self, lines: Iterable[Line]) -> None:
+        """Add all lines, the newest first."""
+        start_s = number(self.environment, "first_started_unix_s")
+        reading = Reading(lambda known: {step for each in scores(self, known).values() for _, step in each.values()})
+        for line in lines:
+            if start_s is not None:
+                line["since_start_s"] = line["time_unix_s"] - start_s
+            waited_s, step_s, steps = (number(line, key) for key in ("data_wait_s", "step_s", "steps"))
+            if waited_s is not None and step_s and steps:
+                line["data_wait_share"] = waited_s / (step_s * steps)
+            reading.add(line)
+        self.attempts, self.train, self.evaluations = reading.attempts(), reading.curve.lines, reading.evaluations[::-1]
+        self.summaries, self.saves, self.faults = reading.summaries, reading.saves, reading.faults
+
     @cached_property
     def summary(self) -> Summary:
         return summarise(self)
+
+    def drawn(self, kind: str) -> list[Line]:
+        return self.evaluations if kind == "eval" else self.train
 
     def metric(self, name: str) -> Metric | None:
         """Return what the task declares of a metric; None if this version does not know it."""
@@ -63,25 +86,18 @@ def read_run(folder: Folder | Path) -> Run:
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     if isinstance(folder, LocalFolder):
         check(folder.path.is_dir(), f"{folder.location} is not a folder; name the run_dir of a training run")
-    where = f"{folder.location}/metrics.jsonl"
-    try:
-        content = folder.read("metrics.jsonl")
-    except FileNotFoundError:
-        content = None
-    check(content is not None, f"{folder.location} is not a run folder: it holds no metrics.jsonl")
-    lines = list(parse_lines(content or b"", where=where, is_strict=True))
-    check(bool(lines), f"{where} holds no line yet: there is nothing to report")
+    where, damage = f"{folder.location}/{NAME}", list[str]()
+    lines = read_back(folder, damage=damage)
+    newest = next(lines, None)
+    if newest is None:
+        check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it holds no {NAME}")
+        raise InputError(f"{where} holds no line yet: there is nothing to report")
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
-    start_s = number(environment, "first_started_unix_s")
-    for line in lines:
-        if start_s is not None:
-            line["since_start_s"] = line["time_unix_s"] - start_s
-        waited_s, step_s, steps = (number(line, key) for key in ("data_wait_s", "step_s", "steps"))
-        if waited_s is not None and step_s and steps:
-            line["data_wait_share"] = waited_s / (step_s * steps)
-    attempts, kept = split_attempts(lines), drop_superseded(lines)
-    run = Run(folder, config, environment, attempts, kept, read_records(folder), read_outcome(folder))
+    run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
+    run.add(chain([newest], lines))
+    if damage:
+        logger.warning("%s; damaged lines are left out", first_damage(folder))
     run.label = printable(run.name)
     return run
 
@@ -96,67 +112,17 @@ def tell_apart(runs: list[Run]) -> None:
             break
 
 
-def drop_superseded(lines: list[Line]) -> dict[str, list[Line]]:
-    """Lines by kind. Only curves are cut back where steps were redone: faults, saves and attempts did all happen."""
-    kept: dict[str, list[Line]] = defaultdict(list)
-    for line in lines:
-        series = kept[line["kind"]]
-        while line["kind"] in ("train", "eval") and series and series[-1]["step"] >= line["step"]:
-            series.pop()
-        series.append(line)
-    return kept
-
-
-def split_attempts(lines: list[Line]) -> list[list[Line]]:
-    """The lines of each attempt; attempts without a line of steps are left out, unless all are."""
-    attempts: dict[int, list[Line]] = defaultdict(list)
-    for line in lines:
-        attempts[line["attempt"]].append(line)
-    known = list(attempts.values())
-    return [each for each in known if any(line["kind"] in ("train", "summary") for line in each)] or known
-
-
 # ---- figures of lines ----------------------------------------------------------------------------------------------
-
-
-def number(line: dict[str, Any], key: str) -> float | None:
-    """The value of a key if it is a finite number; None if not."""
-    value = line.get(key)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
-    return value if known else None
-
-
-def numbers(lines: list[Line], key: str) -> list[float]:
-    return [value for line in lines if (value := number(line, key)) is not None]
 
 
 def last(lines: list[Line], key: str) -> float | None:
     return next(iter(numbers(lines[::-1], key)), None)
 
 
-def total(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
     """The mean of values weighted by seconds: of MFUs, all FLOPs over what the devices could have done meanwhile."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
     return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
-
-
-def of_attempt(attempt: list[Line], key: str) -> float | None:
-    """A figure of an attempt, as train_s: by its summary, or by its train lines if it wrote none."""
-    if attempt[-1]["kind"] == "summary":
-        return number(attempt[-1], key)
-    trained = [line for line in attempt if line["kind"] == "train"]
-    if key == "compile_s":
-        return total([number(line, key) for line in trained])
-    if key == "mfu":
-        ends_s = [0.0, *(number(line, "train_s") or 0.0 for line in trained)]
-        seconds = [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
-        return mean([(number(line, key), each_s) for line, each_s in zip(trained, seconds, strict=True)])
-    return last(trained, key)
 
 
 # ---- summary -------------------------------------------------------------------------------------------------------
@@ -183,7 +149,7 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
 
 def summarise(run: Run) -> Summary:
     """What the summary table says, as plain values; None is unknown. Times, tokens and peaks are of all attempts."""
-    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.lines["eval"])}
+    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.evaluations)}
 
 
 def setting(run: Run) -> Summary:
@@ -197,7 +163,7 @@ def setting(run: Run) -> Summary:
     versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
     versions |= {key[9:]: value for key, value in environment.items() if key.startswith("versions.")}
     guessing = ("unigram_entropy", "neighbour_accuracy")
-    counted = {name: last(run.lines["summary"] + run.lines["eval"], name) for name in guessing}
+    counted = {name: last(run.summaries + run.evaluations, name) for name in guessing}
     counted = {name: number(environment, name) if value is None else value for name, value in counted.items()}
     return {
         "task": config.get("task.kind"),
@@ -222,17 +188,16 @@ def setting(run: Run) -> Summary:
 
 def speed(run: Run) -> Summary:
     """How far the run came, how fast, and what it took."""
-    config, environment, lines, end = run.config, run.environment, run.lines, newest_summary(run)
+    config, environment, end, newest = run.config, run.environment, newest_summary(run), run.train[-1:]
     train_s, tokens, compile_s, graphs = (
-        total([of_attempt(attempt, key) for attempt in run.attempts])
-        for key in ("train_s", "tokens", "compile_s", "graphs")
+        total([attempt.figure(key) for attempt in run.attempts]) for key in ("train_s", "tokens", "compile_s", "graphs")
     )
-    steps, wall_s, examples = steps_done(run), billable_s(run), last(lines["train"], "examples")
+    steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
     batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
     if batch and examples is not None:  # a run that is stopped writes no line at its last step
-        examples += batch * max(0, steps - lines["train"][-1]["step"])
+        examples += batch * max(0, steps - run.train[-1]["step"])
     once = examples if len(run.attempts) == 1 else None  # steps that were redone are not among them
-    without_summary = sum(attempt[-1]["kind"] != "summary" for attempt in run.attempts)
+    without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
     is_cpu = str(environment.get("device")).startswith("cpu")  # through XLA, too; its memory is the host's
     of_ranks = end.get("peak_bytes_of_ranks")
     of_ranks = of_ranks if isinstance(of_ranks, list) else []
@@ -251,15 +216,15 @@ def speed(run: Run) -> Summary:
         "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (compile_s or 0.0)),
         "compile_s": compile_s,
         "graphs": graphs,
-        "mfu": mean([(of_attempt(attempt, "mfu"), of_attempt(attempt, "train_s")) for attempt in run.attempts]),
-        "peak_device_bytes": max(numbers(lines["summary"], "peak_device_bytes"), default=None),
-        "monitored_device_bytes": max(numbers([] if is_cpu else lines["train"], "device_memory_bytes"), default=None),
-        "peak_host_bytes": max(numbers(lines["summary"], "peak_host_bytes"), default=None),
+        "mfu": mean([(attempt.figure("mfu"), attempt.figure("train_s")) for attempt in run.attempts]),
+        "peak_device_bytes": max(numbers(run.summaries, "peak_device_bytes"), default=None),
+        "monitored_device_bytes": None if is_cpu else highest(run.train, "device_memory_bytes"),
+        "peak_host_bytes": max(numbers(run.summaries, "peak_host_bytes"), default=None),
         "least_rank_bytes": min(peaks, default=None),
         "most_rank_bytes": max(peaks, default=None),
-        "cost_usd": last([*chain(*run.attempts)], "cost_usd"),  # of all until then
-        "cost_partial": without_summary > 0 or any(number(each[-1], "cost_usd") is None for each in run.attempts),
-        "train_loss": number(lines["train"][-1], "loss") if lines["train"] else None,  # null: it was no number
+        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # of all until then
+        "cost_partial": without_summary > 0 or any(number(each.last, "cost_usd") is None for each in run.attempts),
+        "train_loss": number(newest[0], "loss") if newest else None,  # null: it was no number
         "attempts": len(run.attempts),
         "attempts_without_summary": without_summary,
         "reason": closing(run).get("reason"),
@@ -268,19 +233,18 @@ def speed(run: Run) -> Summary:
 
 def reliability(run: Run) -> Summary:
     """What faults and saves cost. An attempt that was killed leaves no count of its skipped steps and rollbacks."""
-    survived = [line for line in run.lines["fault"] if number(line, "steps_lost") is not None]
-    saves, end = run.lines["checkpoint"], newest_summary(run)
+    saves, faults, end = run.saves, run.faults, newest_summary(run)
     return {
-        "goodput": last([*chain(*run.attempts)], "goodput"),
-        "faults_survived": len(survived),
-        "steps_lost": sum(line["steps_lost"] for line in survived),
-        "recover_s": sum(numbers(survived, "recover_s")),
-        "stall_s": mean([(stall_s, 1.0) for stall_s in numbers(saves, "stall_s")]),
-        "checkpoint_bytes": last(saves, "bytes"),
+        "goodput": last([attempt.newest for attempt in run.attempts], "goodput"),
+        "faults_survived": faults.survived,
+        "steps_lost": faults.steps_lost,
+        "recover_s": faults.recover_s,
+        "stall_s": saves.mean("stall_s"),
+        "checkpoint_bytes": saves.bytes,
         "checkpoint_every": number(run.config, "checkpoint.every"),
-        "checkpoints": len(saves),
-        "save_s": total([number(line, "save_s") for line in saves]),
-        "alarms": len(run.lines["fault"]),
+        "checkpoints": saves.number,
+        "save_s": saves.total("save_s"),
+        "alarms": faults.number,
         **{key: number(closing(run), key) for key in ("skipped_steps", "rollbacks")},
         **{key: number(end, key) for key in OF_SUMMARY},
     }
@@ -288,26 +252,17 @@ def reliability(run: Run) -> Summary:
 
 def newest_summary(run: Run) -> Line:
     """The newest summary of any attempt; empty if there is none."""
-    return run.lines["summary"][-1] if run.lines["summary"] else {}
+    return run.summaries[-1] if run.summaries else {}
 
 
 def closing(run: Run) -> Line:
     """The summary of the last attempt; empty if it is still running, or was killed."""
-    return run.attempts[-1][-1] if run.attempts[-1][-1]["kind"] == "summary" else {}
+    return run.attempts[-1].last if run.attempts[-1].last["kind"] == "summary" else {}
 
 
 def billable_s(run: Run) -> float | None:
     """Seconds from the first start of a run to its last line, pauses between attempts included."""
     wall_s = number(closing(run), "wall_s")
     if wall_s is None:
-        wall_s = number(run.attempts[-1][-1], "since_start_s")
+        wall_s = number(run.attempts[-1].last, "since_start_s")
     return wall_s if wall_s is not None and wall_s > 0 else None
-
-
-def steps_done(run: Run) -> int:
-    """The step that the last attempt reached, by its newest line or by a save that was committed since."""
-    steps = 0
-    for line in run.attempts[-1]:
-        if line["kind"] != "fault":  # one may come before any step
-            steps = max(steps, line["step"]) if line["kind"] == "checkpoint" else line["step"]
-    return steps

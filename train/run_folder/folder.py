@@ -5,7 +5,8 @@
 
 A folder belongs to one run, whose identity (what is learnt, from which data, in which batches) may not change. For a
 folder in S3 each machine writes to a copy under `machine.cache_root()/runs`. Rank 0's is uploaded at every checkpoint
-and at the end, of the others only the exit records. Files of TensorBoard and wandb, and stacks, stay on their machine.
+and at the end, files that grow in parts (parts.py); of the others only the exit records. Files of TensorBoard and
+wandb, and stacks, stay on their machine.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from train.host.processes import age_s
 from train.run_folder.identity import check_same_run
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
+from train.run_folder.parts import Mirrored, back
 from train.storage.atomic_io import make_alike, open_alike, sync, write_atomic
 from train.storage.folders import (
     Folder,
@@ -58,7 +60,8 @@ if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
-MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
+MIRRORED = ("environment.json", "config.yaml", "data.json")
+GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 
 
 class RunFolder:
@@ -87,6 +90,9 @@ class RunFolder:
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of each file that was uploaded to S3
         self.versions: dict[str, str] = {}  # the versions of these files there
         self.mirroring = threading.Lock()
+        self.growing = {name: Mirrored(self.path / name, name) for name in GROWING}
+        self.lease_number = 0  # of this job's lease, once it has one
+        self.local = LocalFolder(self.path)  # this machine's copy, or the folder itself
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -146,7 +152,12 @@ class RunFolder:
             self.folder.write(NAME, b"{}")  # this counts as none
         (self.path / NAME).unlink(missing_ok=True)
         for name in MIRRORED if self.is_remote else ():
-            self.download(name)
+            try:
+                write_atomic(self.path / name, self.folder.read(name))
+            except FileNotFoundError:
+                (self.path / name).unlink(missing_ok=True)
+        for each in self.growing.values() if self.is_remote else ():
+            each.download(self.folder)
 
     def _take_away(self, name: str) -> None:
         """Remove a record of the attempt before, and keep it for `take_back`; not exit records in S3, which would be
@@ -168,19 +179,6 @@ class RunFolder:
                 self.folder.write(name, content)
             if self.local_outcome is not None:
                 write_atomic(self.path / NAME, self.local_outcome)
-
-    def download(self, name: str) -> None:
-        """Copy a file from S3 to this machine. An older copy stays only if it continues that file by whole lines: since
-        it was written the run may have been on another machine, or have been removed from S3 for a new one.
-        """
-        path = self.path / name
-        try:
-            content = self.folder.read(name)
-        except FileNotFoundError:
-            path.unlink(missing_ok=True)
-            return
-        if not (path.is_file() and path.read_bytes().startswith(content[: content.rfind(b"\n") + 1])):
-            write_atomic(path, content)
 
     def describe(
         self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
@@ -227,16 +225,19 @@ class RunFolder:
 
     def mirror(self) -> None:
         """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
-        checked the owner. The last line may be half written: the next attempt cuts it off.
+        checked the owner.
         """
         with self.mirroring:
             if not self.is_remote and self.metrics.is_file():
                 sync(self.metrics)
-            for name in MIRRORED if self.is_remote else ():
+            for name in (*MIRRORED, *GROWING) if self.is_remote else ():
                 path = self.path / name
                 state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before it is read
                 if state is not None and self.mirrored.get(name) != state:
-                    self.replace(name, path.read_bytes())
+                    if name in self.growing:
+                        self.growing[name].upload(self.folder, self.replace, f"{self.lease_number:08d}")
+                    else:
+                        self.replace(name, path.read_bytes())
                     self.mirrored[name] = state
 
     def replace(self, name: str, content: bytes) -> None:
@@ -252,10 +253,9 @@ class RunFolder:
     def cut_half_written_line(self) -> None:
         """Cut off the last line of the metrics if a killed process left it half written."""
         if self.metrics.is_file():
-            content = self.metrics.read_bytes()
-            if content and not content.endswith(b"\n"):
-                with self.metrics.open("rb+") as file:
-                    file.truncate(content.rfind(b"\n") + 1)
+            with self.metrics.open("rb+") as file:
+                if half := next(back(file, 0)):
+                    file.truncate(file.seek(0, os.SEEK_END) - len(half))
 
     @property
     def exit_path(self) -> Path:
@@ -281,7 +281,7 @@ class RunFolder:
                     write_outcome(self.folder, outcome, replaces_all=is_of_all)
                 except (InputError, Unreachable):
                     if self.is_remote:
-                        write_outcome(LocalFolder(self.path), outcome, replaces_all=is_of_all)
+                        write_outcome(self.local, outcome, replaces_all=is_of_all)
                     raise
                 if launched().rank == 0:
                     self.mirror()
@@ -298,7 +298,7 @@ class RunFolder:
 
     def last_outcome(self) -> dict[str, Any]:
         """How the last attempt ended; empty if it left no outcome, neither in S3 nor on this machine."""
-        return read_outcome(self.storage) or read_outcome(LocalFolder(self.path))
+        return read_outcome(self.storage) or read_outcome(self.local)
 
 
 def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda: True) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from train.config import InputError, S3Config, check_printable
 from train.host.torchrun import file_of_start, has_rejected
@@ -42,6 +42,9 @@ class Folder(Protocol):
 
     def read(self, name: str) -> bytes:
         """A whole file; FileNotFoundError if there is none."""
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read it at any place; FileNotFoundError if there is none. One from S3 is held in memory."""
 
     def write(self, name: str, content: bytes) -> None:
         """Write a whole file, or replace one."""
@@ -92,6 +95,13 @@ class LocalFolder:
         path = self.at(name)
         with disk_errors("read", path):
             return path.read_bytes()
+
+    def open(self, name: str) -> BinaryIO:
+        path = self.at(name)
+        with disk_errors("read", path):
+            if not path.is_file():  # nor a pipe, which would be waited for
+                raise FileNotFoundError(path)
+            return path.open("rb")
 
     def write(self, name: str, content: bytes) -> None:
         path = self.at(name)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import boto3
 from boto3.exceptions import RetriesExceededError
@@ -172,6 +172,9 @@ class S3Folder:
         )
         with self.explained("read", name):
             return retrying(lambda: bytes(self.client.get_object(**self.address(name))["Body"].read()))
+
+    def open(self, name: str) -> BinaryIO:
+        return io.BytesIO(self.read(name))
 
     def write(self, name: str, content: bytes) -> None:
         """A large file goes in parts, several at a time; readers see the whole or nothing."""

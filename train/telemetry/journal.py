@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -17,7 +18,7 @@ from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import ENDS
 from train.storage.atomic_io import make_alike, open_alike
 from train.telemetry import trackers
-from train.telemetry.lines import read_lines
+from train.telemetry.lines import read_back
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -34,13 +35,18 @@ class Journal:
         folder.cut_half_written_line()
         self.folder, self.first_step, self.tensorboard = folder, first_step, tensorboard
         self.trackers, self.reason = to, ""
-        before = list(read_lines(folder.metrics))
-        self.attempt = 1 + max((line["attempt"] for line in before), default=0)
-        costs = (line.get("cost_usd") for line in reversed(before))
-        known = (cost for cost in costs if type(cost) in (int, float) and 0 <= cost < math.inf)
-        self.cost_before_usd: float = next(known, 0.0)  # of the earlier attempts, up to their last line
+        newest = next(read_back(folder.local), None)
+        self.attempt = 1 + (newest["attempt"] if newest else 0)
         self.file = open_alike(folder.metrics, "ab")
         self.writer: SummaryWriter | None = None
+
+    @cached_property
+    def cost_before_usd(self) -> float:
+        """The cost of the earlier attempts, up to their last line. It is asked for where machines have a price: then
+        the last line nearly always has it.
+        """
+        costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
+        return next((cost for cost in costs if type(cost) in (int, float) and 0 <= cost < math.inf), 0.0)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         if self.file.closed or not self.folder.may_append():

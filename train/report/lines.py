@@ -1,0 +1,226 @@
+"""The lines of a run as the report reads them: from the newest to the oldest, in memory that does not grow with them.
+Read this way, a line is known to be superseded, by one of the same kind at the same or an earlier step, when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from train.config.checks import LARGEST_FLOAT
+
+Line = dict[str, Any]
+MAX_LINES = 1000  # of a kind, five for each point of a curve; twice as many are thinned
+
+
+def number(line: Line, key: str) -> float | None:
+    """The value of a key if it is a finite number; None if not."""
+    value = line.get(key)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
+    return value if known else None
+
+
+def numbers(lines: Iterable[Line], key: str) -> list[float]:
+    return [value for line in lines if (value := number(line, key)) is not None]
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+class Group(dict[str, Any]):
+    """The means of several train lines, with the extremes of each figure."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        columns = {key: numbers(lines, key) for key in dict.fromkeys(key for line in lines for key in line)}
+        super().__init__({key: fmean(values) for key, values in columns.items() if values})
+        self["step"] = round(self["step"])
+        self.lows = {key: min(low(line, key) for line in lines if number(line, key) is not None) for key in self}
+        self.highs = {key: max(high(line, key) for line in lines if number(line, key) is not None) for key in self}
+
+
+def low(line: Line, key: str) -> float:
+    """Return the lowest value of a figure that a line has."""
+    return float(line.lows[key] if isinstance(line, Group) else line[key])
+
+
+def high(line: Line, key: str) -> float:
+    return float(line.highs[key] if isinstance(line, Group) else line[key])
+
+
+def highest(lines: list[Line], key: str) -> float | None:
+    return max((high(line, key) for line in lines if number(line, key) is not None), default=None)
+
+
+@dataclass
+class Curve:
+    """Train lines: the newest, the oldest, and between them at most twice MAX_LINES groups of equally many."""
+
+    ends: list[Line] = field(default_factory=list)
+    groups: list[Line] = field(default_factory=list)
+    group: list[Line] = field(default_factory=list)  # that is being filled
+    size: int = 1  # lines of a group
+
+    def add(self, line: Line) -> None:
+        if len(self.ends) == 2:
+            self.group.append(self.ends.pop())
+        self.ends.append(line)
+        if len(self.group) == self.size:
+            self.groups.append(joined(self.group))
+            self.group = []
+        if len(self.groups) == 2 * MAX_LINES:
+            self.groups = [joined(self.groups[index : index + 2]) for index in range(0, len(self.groups), 2)]
+            self.size *= 2
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines in the order of their steps."""
+        rest = [joined(self.group)] if self.group else []
+        return [*self.ends[1:], *rest, *reversed(self.groups), *self.ends[:1]]
+
+
+def joined(lines: list[Line]) -> Line:
+    return lines[0] if len(lines) == 1 else Group(lines)
+
+
+@dataclass
+class Attempt:
+    """What the report says of an attempt, out of all its lines, those of steps that were redone included."""
+
+    last: Line  # its newest line
+    step: int = 0  # that it reached, by its newest line or by a save that was committed since
+    is_step_known: bool = False
+    has_steps: bool = False  # or a summary
+    newest: Line = field(default_factory=dict)  # the newest known figures of any line
+    trained: Line = field(default_factory=dict)  # those of train lines; compile_s is their sum
+    flops_s: float = 0.0  # MFU x seconds
+    known_s: float = 0.0  # whose MFU is known
+    later: tuple[float | None, float] | None = None  # MFU and end of the train line after the one that is read
+
+    def add(self, line: Line) -> None:
+        """Take note of the line before those that were added."""
+        kind = line["kind"]
+        self.has_steps |= kind in ("train", "summary")
+        for key in ("cost_usd", "goodput"):
+            if key not in self.newest and (value := number(line, key)) is not None:
+                self.newest[key] = value
+        if kind != "fault" and not self.is_step_known:  # one may come before any step
+            self.step, self.is_step_known = max(self.step, line["step"]), kind != "checkpoint"
+        if kind == "train":
+            for key in ("train_s", "tokens", "graphs"):
+                if key not in self.trained and (value := number(line, key)) is not None:
+                    self.trained[key] = value
+            if (compile_s := number(line, "compile_s")) is not None:
+                self.trained["compile_s"] = self.trained.get("compile_s", 0.0) + compile_s
+            end_s = number(line, "train_s") or 0.0
+            self.add_mfu(end_s)
+            self.later = number(line, "mfu"), end_s
+
+    def add_mfu(self, begin_s: float) -> None:
+        """Add the MFU of the train line that began at `begin_s`."""
+        mfu, end_s = self.later or (None, 0.0)
+        if mfu is not None and end_s != begin_s:
+            self.flops_s, self.known_s = self.flops_s + mfu * (end_s - begin_s), self.known_s + end_s - begin_s
+
+    def finish(self) -> None:
+        """Take note that all lines were added."""
+        self.add_mfu(0.0)
+        self.later = None
+        if self.known_s:
+            self.trained["mfu"] = self.flops_s / self.known_s
+
+    def figure(self, key: str) -> float | None:
+        """A figure of the attempt, as train_s: by its summary, or by its train lines if it wrote none."""
+        return number(self.last if self.last["kind"] == "summary" else self.trained, key)
+
+
+@dataclass
+class Saves:
+    """The checkpoints of all attempts."""
+
+    number: int = 0
+    bytes: float | None = None  # of the newest
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # save_s and stall_s, and in how many lines
+
+    def add(self, line: Line) -> None:
+        self.number += 1
+        self.bytes = number(line, "bytes") if self.bytes is None else self.bytes
+        for key in ("save_s", "stall_s"):
+            if (value := number(line, key)) is not None:
+                seconds, count = self.sums.get(key, (0.0, 0))
+                self.sums[key] = seconds + value, count + 1
+
+    def total(self, key: str) -> float | None:
+        return self.sums[key][0] if key in self.sums else None
+
+    def mean(self, key: str) -> float | None:
+        return self.sums[key][0] / self.sums[key][1] if key in self.sums else None
+
+
+@dataclass
+class Faults:
+    """The faults of all attempts, and the newest of their lines."""
+
+    number: int = 0
+    survived: int = 0
+    steps_lost: float = 0
+    recover_s: float = 0
+    lines: list[Line] = field(default_factory=list)
+
+    def add(self, line: Line) -> None:
+        self.number += 1
+        if (steps := number(line, "steps_lost")) is not None:
+            self.survived += 1
+            self.steps_lost += steps
+            self.recover_s += number(line, "recover_s") or 0
+        if len(self.lines) < MAX_LINES:
+            self.lines.insert(0, line)
+
+
+@dataclass
+class Reading:
+    """All lines of a run, once they were added from the newest to the oldest."""
+
+    told: Callable[[list[Line]], set[int]]  # the steps of evaluations that are not to be left out
+    by_number: dict[int, Attempt] = field(default_factory=dict)
+    curve: Curve = field(default_factory=Curve)
+    evaluations: list[Line] = field(default_factory=list)
+    summaries: list[Line] = field(default_factory=list)
+    saves: Saves = field(default_factory=Saves)
+    faults: Faults = field(default_factory=Faults)
+    reached: dict[str, int] = field(default_factory=dict)  # the lowest step of train and of eval lines so far
+
+    def add(self, line: Line) -> None:
+        kind, step = line["kind"], line["step"]
+        if line["attempt"] not in self.by_number:
+            self.by_number[line["attempt"]] = Attempt(line)
+        self.by_number[line["attempt"]].add(line)
+        if kind in ("train", "eval"):
+            if step >= self.reached.get(kind, step + 1):
+                return
+            self.reached[kind] = step
+        if kind == "train":
+            self.curve.add(line)
+        elif kind == "eval":
+            self.evaluations.append(line)
+            if len(self.evaluations) == 2 * MAX_LINES:
+                told = self.told(self.evaluations[::-1])
+                self.evaluations = [
+                    each for index, each in enumerate(self.evaluations) if index % 2 == 0 or each["step"] in told
+                ]
+        elif kind == "summary":
+            self.summaries.insert(0, line)
+        elif kind == "checkpoint":
+            self.saves.add(line)
+        elif kind == "fault":
+            self.faults.add(line)
+
+    def attempts(self) -> list[Attempt]:
+        """Return the attempts, all lines having been added: those without steps are left out, unless all are."""
+        known = list(reversed(self.by_number.values()))
+        for attempt in known:
+            attempt.finish()
+        return [attempt for attempt in known if attempt.has_steps] or known
