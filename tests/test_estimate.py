@@ -1,8 +1,10 @@
 """How long a run takes and what it costs: published cases, and the laws that every estimate keeps."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hostile import quick, values
@@ -240,6 +242,17 @@ def test_a_folder_that_is_no_run_is_rejected(tmp_path):
 FIELDS = st.sampled_from(["examples", "train_s", "tokens", "world_size", "precision", "backend", "kind", "attempt"])
 
 
+class Held(LocalFolder):
+    """A run folder with metrics.jsonl alone."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(Path("no/such/run"))
+        self.content = content
+
+    def open(self, name: str) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+
 @pytest.fixture(scope="module")
 def run_config() -> TrainConfig:
     return load(*LOCAL, "global_batch_size=50")
@@ -254,7 +267,7 @@ def test_any_metrics_give_a_speed_or_a_rejection_in_one_line(run_config, number:
     lines[number] |= changes
     content = "".join(json.dumps(each) + "\n" for each in lines).encode()
     try:
-        run = measured(run_config, LocalFolder(Path("no/such/run")), content[: len(content) - cut])
+        run = measured(run_config, Held(content[: len(content) - cut]))
     except InputError as error:
         assert "\n" not in str(error)
     else:

@@ -204,13 +204,13 @@ def test_a_long_run_is_read_in_little_memory_and_keeps_spikes_ends_and_the_best(
     assert (read.train[0]["step"], read.train[-1]["step"], read.saves.number) == (0, 4999, 5000)
     steps = [line["step"] for line in read.train]
     assert steps == sorted(set(steps))
-    drawn = report_figures.points(read.train, "loss", "step")
+    drawn = report_lines.points(read.train, "loss", "step")
     assert max(drawn.ys) < 10 and max(drawn.highs) == 50.0 and min(drawn.lows) == 2.0
     assert read.summary["scores"]["loss"] == {"best": (0.5, 1000), "last": (2.0, 4999)}
     assert (read.summary["tokens"], read.summary["mfu"]) == (4999 * TOKENS_PER_STEP, pytest.approx(0.5))
     short = report_run.read_run(write_run(tmp_path / "short", list(long_run(80))))
     assert [len(each) for each in (short.train, short.evaluations)] == [80, 80]
-    assert report_figures.points(short.train, "loss", "step").lows == [line["loss"] for line in short.train]
+    assert report_lines.points(short.train, "loss", "step").lows == [line["loss"] for line in short.train]
 
 
 KILLED = [train_line(10, mfu=0.2), train_line(20, mfu=0.4), save_line(20), train_line(30, mfu=0.6, cost_usd=1.5)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.report.comparison import times
 from train.report.data import Evaluated, Records, label_names
-from train.report.lines import Line, high, low, number
+from train.report.lines import number, points
 from train.report.run import Run
 from train.report.texts import file_name, printable, shortened, spoken
 
@@ -84,21 +84,6 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
 
 def percent(value: float, _: float | None = None) -> str:
     return f"{100 * value:g}%"
-
-
-class Points(NamedTuple):
-    """Those of a curve, with the extremes of the lines that a point is the mean of."""
-
-    xs: list[float]
-    ys: list[float]
-    lows: list[float]
-    highs: list[float]
-
-
-def points(lines: list[Line], key: str, x: str) -> Points:
-    known = [line for line in lines if number(line, x) is not None and number(line, key) is not None]
-    extremes = [[of(line, key) for line in known] for of in (low, high)]
-    return Points([line[x] for line in known], [line[key] for line in known], *extremes)
 
 
 def x_axis(runs: list[Run]) -> str:

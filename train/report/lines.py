@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from train.config.checks import LARGEST_FLOAT
 
@@ -53,6 +53,21 @@ def high(line: Line, key: str) -> float:
 
 def highest(lines: list[Line], key: str) -> float | None:
     return max((high(line, key) for line in lines if number(line, key) is not None), default=None)
+
+
+class Points(NamedTuple):
+    """Those of a curve, with the extremes of the lines that a point is the mean of."""
+
+    xs: list[float]
+    ys: list[float]
+    lows: list[float]
+    highs: list[float]
+
+
+def points(lines: list[Line], key: str, x: str) -> Points:
+    known = [line for line in lines if number(line, x) is not None and number(line, key) is not None]
+    extremes = [[of(line, key) for line in known] for of in (low, high)]
+    return Points([line[x] for line in known], [line[key] for line in known], *extremes)
 
 
 @dataclass

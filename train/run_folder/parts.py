@@ -86,8 +86,8 @@ def open_part(folder: Folder, name: str) -> BinaryIO:
 
 
 def rows(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file and its parts without their ends, the oldest first. Raises FileNotFoundError if there is
-    no such file.
+    """Yield the lines of a file and its parts without their ends, the oldest first. Raises FileNotFoundError if there
+    is no such file.
     """
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
@@ -110,7 +110,8 @@ def back(file: BinaryIO, first: int) -> Iterator[bytes]:
     """Yield the lines from the byte `first` on without their ends, the newest first: what follows the last line end,
     which is empty unless a line is half written, and so on.
     """
-    end, pieces = file.seek(0, 2), []
+    pieces: list[bytes] = []
+    end = file.seek(0, 2)
     while end > first:
         begin = max(first, end - BLOCK_BYTES)
         file.seek(begin)

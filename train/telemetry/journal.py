@@ -46,7 +46,7 @@ class Journal:
         the last line nearly always has it.
         """
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
-        return next((cost for cost in costs if type(cost) in (int, float) and 0 <= cost < math.inf), 0.0)
+        return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         if self.file.closed or not self.folder.may_append():
