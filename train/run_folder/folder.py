@@ -123,7 +123,7 @@ class RunFolder:
 
     def may_append(self) -> bool:
         """Return whether this machine's files of the run may still be written. Copies of a folder in S3 always may.
-        A line soon after another does not look for the owner again: a job that slept, and may have lost the folder, does.
+        A line soon after another does not look for the owner again: a job that slept, and may have lost it, does.
         """
         if self.is_remote or time.monotonic() < self.owned_until_s:
             return self.is_remote or not self.is_lost
