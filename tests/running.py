@@ -50,7 +50,7 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
         PrepareConfig,
         [
             f"output={output}",
-            "corpus=text",
+            *([] if any(each.startswith("corpus=") for each in overrides) else ["corpus=text"]),
             f"corpus.path={corpus}",
             f"seq_len={SEQ_LEN}",
             *([] if any("tokenizer.pretrained=" in each for each in overrides) else ["tokenizer.vocab_size=120"]),

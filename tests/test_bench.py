@@ -62,7 +62,7 @@ def test_speeds_are_of_whole_windows_and_shares_of_all_the_time_and_what_is_unkn
 
 def test_available_memory_is_what_the_kernel_says(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemFree:   10 kB\nMemAvailable:   4000 kB\n")
-    assert available_bytes(tmp_path / "meminfo") == 4000 * 1024
+    assert available_bytes(proc=tmp_path) == 4000 * 1024
     assert 0 < available_bytes() < total_memory_bytes()
 
 

@@ -220,6 +220,19 @@ def test_a_vocabulary_that_does_not_suit_the_text_is_rejected_with_one_that_does
     prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the rejected call stands in the way
 
 
+def test_the_memory_of_a_tokenizers_training_is_said_before_it_starts(tmp_path, corpus, capsys, monkeypatch):
+    prepare.prepare(prepare_config(tmp_path / "out", corpus, "tokenizer.train_bytes=10000000"))
+    size = corpus.stat().st_size
+    said = f"trained on {size / 1e6:.3g} MB of text, which takes about {20 * size / 1e9:.2g} GB of memory"
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr(tokenizer, "available_bytes", lambda: 10**6)
+    free = "of memory, and 0.001 GB are free; set tokenizer.train_bytes=50000 or less"
+    monkeypatch.setattr(prepare, "training_texts", None)  # the work that would follow
+    large = tmp_path / "large.txt"
+    large.write_text("\n\n".join([corpus.read_text()] * 2))
+    assert rejected(tmp_path / "small", large).endswith(free)
+
+
 def test_an_interrupt_while_the_tokenizer_is_trained_is_one():
     def texts():
         yield "some text"

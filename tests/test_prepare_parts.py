@@ -1,5 +1,6 @@
 """Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and rejected."""
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from test_prepare import rejected as prepare_rejects
 from train import prepare
 from train.config import Failure, PrepareConfig
 from train.data.shards.format import check_files, read_manifest
-from train.data.text import processes, tokenizer
+from train.data.text import corpus_files, processes, tokenizer
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import PartState, shard_name, state_name
 from train.storage.folders import open_folder
@@ -71,17 +72,65 @@ def test_merged_parts_are_a_whole_preparation(parts, corpus, ready, shards):
         assert whole.rows(split) - 3 <= manifest.rows(split) <= whole.rows(split)
 
 
-def test_two_processes_give_the_same_bytes_as_two_jobs(corpus, tmp_path):
+@pytest.fixture
+def four_parts(monkeypatch):
+    """What is read of a corpus beside each other, as if it were large."""
+    monkeypatch.setattr(corpus_files, "PART_BYTES", 1)
+    monkeypatch.setattr(prepare, "MOST_PARTS", 4)
+
+
+def as_files(folder, corpus, kind):
+    """The corpus as files of a kind; those that are read from their beginning alone are of several sizes."""
+    documents = corpus.read_text().split("\n\n")
+    folder.mkdir()
+    for number, (first, last) in enumerate([(0, 50), (50, 60), (60, 90), (90, 100), (100, 120)]):
+        rows, name = documents[first:last], f"{number}.{kind}"
+        if kind == "txt.gz":
+            (folder / name).write_bytes(gzip.compress("\n\n".join(rows).encode(), mtime=0))
+        elif kind == "csv":
+            (folder / name).write_text("text\n" + "".join(f'"{text}"\n' for text in rows))
+        else:
+            (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    return folder, {"txt.gz": "text"}.get(kind, kind)
+
+
+@pytest.mark.parametrize(("kind", "num_parts"), [("txt", 4), ("jsonl", 4), ("txt.gz", 2), ("csv", 2)])
+def test_any_number_of_processes_makes_the_same_bytes(corpus, ready, tmp_path, kind, num_parts, four_parts):
+    """Files that are read from their beginning alone are not shared, and the largest is nearly half of the corpus."""
+    path, source = (corpus, "text") if kind == "txt" else as_files(tmp_path / "files", corpus, kind)
+    found = []
+    for processes in (1, 2, 3)[: num_parts - 1]:
+        output = tmp_path / str(processes)
+        given = (SMALL, ready, f"corpus={source}", f"processes={processes}")
+        assert prepare.prepare(prepare_config(output, path, *given)).counts["documents"] == 120
+        found.append(content(output))
+    assert found[1:] == found[:-1]
+    parts = {name.split("-")[1] for name in found[0] if name.startswith("train-")}
+    assert parts == {f"{number}of{num_parts}" for number in range(1, num_parts + 1)}
+
+
+def test_jobs_make_the_same_bytes_as_processes(corpus, tmp_path, four_parts):
     by_processes = prepare.prepare(prepare_config(tmp_path / "processes", corpus, SMALL, "processes=2"))
-    for part in ("1/2", "2/2"):
-        assert prepare.prepare(prepare_config(tmp_path / "jobs", corpus, SMALL, f"part={part}")) is None
-    assert merged(tmp_path / "jobs", corpus) == by_processes
-    assert content(tmp_path / "jobs") == content(tmp_path / "processes")
-    assert len(content(tmp_path / "jobs")) > 8
-    output = tmp_path / "both"
-    assert prepare.prepare(prepare_config(output, corpus, SMALL, "part=2/2", "processes=2")) is None
-    states = sorted(path.name for path in output.glob("part-*"))
-    assert states == [state_name(CorpusPart(index, 4)) for index in (2, 3)]
+    output = tmp_path / "jobs"
+    for job, states in (("2/2", [2, 3]), ("1/2", [0, 1, 2, 3])):
+        assert prepare.prepare(prepare_config(output, corpus, SMALL, f"part={job}", "processes=2")) is None
+        assert sorted(path.name for path in output.glob("part-*")) == [state_name(CorpusPart(n, 4)) for n in states]
+    assert merged(output, corpus) == by_processes
+    assert content(output) == content(tmp_path / "processes")
+    assert len(content(output)) > 8
+
+
+def test_a_large_corpus_has_a_process_for_each_processor(corpus, ready, tmp_path, monkeypatch, four_parts):
+    asked = []
+    monkeypatch.setattr(prepare, "prepare_in_processes", lambda *arguments: asked.append(arguments[3]))
+    monkeypatch.setattr(prepare, "merge", lambda *_, **__: None)
+    for cpus, settings in ((3, []), (64, []), (2, []), (2, ["processes=3"])):
+        monkeypatch.setattr(processes, "usable_cpus", lambda cpus=cpus: cpus)
+        prepare.prepare(prepare_config(tmp_path / f"{cpus}{len(settings)}", corpus, ready, *settings))
+    assert asked == [3, 4, 2, 3]
+    monkeypatch.setattr(processes, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(processes, "usable_cpus", lambda: 64)
+    assert processes.most_processes() == 2
 
 
 def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
@@ -175,7 +224,6 @@ def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus,
 def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
     assert "parts: 3 there, 4 here" in rejected(parts, corpus, ready, "part=1/4")
-    assert "parts: 3 there, 6 here" in rejected(parts, corpus, ready, "part=1/3", "processes=2")
     assert "seed: 0 there, 1 here" in rejected(parts, corpus, ready, "merge=true", "seed=1")
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
@@ -196,13 +244,13 @@ def test_text_that_an_earlier_version_split_otherwise_is_kept_if_finished_and_ne
     assert merged(parts, corpus, ready) == manifest
 
 
-def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready, tmp_path):
+def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready, tmp_path, four_parts):
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\n\n\xff")
     assert "byte 0xff is not utf-8" in rejected(tmp_path / "out", tmp_path / "bad.txt", ready, "processes=2")
     assert not multiprocessing.active_children()
 
 
-def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus, ready, tmp_path, monkeypatch):
+def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus, ready, tmp_path, monkeypatch, four_parts):
     wait = processes.wait
 
     def killing(receivers):
@@ -212,7 +260,7 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus
 
     cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
     monkeypatch.setattr(processes, "wait", killing)
-    rejects(r"^part \d/2: killed by SIGKILL \(out of memory\?\); the same", prepare.prepare, cfg, error=Failure)
+    rejects(r"^part \d/4: killed by SIGKILL \(out of memory\?\); the same", prepare.prepare, cfg, error=Failure)
     assert not multiprocessing.active_children()
     monkeypatch.setattr(processes, "wait", wait)
     assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")
@@ -225,7 +273,7 @@ def spawned(parent):
 
 def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
     text = tmp_path / "long.txt"
-    text.write_text("\n\n".join([corpus.read_text()] * 500))
+    text.write_text("\n\n".join([corpus.read_text()] * (2 * corpus_files.PART_BYTES // corpus.stat().st_size + 1)))
     overrides = [f"output={tmp_path / 'out'}", "corpus=text", f"corpus.path={text}", ready, "processes=2"]
     parent = start_forked(["train.prepare", *overrides], os.environ)
     try:

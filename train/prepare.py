@@ -50,7 +50,7 @@ from train.data.text.preparation import (
     prepare_part,
     remove_states,
 )
-from train.data.text.processes import prepare_in_processes
+from train.data.text.processes import PROCESS_BYTES, most_processes, prepare_in_processes
 from train.storage.folders import (
     Folder,
     canonical_json,
@@ -65,6 +65,7 @@ from train.storage.schema import BadContent, of_type, read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+MOST_PARTS = 256  # enough for the processes of any machine, and each still writes shards of whole size from 75 GB
 SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
 SPLIT_RULE = 2  # raised when other text is held out, so that no preparation is begun by one rule and ended by another
 FEW_SEQUENCES = 64  # for validation: with less, the loss of one evaluation says little
@@ -121,7 +122,8 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
-    parts = job.divided(cfg.processes)
+    # By the corpus alone, so that any number of processes makes the same shards.
+    parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
     num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
     settings = settings_of(cfg, num_parts)
     source = {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
@@ -150,11 +152,16 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
     recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
     share = len(parts) / parts[0].count
     total_bytes = None if corpus.total_bytes is None else int(corpus.total_bytes * share)
+    num_processes = min(cfg.processes or most_processes(), len(parts))
+    if num_processes > 1:
+        memory = f"at most about {PROCESS_BYTES / 1e9:.1g} GB of memory each"
+        print(f"... {len(parts)} parts in {num_processes} processes, {memory}", file=sys.stderr, flush=True)
     with shown("tokenising and packing", total_bytes) as report:
-        if len(parts) == 1:
-            prepare_part(recipe, folder, corpus, parts[0], report)
+        if num_processes == 1:
+            for part in parts:
+                prepare_part(recipe, folder, corpus, part, report)
         else:
-            prepare_in_processes(recipe, parts, report)
+            prepare_in_processes(recipe, parts, report, num_processes)
 
 
 @contextmanager
@@ -199,6 +206,7 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
     there = {"split_rule": 1, **claimed(folder)}  # earlier versions named none
     if "manifest.json" in names:  # finished, so that nothing is mixed
         there["split_rule"] = wanted["split_rule"]
+        there["settings"]["parts"] = wanted["settings"]["parts"]
     if there != json.loads(canonical_json(wanted)):
         raise InputError(
             f"output={folder.location} holds a preparation with other settings ({difference(there, wanted)}); "
@@ -255,6 +263,9 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
             made = tokenizers.load_tokenizer(own.pretrained)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
+            known = corpus.total_bytes if corpus.seekable else None  # of packed files it is less than their text
+            num_bytes = min(own.train_bytes, known or own.train_bytes)
+            print(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr, flush=True)
             made = tokenizers.train_tokenizer(
                 sample.watched(training_texts(cfg, corpus, held_out)),
                 vocab_size=own.vocab_size,

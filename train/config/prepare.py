@@ -57,7 +57,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     lowercase: bool = True  # read all text in lower case
     strip_accents: bool = False  # with all marks, and plain forms for compatibility characters and LaTeX quotes, as
     # ALBERT's; other languages than English write vowels with marks
-    train_bytes: int = setting(256 * 2**20, above=0)  # most text that it is trained on; of a Hub stream, the first
+    train_bytes: int = setting(48 * 2**20, above=0)  # most text that it is trained on, with 20 times its memory; of a Hub
+    # stream, the first
 
 
 @dataclass(kw_only=True)
@@ -71,7 +72,8 @@ class PrepareConfig(Section):
     # the end of long ones
     rows_per_shard: int | None = setting(None, above=0)  # sequences; None: about 64 MiB
     part: str | None = None  # "3/64": this call prepares the third of 64 parts; None: all of them
-    processes: int = setting(1, above=0, most=MAX_PREPARING_PROCESSES)  # that divide the call's part on this machine
+    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # that share the work on this machine,
+    # with the same result whatever their number; None: one for each processor that this process may use
     merge: bool = False  # only write the manifest of parts that are all prepared
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -84,6 +86,6 @@ class PrepareConfig(Section):
             ok = match is not None and 1 <= int(match[1]) <= int(match[2])
             check(ok, f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts")
         check(
-            not (self.merge and (self.part is not None or self.processes > 1)),
+            not (self.merge and (self.part is not None or self.processes is not None)),
             "merge=true prepares nothing: give it without part and processes",
         )

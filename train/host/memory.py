@@ -1,8 +1,11 @@
-"""Host memory: the peak of a process, and how many processes the kernel killed for lack of it. No torch here."""
+"""Memory and processors that this process may use, in a container those of its cgroup; its peak, and how many
+processes the kernel killed for lack of memory. No torch here.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -12,15 +15,75 @@ def own_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, getrusage(2)
 
 
-def total_memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that programs can still take on this machine without swapping: MemAvailable of proc(5), on Linux alone."""
-    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
+def total_memory_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+    """Memory that this process can have: the machine's, or the limit of its container."""
+    limits = [limit for _, limit in memory_limits(cgroups, proc)]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+
+
+def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+    """Memory that programs can still take without swapping: MemAvailable of proc(5), or what a container's
+    limit leaves beside what its processes hold (files that the kernel can drop are not counted).
+    """
+    lines = (proc / "meminfo").read_text().splitlines() if (proc / "meminfo").is_file() else []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    free = free or [total_memory_bytes(cgroups=cgroups, proc=proc)]
+    for folder, limit in memory_limits(cgroups, proc):
+        used = read_number(folder / "memory.current") or read_number(folder / "memory.usage_in_bytes") or 0
+        stat = (folder / "memory.stat").read_text() if (folder / "memory.stat").is_file() else ""
+        dropped = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
+        free.append(max(0, limit - max(0, used - int(dropped[1] if dropped else 0))))
+    return min(free)
+
+
+def memory_limits(cgroups: Path, proc: Path) -> list[tuple[Path, int]]:
+    """The cgroups that limit this process's memory, each with its bytes; without a limit, version 1 has a number near
+    2**63.
+    """
+    found = []
+    for folder in cgroup_folders("memory", cgroups, proc):
+        limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
+        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]
+    return found
+
+
+def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+    """Return how many processors this process can keep busy: those it may run on, and no more than the quota of its
+    container.
+    """
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in cgroup_folders("cpu", cgroups, proc):
+        path = folder / "cpu.max"
+        quota, period = path.read_text().split() if path.is_file() else ("max", "")
+        if not path.is_file() and (least := read_number(folder / "cpu.cfs_quota_us")):  # -1: no quota
+            quota, period = str(least), str(read_number(folder / "cpu.cfs_period_us") or 100_000)
+        if quota != "max":
+            num_cpus = min(num_cpus, max(1, int(quota) // int(period)))
+    return num_cpus
+
+
+def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
+    """The folders of this process's cgroup and of all that it is in, the innermost first. In a container the process's
+    cgroup may be mounted as the root, so that only that is there.
+    """
+    found: list[Path] = []
+    file = proc / "self/cgroup"
+    for line in file.read_text(errors="surrogateescape").splitlines() if file.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all
+            root = cgroups / controller if controllers else cgroups
+            inside = Path("" if ".." in path else path.lstrip("/"))  # above the container's root
+            found += [root / each for each in (inside, *inside.parents)]
+    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+
+
+def read_number(path: Path) -> int | None:
+    """The number in a file of the kernel; None if there is none that limits: no file, "max" or -1."""
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None
 
 
 def limit_allocations(most_bytes: int) -> None:
@@ -32,19 +95,10 @@ def limit_allocations(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
 
 
-def find_oom_counter(*, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Path | None:
-    """The file that counts processes killed for lack of memory: of this process's cgroup, or of the machine.
-
-    In a container the own cgroup may be mounted as the root, hence the second path.
-    """
-    paths: list[Path] = []
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for inside in (path.lstrip("/"), ""):
-            if controllers == "":  # version 2
-                paths.append(cgroups / inside / "memory.events")
-            elif "memory" in controllers.split(","):
-                paths.append(cgroups / "memory" / inside / "memory.oom_control")
+def find_oom_counter(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> Path | None:
+    """The file that counts processes killed for lack of memory: of this process's cgroup, or of the machine."""
+    names = ("memory.events", "memory.oom_control")  # of version 2, and of 1
+    paths = (folder / name for folder in cgroup_folders("memory", cgroups, proc) for name in names)
     files = (path for path in (*paths, proc / "vmstat") if path.is_file())
     return next((path for path in files if "oom_kill " in path.read_text()), None)
 

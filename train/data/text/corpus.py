@@ -42,6 +42,10 @@ class Corpus(Protocol):
     def seekable(self) -> bool:
         """Whether a small part costs little to read, wherever it is."""
 
+    @property
+    def most_parts(self) -> int:
+        """How many parts can be read beside each other without anything that is read twice."""
+
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         """The documents of a part, from the first, the same at every call. Each document is in exactly one part."""
 
@@ -62,6 +66,7 @@ class PyDocs:
     """Language reference topics and the standard library's docstrings; a function of the Python installation alone."""
 
     seekable = True
+    most_parts = 1  # a few MB
 
     def __init__(self, cfg: CorpusConfig) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
@@ -125,15 +130,20 @@ class HFCorpus:
     def fingerprint(self) -> str:
         return sha256_json([[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets])
 
+    @property
+    def most_parts(self) -> int:
+        return len(self.files)
+
+    @cached_property  # asking the Hub once, whatever the number of parts
+    def files(self) -> list[tuple[HFDataset, Any, int]]:
+        """Each file: its data set, that as it was opened, and the file's number there."""
+        opened = [stream(dataset) for dataset in self.datasets]
+        pairs = zip(self.datasets, opened, strict=True)
+        return [(dataset, rows, file) for dataset, rows in pairs for file in range(rows.num_shards)]
+
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
-        opened = [stream(dataset) for dataset in self.datasets]  # all first: a mistake in the last one shows now
-        files = [
-            (dataset, rows, file)
-            for dataset, rows in zip(self.datasets, opened, strict=True)
-            for file in range(rows.num_shards)
-        ]
-        mine, turn = divide(len(files), part)
-        for dataset, rows, file in files[mine]:
+        mine, turn = divide(len(self.files), part)
+        for dataset, rows, file in self.files[mine]:
             texts = texts_of(dataset, rows.shard(rows.num_shards, file), file)
             number = 0
             while block := list(islice(texts, dataset.rows_per_document)):

@@ -25,6 +25,7 @@ from train.data.files.text import (
 from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, find_files, listing, text_of
 from train.storage.folders import sha256_json
 
+PART_BYTES = 16 * 2**20  # of the text that one process prepares at once: a few seconds of its work
 MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded
 STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # of Parquet
 BLANK = r"^\s*$"  # the usual separator, for which str.isspace is the same and faster
@@ -37,7 +38,8 @@ class FilesCorpus(ABC):
 
     A part is a stretch of bytes of all files and holds the documents that begin in it; files outside are not opened.
     Plain text and JSON lines are read from there, Parquet from the row group. Packed files, CSV and encodings in which
-    a line end cannot be found from any byte on are read from their beginning, and all before the part is left out.
+    a line end cannot be found from any byte on are read from their beginning: such a file belongs to the part in which
+    it begins, unless it is longer than a part, so that several share it and leave out all before their own.
     """
 
     suffixes: tuple[str, ...]  # of the files that are read in a folder
@@ -60,6 +62,15 @@ class FilesCorpus(ABC):
     def can_seek(self, path: Path) -> bool:
         return is_seekable(path, self.cfg.encoding)
 
+    @property
+    def most_parts(self) -> int:
+        sizes = [self.read_at_once(path) for path in self.files]
+        return max(1, (self.total_bytes + len(self.files)) // max(PART_BYTES, *sizes))
+
+    def read_at_once(self, path: Path) -> int:
+        """Bytes of a file that cannot be read without those before them, at most."""
+        return 0 if self.can_seek(path) else self.sizes[path] + 1
+
     def fingerprint(self) -> str:
         return sha256_json(self.listing)
 
@@ -79,10 +90,14 @@ class FilesCorpus(ABC):
 
     def spans(self, part: CorpusPart) -> Iterator[tuple[Path, int, int]]:
         """The files of a part, each with its bytes [first, last). The end of a file counts as one byte more."""
-        first, last = part.span(self.total_bytes + len(self.files))
+        total = self.total_bytes + len(self.files)
+        first, last = part.span(total)
         for path, size in self.sizes.items():
-            if first <= size and last > 0:
-                yield path, max(first, 0), min(last, size + 1)
+            if self.can_seek(path) or (size + 1) * part.count > total:
+                if first <= size and last > 0:
+                    yield path, max(first, 0), min(last, size + 1)
+            elif first <= 0 < last:
+                yield path, 0, size + 1
             first, last = first - size - 1, last - size - 1
 
     @contextmanager
@@ -167,9 +182,10 @@ class TextFiles(FilesCorpus):
             number += is_whole
             num_chars = len(line) if is_whole else num_chars + len(line)
             is_whole = line.endswith("\n")
-            check_length(num_chars, line_name(path, first, number))
-            bad = unreadable(line, self.cfg.encoding, DECODING)
-            check(bad is None, f"{line_name(path, first, number)}: {bad}")
+            if num_chars > LONGEST_LINE_CHARS:
+                check_length(num_chars, line_name(path, first, number))
+            if bad := unreadable(line, self.cfg.encoding, DECODING):
+                raise InputError(f"{line_name(path, first, number)}: {bad}")
             yield line
 
     def matches(self, line: str) -> bool:
@@ -218,6 +234,7 @@ class Parquet(FilesCorpus):
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         super().__init__(cfg)
+        self.largest_groups: dict[Path, int] = {}  # bytes of the column in a row group
         self.sizes = {path: self.column_bytes(path) for path in self.files}
 
     def can_seek(self, path: Path) -> bool:
@@ -234,7 +251,12 @@ class Parquet(FilesCorpus):
             )
             groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
             columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-            return sum(item.total_uncompressed_size for item in columns if item.path_in_schema == column)
+            sizes = [item.total_uncompressed_size for item in columns if item.path_in_schema == column]
+        self.largest_groups[path] = max(sizes, default=0)
+        return sum(sizes)
+
+    def read_at_once(self, path: Path) -> int:
+        return self.largest_groups[path]
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         """Row i of n begins at byte size * i // n."""

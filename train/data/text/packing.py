@@ -47,23 +47,23 @@ class Packer:
     def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """The start of each sequence, its document end nearest the middle (-1: none), and the tokens used up."""
         length = self.seq_len - 3
-        ends = np.flatnonzero(stream == self.sep_id).tolist()
-        starts, cuts = [], []
-        position = 0
+        ends = np.flatnonzero(stream == self.sep_id)
+        next_ends = [*ends.tolist(), len(stream) + length]
+        starts, position, nearest = [], 0, 0
         while position + length + 1 <= len(stream):
-            first = bisect_left(ends, position)
-            if first < len(ends) and ends[first] == position:  # the document ended with the last sequence
+            nearest = bisect_left(next_ends, position, nearest)
+            if next_ends[nearest] == position:  # the document ended with the last sequence
                 position += 1
                 continue
-            middle = position + length // 2
-            after = bisect_left(ends, middle)
-            near = [end for end in ends[max(first, after - 1) : after + 1] if end < position + length]
-            cut = min(near, key=lambda end: abs(end - middle), default=-1)
             starts.append(position)
-            cuts.append(cut - position if near else -1)
-            position += length + bool(near)
-        cuts_array = np.array(cuts, np.int64)
-        return np.array(starts, np.int64), cuts_array, cuts_array >= 0, position
+            position += length + (next_ends[nearest] < position + length)
+        first = np.array(starts, np.int64)
+        middle, far = first + length // 2, 2 * len(stream)
+        place = np.searchsorted(ends, middle)
+        before, after = np.concatenate([[-far], ends])[place], np.concatenate([ends, [far]])[place]
+        cuts = np.where(middle - before <= after - middle, before, after) - first
+        at_end = (cuts > 0) & (cuts < length)
+        return first, np.where(at_end, cuts, -1), at_end, position
 
     def _assemble(self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray) -> Rows:
         num_rows, length = len(starts), self.seq_len - 3

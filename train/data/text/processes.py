@@ -6,40 +6,58 @@ import logging
 import multiprocessing
 import os
 import signal
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from train.config import Failure, InputError
+from train.config.prepare import MAX_PREPARING_PROCESSES
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import Recipe, Report, prepare_part
+from train.host.memory import available_bytes, usable_cpus
 from train.storage.folders import open_folder
 
 STOP_S = 10.0  # for a process to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's; it takes all cores otherwise
+PROCESS_BYTES = 2**29  # of memory that one holds: shards of 64 MiB, and copies of one while it is written
 
 
-def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report) -> None:
-    """Prepare each part in a process of its own. An error of one is raised here, and the others stop."""
+def most_processes() -> int:
+    """Return how many processes suit this machine: one for each processor that may be used, as memory allows."""
+    return max(1, min(usable_cpus(), MAX_PREPARING_PROCESSES, available_bytes() // PROCESS_BYTES))
+
+
+def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
+    """Prepare the parts in processes, each of which takes the next part when it has finished one. An error of one is
+    raised here, and the others stop.
+    """
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // len(parts))
-    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # by the end of its pipe
+    threads = max(1, usable_cpus() // num_processes)
+    waiting = iter(parts)
+    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # by this process's end of the pipe
     try:
-        for part in parts:
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(recipe, part, there, threads), daemon=True)
+        for part in islice(waiting, num_processes):
+            here, there = context.Pipe()
+            process = context.Process(target=work, args=(recipe, there, threads), daemon=True)
             process.start()
             there.close()  # so that the process's end is the pipe's
             running[here] = part, process
+            here.send(part)
         while running:
             receiver: Any
             for receiver in wait(list(running)):
+                part, process = running[receiver]
                 try:
                     message = receiver.recv()
-                except EOFError:
-                    part, process = running.pop(receiver)
+                    if message is None:  # it has finished its part
+                        following = next(waiting, None)
+                        receiver.send(following)
+                        running[receiver] = following or part, process
+                        continue
+                except (EOFError, ConnectionError):
+                    del running[receiver]
                     process.join()
                     if code := process.exitcode or 0:
                         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, see above"
@@ -57,15 +75,19 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
             process.kill()
 
 
-def work(recipe: Recipe, part: CorpusPart, sender: Connection, threads: int) -> None:
-    """Prepare a part in this process, which ends with the one that started it, as that breaks the pipe."""
+def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
+    """Prepare parts in this process until there are none. It ends with the process that started it, as that breaks the
+    pipe.
+    """
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others
     logging.getLogger("train").setLevel(logging.ERROR)  # the first process has warned of the same
     try:
         folder, corpus = open_folder(recipe.cfg.output, recipe.cfg.s3), open_corpus(recipe.cfg.corpus)
-        prepare_part(recipe, folder, corpus, part, lambda *counts: sender.send(counts))
+        while (part := pipe.recv()) is not None:
+            prepare_part(recipe, folder, corpus, part, lambda *counts: pipe.send(counts))
+            pipe.send(None)
     except (InputError, Failure) as error:
-        sender.send(error)
-    except BrokenPipeError:
+        pipe.send(error)
+    except (EOFError, ConnectionError):
         raise SystemExit(1) from None

@@ -26,6 +26,7 @@ from transformers.utils import logging as their_logging
 from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary
+from train.host.memory import available_bytes
 from train.storage.folders import Folder, scratch_folder, sha256_bytes
 from train.storage.hub_access import asking_hub, fetched, hub_or_path, why_missing
 from train.storage.model_folder import read_model_json, read_tokenizer_json
@@ -61,6 +62,7 @@ text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x200
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
 """
 MOST_IDS = 2  # for each piece: some vocabularies have holes
+TRAINER_BYTES = 20  # of memory for each byte of text that sentencepiece reads; 19 were measured (benchmarks/README.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
@@ -130,6 +132,15 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP, mask_token=MASK
     )
+
+
+def check_trainer_memory(num_bytes: int) -> str:
+    """Say how much memory the training of a tokenizer takes on so much text. InputError if there is less."""
+    needed, free = TRAINER_BYTES * num_bytes, available_bytes()
+    what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
+    most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"
+    check(needed <= free, f"{what} of memory, and {free / 1e9:.2g} GB are free; set {most}")
+    return f"{what} of memory"
 
 
 def unfit(vocab_size: int, error: str) -> str:
