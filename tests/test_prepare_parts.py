@@ -128,7 +128,7 @@ def test_a_large_corpus_has_a_process_for_each_processor(corpus, ready, tmp_path
         monkeypatch.setattr(processes, "usable_cpus", lambda cpus=cpus: cpus)
         prepare.prepare(prepare_config(tmp_path / f"{cpus}{len(settings)}", corpus, ready, *settings))
     assert asked == [3, 4, 2, 3]
-    monkeypatch.setattr(processes, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(processes, "available_bytes", lambda: 1500 * 2**20)
     monkeypatch.setattr(processes, "usable_cpus", lambda: 64)
     assert processes.most_processes() == 2
 

@@ -21,7 +21,7 @@ from train.storage.folders import open_folder
 
 STOP_S = 10.0  # for a process to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's; it takes all cores otherwise
-PROCESS_BYTES = 2**29  # of memory that one holds: shards of 64 MiB, and copies of one while it is written
+PROCESS_BYTES = 600 * 2**20  # that one holds at most, measured: shards of 64 MiB, and copies of one while it is written
 
 
 def most_processes() -> int:
