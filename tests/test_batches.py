@@ -2,6 +2,7 @@
 
 import hashlib
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import torch
 from rejections import rejects
 from running import train_config
 
+from train.config import Failure
+from train.data.batches import loader
 from train.data.batches.loader import Batches, MaskedRows, failure_of
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import read_manifest
@@ -126,3 +129,25 @@ def test_a_part_of_the_evaluation_is_drawn_by_the_seed_and_masked_as_in_the_whol
 @pytest.mark.parametrize("numbers", [[0, 10**6], [-1], [3, -(10**6), 5]])
 def test_a_number_that_no_sequence_has_is_an_error(shards, numbers):
     rejects("sequences .* of", rows_of(shards).shards.rows, np.array(numbers), error=IndexError)
+
+
+class Unsendable:
+    """A number of a batch for which /dev/shm has no space, as torch says it."""
+
+    def __reduce__(self):
+        raise RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)")
+
+
+def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(shards, monkeypatch):
+    """It is not lost in silence, which the rank would wait for without end."""
+    monkeypatch.setattr(MaskedRows, "draw", lambda _, items: {"inputs": {}, "count": Unsendable(), "tokens": []})
+    (batch,) = islice(loader_of(shards, num_workers=1), 1)
+    assert "/dev/shm is full; give it more" in str(failure_of([batch])) and isinstance(failure_of([batch]), Failure)
+
+
+def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path, monkeypatch):
+    settings = {"num_ranks": 2, "batch_size": 32, "seq_len": 512, "num_workers": 1, "prefetch": 4, "multi_batch": 1}
+    monkeypatch.setattr(loader.shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
+    rejects("/dev/shm has 2 MB free, .* keep batches of 2.62 MB", loader.check_shared_memory, **settings)
+    for fits in ({"num_ranks": 1}, {"num_workers": 0}, {"prefetch": 1}):
+        loader.check_shared_memory(**{**settings, **fits})

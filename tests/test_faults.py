@@ -278,6 +278,16 @@ def test_a_loader_that_the_kernel_killed_is_a_lack_of_memory(monkeypatch):
         assert attempt.kind_of(error) == kind
 
 
+def test_a_loader_that_ran_out_of_shared_memory_says_so(toy):
+    def fail(_):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that more is said")
+
+    toy.scale = fail
+    said = "^out of shared memory: DataLoader worker .pid 7. is killed by signal: Bus error: /dev/shm is full; give it more"
+    rejects(said, toy.train, error=Failure)
+    assert toy.outcome()["kind"] == "out_of_shared_memory"
+
+
 def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
     """Lines every four steps, a stop at the sixth: its window goes on in the next attempt."""
     options = {"max_steps": 12, "log_every": 4, "eval_every": None, "checkpoint": {"every": 100}}

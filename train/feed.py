@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from train.checkpoints.manifest import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
-from train.data.batches.loader import Batch, Batches, batched, failure_of
+from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
 from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
 from train.tasks import Task
 
@@ -44,14 +44,19 @@ class TrainData:
         # Batches that are drawn together must not need a shard that is fetched only after some of them are consumed:
         # that would be a deadlock.
         multi_batch = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
+        loading: dict[str, int] = {
+            "batch_size": plan.micro_batch_size,
+            "num_workers": cfg.data.num_workers,
+            "prefetch": cfg.data.prefetch,
+            "multi_batch": multi_batch if task.buckets is None else 1,  # those drawn together have one shape
+        }
+        shortest = task.seq_len if task.buckets is None else 1  # of batches of several lengths little is known
+        world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
         micro_batches = Batches(
             task.train_data(),
             order.micro_batches(plan.micro_batch_size),
-            batch_size=plan.micro_batch_size,
-            num_workers=cfg.data.num_workers,
-            prefetch=cfg.data.prefetch,
             pin_memory=backend.pin_memory,
-            multi_batch=multi_batch if task.buckets is None else 1,  # those drawn together have one shape
+            **loading,
         )
         self.steps = iter(batched(backend.to_device(micro_batches), plan.accumulation))
 

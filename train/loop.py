@@ -24,8 +24,9 @@ from train.data.batches.loader import Batch
 from train.evaluation import evaluate, write_samples
 from train.feed import TrainData, check_same_data
 from train.host.launched import check_launch, launched
+from train.host.memory import total_memory_bytes
 from train.host.runtime import search_as_usual
-from train.models.memory_estimate import memory_of
+from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
 from train.models.model_sizes import check_layers, shape_of_model
 from train.optim import learning_rate
 from train.parallel import Engine, build_engine
@@ -257,6 +258,8 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         **task.facts,
     }
 
+    memory = memory_note(attempt, backend, model)
+
     def write() -> None:
         folder.describe(cfg, attempt.identity, facts, task.details)
         task.describe_model(model, folder.folder)
@@ -281,9 +284,34 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
             f"an epoch is {plan.steps_per_epoch:,} steps: {left:,} of {task.train_rows:,} rows do not fill a batch and "
             "are left out of it, others in the next epoch"
         )
-    if (shape := shape_of_model(model)) is not None:
-        sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
-        logger.info(memory_of(cfg, shape, seq_len=task.seq_len, precision=backend.precision, **sizes))
+    if memory is not None:
+        logger.info(memory)
+
+
+def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
+    """Say what a rank needs; None for a model whose sizes are not known. InputError if the ranks of this machine, whose
+    device it is, cannot have it: no less than the estimate without what only CPUs keep.
+    """
+    cfg, plan, seq_len, num_ranks = attempt.cfg, attempt.plan, attempt.task.seq_len, backend.world.local_size
+    if (shape := shape_of_model(model)) is None:
+        return None
+    sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
+    needed = memory_of(cfg, shape, seq_len=seq_len, precision=backend.precision, **sizes)
+    if backend.monitor_kind != "cpu":
+        copy = f"; a save takes {needed.state / GIB:.3g} GiB of host memory for each rank that writes"
+        return f"{needed}{copy if attempt.saves else ''}"
+    network: Any = model.network
+    values = network.config.to_dict()
+    has_dropout = any(values.get(name) for name in ("attention_probs_dropout_prob", "attention_dropout"))
+    heads = shape.num_hidden_layers * (values.get("num_attention_heads") or 1) * has_dropout
+    held = on_cpu(needed, scores=plan.micro_batch_size * seq_len**2 * heads, saves=attempt.saves)
+    limit_bytes = total_memory_bytes()
+    check(
+        num_ranks * needed.total < limit_bytes,
+        f"{held}; that is more than this machine or container has, {limit_bytes / GIB:,.3g} GiB for {num_ranks} ranks; "
+        f"{advice(cfg, world_size=plan.world_size)}",
+    )
+    return str(held)
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
 from train.host.launched import launched
+from train.data.batches.loader import LARGER
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.host.processes import age_s, read_process
 from train.host.torchrun import has_rejected
@@ -33,6 +34,7 @@ from train.tasks import Task
 
 logger = logging.getLogger("train")
 KILLED_LOADER = "killed by signal: Killed"
+FULL_SHARED_MEMORY = "killed by signal: Bus error"  # of a loader that touched a page of /dev/shm which is not there
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
@@ -201,6 +203,8 @@ def kind_of(error: BaseException) -> str:
     kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
     if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
         return "out_of_device_memory"
+    if FULL_SHARED_MEMORY in str(error):
+        return "out_of_shared_memory"
     has_lost_loader = KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
     if has_lost_loader or any(text in str(error) for text in HOST_MEMORY_ERRORS):
         return "out_of_host_memory"
@@ -209,9 +213,11 @@ def kind_of(error: BaseException) -> str:
 
 def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
     """The reason of a failure for lack of memory, with the peak and what to lower."""
+    first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
+    if kind == "out_of_shared_memory":
+        return f"out of shared memory: {first_line.partition('. ')[0]}: /dev/shm is full; {LARGER}"
     device_bytes = peak_device_bytes()
     peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
     peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
-    first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
     loader = ", lower data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
     return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=launched().world_size)}{loader}"

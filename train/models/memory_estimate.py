@@ -7,14 +7,14 @@ Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section
 token and hidden unit in 16 bits, of which 2 are masks of dropout and 32 are 16 numbers; 8 of these are the feed-forward
 part's for a width of 4 hidden sizes. Autocast keeps 8 bytes more: the two sums that norms read are in fp32, and
 queries, keys and values each have a copy of their input in 16 bits. CPUs, whose norms stay in bf16, keep fewer. The
-scores of attention, 5 bytes a pair of tokens and head there, are not kept: PyTorch's SDPA computes them again. Neither
-what CPUs keep of them in bf16 nor what lives for a moment of the backward pass is counted.
+scores of attention, 5 bytes a pair of tokens and head there, are not kept: PyTorch's SDPA computes them again. What
+lives for a moment of the backward pass is not counted, but in the factor of CPUs, which keep scores that have dropout.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from train.config import TrainConfig
 from train.config.parallel import Held
@@ -26,6 +26,10 @@ WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # and those that have n
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # of a number that products read; 2 in the other precisions
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # bytes and numbers of a layer for each token and hidden unit
+# Of a run on CPUs, from the peaks of seven (benchmarks/README.md), which these three give within 7 %.
+CPU_PROCESS_BYTES = int(0.85 * GIB)  # of a process with torch and transformers, before there is a model
+CPU_ACTIVATIONS = 1.25  # of what is kept: with what lives for a moment of the backward pass
+CPU_SCORE_BYTES = 14  # of a pair of tokens and head, where its scores have dropout
 LOGIT_BYTES = 8  # of a score of the vocabulary, beside the product's own: its copy in fp32, and log-softmax
 
 
@@ -38,13 +42,20 @@ class Memory:
     moments: float
     copies: float  # of weights: gathered from other ranks, or in the type that products read
     activations: float
+    saving: float = 0  # on the host, where the device is one: the copy that a save is written from
+    process: float = 0  # of the host, as well: the program and its libraries
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.moments + self.copies + self.activations
+        return sum(vars(self).values())
+
+    @property
+    def state(self) -> float:
+        """What a checkpoint holds, and a save copies to the host."""
+        return self.weights + self.moments
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value / GIB:.3g}" for name, value in vars(self).items())
+        parts = ", ".join(f"{name} {value / GIB:.3g}" for name, value in vars(self).items() if value)
         return f"about {self.total / GIB:.3g} GiB of memory a rank: {parts}"
 
 
@@ -88,6 +99,15 @@ def memory_of(
         copies=value * gathered[held.gathers],
         activations=activation_bytes(cfg, shape, held, micro_batch_size * seq_len, seq_len, precision),
     )
+
+
+def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
+    """Return what a rank holds whose device is the host. `scores`: pairs of tokens, of all heads and layers of a micro
+    batch, whose attention has dropout.
+    """
+    activations = CPU_ACTIVATIONS * needed.activations + CPU_SCORE_BYTES * scores
+    saving = needed.state if saves else 0
+    return replace(needed, activations=activations, saving=saving, process=CPU_PROCESS_BYTES)
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:

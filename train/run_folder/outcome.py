@@ -16,7 +16,7 @@ NAME = "outcome.json"
 STOP_FILE = "STOP"  # in the run folder: the run stops at its next step, with a checkpoint
 ENDS = ("done", "early_stop")  # reasons for which a run is over
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
-OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
+OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_memory")
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,20 @@ A batch is a dict: host tensors under "inputs", and the number of its labels und
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from train.config import check
+from train.config import Failure, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
@@ -26,6 +30,8 @@ from train.host.torchrun import leave_signals_to_the_parent
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once
 ORDER = 4  # the random number of a sequence that swaps it, beside those of masking.py
+SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
+LARGER = "give it more (docker run --shm-size=8g), or lower data.prefetch, or set data.num_workers=0"
 CHECKED_ROWS = 1000  # of the first sequences that are drawn; at most 1 % may have nothing to predict
 EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
 
@@ -181,7 +187,7 @@ class Batches:
         pin_memory: bool,
         multi_batch: int | None = None,  # micro batches that are drawn at once, at most
     ) -> None:
-        num_drawn = max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
+        num_drawn = drawn_at_once(batch_size, multi_batch)
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
@@ -194,7 +200,7 @@ class Batches:
                 prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
                 multiprocessing_context="fork" if num_workers else None,  # shares the memory maps
-                worker_init_fn=leave_signals_to_the_parent,
+                worker_init_fn=begin_worker,
                 generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
             )
 
@@ -209,6 +215,45 @@ class Batches:
             if "failure" in drawn:
                 yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}
                 return
+
+
+def drawn_at_once(batch_size: int, multi_batch: int | None) -> int:
+    """Return how many micro batches are drawn together, at most `multi_batch` of them."""
+    return max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
+
+
+def check_shared_memory(
+    *, num_ranks: int, batch_size: int, seq_len: int, num_workers: int, prefetch: int, multi_batch: int | None
+) -> None:
+    """Raise InputError if the loader processes of this machine's ranks have no space for the batches that they keep
+    ready: a batch that does not fit would be lost without a word. Counted are a token's id and its segment, 16 bytes,
+    of those batches and of the ones that the rank is reading.
+    """
+    if not num_workers or not SHARED_MEMORY.is_dir():
+        return
+    num_drawn = drawn_at_once(batch_size, multi_batch)
+    groups = num_workers * -(-prefetch // num_drawn) + 1
+    needed_bytes = num_ranks * groups * num_drawn * batch_size * seq_len * 16
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    check(
+        needed_bytes <= free_bytes,
+        f"{SHARED_MEMORY} has {free_bytes / 1e6:,.3g} MB free, and the loader processes of this machine keep "
+        f"batches of {needed_bytes / 1e6:,.3g} MB there (data.num_workers={num_workers}, data.prefetch={prefetch}): "
+        f"{LARGER}",
+    )
+
+
+def begin_worker(worker: int) -> None:
+    leave_signals_to_the_parent(worker)
+    Queue._on_queue_feeder_error = send_failure  # type: ignore[assignment]  # multiprocessing drops what cannot be sent
+
+
+def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
+    """Send, in place of a batch that a loader process could not pass on, the reason, which ends the run."""
+    is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+    cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
+    failure = Failure(f"a loader process cannot pass on its batches: {cure}")
+    queue.put((unsent[0], {"inputs": {}, "count": [], "tokens": [], "failure": failure}))
 
 
 def end_workers() -> None:
