@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from rejections import rejects
+from running import train_here
 
 from launch.estimate import estimate
+from train import loop
 from train.cli import compose as cli
 from train.config import HeadSize, TrainConfig
 from train.models.encoder import build_masked_lm
-from train.models.memory_estimate import GIB, Memory, activation_bytes, advice, memory_of
+from train.models.memory_estimate import GIB, Memory, activation_bytes, advice, memory_of, on_cpu
 from train.models.model_sizes import PUBLISHED, shape_of_model
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
@@ -128,3 +132,36 @@ def test_the_largest_tensor_of_a_sharded_optimizer_is_one_ranks():
     cfg = load(*LARGE, "parallel.shard_optimizer=true")
     sizes = {"world_size": 64, "micro_batch_size": 4, "accumulation": 1, "seq_len": 128, "precision": "bf16"}
     assert memory_of(cfg, shape, **sizes).moments == 8 * 250_002 * 1024
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seq_len", "batch", "precision", "peak_gib"),
+    [
+        ([], 128, 32, "fp32", 1.53),
+        ([], 128, 32, "bf16", 1.40),
+        ([], 128, 128, "bf16", 2.61),
+        ([], 512, 8, "fp32", 1.76),
+        (["model.attention_dropout=0"], 512, 8, "fp32", 1.32),
+    ],
+)
+def test_it_is_the_peak_of_a_run_on_cpus(
+    overrides: list[str], seq_len: int, batch: int, precision: str, peak_gib: float
+):
+    """Of BERTs of 4 layers of 256 (benchmarks/README.md)."""
+    sizes = ["model.hidden_size=256", "model.intermediate_size=1024", "model.num_heads=4", "model.num_layers=4"]
+    cfg = load(*GIVEN, "model=any", "model.architecture=bert", "task.mask_rate=0.4", *sizes, *overrides)
+    shape = shape_of_model(build_masked_lm(cfg.model, vocab_size=4000, pad_id=0, seq_len=seq_len))
+    assert shape is not None
+    given = {"world_size": 1, "micro_batch_size": batch, "accumulation": 1, "seq_len": seq_len}
+    needed = memory_of(cfg, shape, precision=precision, **given)
+    held = on_cpu(needed, scores=0 if overrides else batch * seq_len**2 * 4 * 4, saves=True)
+    assert held.total == pytest.approx(peak_gib * GIB, rel=0.1)
+    assert held.saving == needed.weights + needed.moments
+    assert "saving 0.0" in str(held) and "process 0.85" in str(held) and "saving" not in str(needed)
+
+
+def test_a_run_that_this_machine_cannot_hold_is_rejected_before_it_starts(prepared: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(loop, "total_memory_bytes", lambda: 50_000)
+    more = "^about .* process 0.85; that is more than this machine or container has, .* for 1 ranks; lower micro_batch"
+    rejects(more, train_here, tmp_path / "run", prepared)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -99,9 +99,9 @@ def test_any_number_of_processes_makes_the_same_bytes(corpus, ready, tmp_path, k
     """Files that are read from their beginning alone are not shared, and the largest is nearly half of the corpus."""
     path, source = (corpus, "text") if kind == "txt" else as_files(tmp_path / "files", corpus, kind)
     found = []
-    for processes in (1, 2, 3)[: num_parts - 1]:
-        output = tmp_path / str(processes)
-        given = (SMALL, ready, f"corpus={source}", f"processes={processes}")
+    for number in (1, 2, 3)[: num_parts - 1]:
+        output = tmp_path / str(number)
+        given = (SMALL, ready, f"corpus={source}", f"processes={number}")
         assert prepare.prepare(prepare_config(output, path, *given)).counts["documents"] == 120
         found.append(content(output))
     assert found[1:] == found[:-1]
@@ -250,7 +250,9 @@ def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready
     assert not multiprocessing.active_children()
 
 
-def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus, ready, tmp_path, monkeypatch, four_parts):
+def test_a_process_that_is_killed_is_named_and_the_same_command_continues(
+    corpus, ready, tmp_path, monkeypatch, four_parts
+):
     wait = processes.wait
 
     def killing(receivers):

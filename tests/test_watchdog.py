@@ -15,7 +15,7 @@ from running import ROOT, outcome
 
 from train.attempt.watchdog import Watchdog
 from train.config import WatchdogConfig
-from train.host.memory import count_oom_kills, find_oom_counter
+from train.host.memory import available_bytes, count_oom_kills, find_oom_counter, total_memory_bytes, usable_cpus
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import Outcome
 
@@ -264,3 +264,47 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(tmp_pa
     (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
     path = find_oom_counter(cgroups=tmp_path / "cgroup", proc=tmp_path / "proc")
     assert path == tmp_path / counter and count_oom_kills(path) == 7
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cpus", "limit"),
+    [
+        ("0::/", {"cpu.max": "150000 100000", "memory.max": "3000000"}, 1, 3_000_000),  # a container's own root
+        (
+            "0::/pod/a",
+            {"pod/cpu.max": "100000 100000", "pod/a/cpu.max": "max 100000", "pod/memory.max": "5000"},
+            1,
+            5000,
+        ),
+        ("0::/../../elsewhere", {"cpu.max": "100000 100000", "memory.max": "7000"}, 1, 7000),
+        (
+            "2:cpu,cpuacct:/a\n3:memory:/a",
+            {"cpu/a/cpu.cfs_quota_us": "100000", "memory/a/memory.limit_in_bytes": "9000"},
+            1,
+            9000,
+        ),
+        (
+            "2:cpu:/\n3:memory:/",
+            {"cpu/cpu.cfs_quota_us": "-1", "memory/memory.limit_in_bytes": f"{2**63 - 4096}"},
+            None,
+            None,
+        ),
+        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+    ],
+)
+def test_memory_and_processors_are_those_of_the_container(tmp_path: Path, monkeypatch, cgroup, files, cpus, limit):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(cgroup + "\n")
+    (tmp_path / "meminfo").write_text("MemAvailable: 8000 kB\n")
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text + "\n")
+    where = {"cgroups": tmp_path / "cgroup", "proc": tmp_path}
+    assert usable_cpus(**where) == (cpus or 64)
+    assert total_memory_bytes(**where) == (limit or total_memory_bytes())
+    assert available_bytes(**where) == min(8000 * 1024, limit or 2**60)
+    if "memory.max" in files and limit:
+        (tmp_path / "cgroup/memory.current").write_text("2500\n")
+        (tmp_path / "cgroup/memory.stat").write_text("anon 1000\ninactive_file 1500\n")
+        assert available_bytes(**where) == min(8000 * 1024, limit - 1000)

@@ -303,7 +303,8 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
     network: Any = model.network
     values = network.config.to_dict()
     has_dropout = any(values.get(name) for name in ("attention_probs_dropout_prob", "attention_dropout"))
-    heads = shape.num_hidden_layers * (values.get("num_attention_heads") or 1) * has_dropout
+    layers = 1 if cfg.backend.activation_checkpointing else shape.num_hidden_layers
+    heads = layers * (values.get("num_attention_heads") or 1) * has_dropout
     held = on_cpu(needed, scores=plan.micro_batch_size * seq_len**2 * heads, saves=attempt.saves)
     limit_bytes = total_memory_bytes()
     check(

@@ -21,6 +21,7 @@ from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard
 from train.data.shards.prepared import PreparedData
 from train.data.text.guessing import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
+from train.host.memory import usable_cpus
 from train.storage.folders import open_folder, sha256_file
 
 MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's, as in conf/task/mlm.yaml
@@ -43,7 +44,7 @@ def find_damage(data: PreparedData) -> list[str]:
     """What is wrong with each file that the manifest names, read in parallel; empty if all is well."""
     shards = data.manifest.shards
     with (
-        ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool,  # hashing lets other threads run
+        ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # hashing lets other threads run
         tqdm(total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None) as bar,
     ):
 

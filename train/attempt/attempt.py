@@ -18,8 +18,8 @@ from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
-from train.host.launched import launched
 from train.data.batches.loader import LARGER
+from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.host.processes import age_s, read_process
 from train.host.torchrun import has_rejected
