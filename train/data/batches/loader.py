@@ -245,7 +245,7 @@ def check_shared_memory(
 
 def begin_worker(worker: int) -> None:
     leave_signals_to_the_parent(worker)
-    Queue._on_queue_feeder_error = send_failure  # type: ignore[assignment]  # multiprocessing drops what cannot be sent
+    Queue._on_queue_feeder_error = send_failure  # type: ignore[attr-defined]  # multiprocessing drops what cannot be sent
 
 
 def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
