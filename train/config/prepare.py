@@ -57,10 +57,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     lowercase: bool = True  # read all text in lower case
     strip_accents: bool = False  # with all marks, and plain forms for compatibility characters and LaTeX quotes, as
     # ALBERT's; other languages than English write vowels with marks
-    train_bytes: int = setting(
-        256 * 2**20, above=0
-    )  # most text that it is trained on, with 20 times its memory; of a Hub
-    # stream, the first
+    train_bytes: int = setting(256 * 2**20, above=0)  # most text that it is trained on, with 20 times its memory; of a
+    # Hub stream, the first
 
 
 @dataclass(kw_only=True)
