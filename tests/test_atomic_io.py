@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import threading
 
 import pytest
 
+from train.config import NotPermitted
 from train.host.processes import is_gone, owner_name
+from train.storage import atomic_io
 from train.storage.atomic_io import made_once, new_folder, open_whole, remove_temporaries, temporary_for
 from train.storage.checksums import first_fault
 from train.storage.folders import LocalFolder, files_below
@@ -74,6 +78,61 @@ def test_only_temporaries_of_the_name_are_removed(tmp_path):
         path.touch()
     remove_temporaries(tmp_path, "a")
     assert names(tmp_path) == sorted([other.name, ".a.tmp-mine", "a"])
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """As NFS answers for a file that is open: nothing named "file" can be removed."""
+    unlink = os.unlink
+
+    def reject(path, *arguments, **options):
+        if str(path).endswith("file"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", reject)
+    monkeypatch.setattr(atomic_io, "said", set())
+
+
+def test_what_cannot_be_removed_is_left_with_one_warning(tmp_path, busy, caplog):
+    for text in ("old", "new", "newest"):
+        with new_folder(tmp_path / "a", replaces=True) as folder:
+            fill(folder, text)
+            (folder / "other").touch()
+    assert (tmp_path / "a" / "file").read_text() == "newest" and len(names(tmp_path)) == 3
+    assert remove_temporaries(tmp_path, "a") == []
+    assert [list(map(str, names(tmp_path / name))) for name in names(tmp_path)[:2]] == [["file"], ["file"]]
+    fill(tmp_path)
+    with pytest.raises(NotPermitted, match="busy"):
+        LocalFolder(tmp_path).remove("file")
+    assert [("Device or resource busy" in each.message) for each in caplog.records] == [True]
+
+
+def test_a_folder_that_this_user_may_not_change_is_not_removed(tmp_path, monkeypatch):
+    """Root may change all, so that a rejection is played here."""
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    atomic_io.remove_folder(tmp_path / "a")
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_disk_without_hard_links_and_without_fsync_of_folders_will_do(tmp_path, monkeypatch, caplog):
+    fsync = os.fsync
+
+    def fail_for_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(handle)
+
+    def fail(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(atomic_io, "said", set())
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    monkeypatch.setattr(os, "link", fail)
+    folder = LocalFolder(tmp_path)
+    assert [folder.create("a", text) for text in (b"first", b"second")] == [True, False]
+    assert (names(tmp_path), folder.read("a"), len(caplog.records)) == (["a"], b"first", 1)
 
 
 def test_a_folder_is_made_once_and_what_a_killed_process_left_of_it_goes(tmp_path):

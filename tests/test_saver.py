@@ -17,6 +17,7 @@ from torch import nn
 
 from train.backend.ddp import DDP
 from train.backend.guards import tied_names
+from train.checkpoints.__main__ import main
 from train.checkpoints.loader import load, newest_valid
 from train.checkpoints.manifest import LATEST, Manifest, Progress, step_of
 from train.checkpoints.saver import AsyncSaver, SavesFail
@@ -235,6 +236,27 @@ def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_p
     for words in ("2 saves in a row failed", "No space left on device", f"newest checkpoint is of step 2 ({tmp_path})"):
         assert words in str(seen[3])
     assert store.steps() == [2]
+
+
+def test_a_save_succeeds_though_an_older_step_cannot_be_removed(tmp_path, monkeypatch, capsys):
+    """As NFS says of a file that another program reads. What is left is listed, and removed by a later start."""
+    unlink = os.unlink
+
+    def reject(path, *arguments, **options):
+        if str(path).endswith("model.pt"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", reject)
+    store, trained = LocalStore(tmp_path / "checkpoints"), built()
+    saver = saver_of(store, keep=2, max_failures=1)
+    assert [saved(saver, number, trained) for number in (1, 2, 3)] == [None] * 3
+    assert (store.steps(), saver.failure) == ([2, 3], None)
+    (name,) = store.leftovers()
+    store.collect_garbage(ended_below=9)
+    assert main([str(tmp_path)]) == 0 and f"not committed: {name}, " in capsys.readouterr().out
+    monkeypatch.undo()
+    assert store.collect_garbage(ended_below=9) == [name] and left(store) == []
 
 
 def test_a_failure_after_the_commit_is_reported_as_that(tmp_path):

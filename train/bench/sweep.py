@@ -73,7 +73,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     tries: list[Try] = []
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
-    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-") as work:
+    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-", ignore_cleanup_errors=True) as work:
 
         def attempt(size: int) -> Try:
             command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")

@@ -35,7 +35,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
         yield open_store(folder, folder.path)
         return
     cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
-    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=cache) as scratch:
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=cache, ignore_cleanup_errors=True) as scratch:
         yield open_store(folder, Path(scratch))
 
 
@@ -74,6 +74,8 @@ def table(store: Store) -> Iterator[str]:
         yield f"{store.location}: no checkpoint"
     for name in store.quarantined():
         yield f"in quarantine: {name}"
+    for name in store.leftovers():
+        yield f"not committed: {name}, of a save under way or of one that left it"
 
 
 def row(manifest: Manifest) -> list[str]:
@@ -112,7 +114,7 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     least = ALWAYS_VALID
     check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid ones stay")
     if not removes:
-        show(Retention(store, keep).reasons(), store.remove_uncommitted(range(sys.maxsize), dry=True), "would go")
+        show(Retention(store, keep).reasons(), store.leftovers(), "would go")
         print("nothing was removed: --yes does it, once no job holds the run")
         return DONE
     with Lease(folder, LeaseConfig().ttl_s, on_wait=lambda text: print(text, file=sys.stderr)) as lease:
@@ -121,7 +123,9 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
             lease.check()
             store.remove(step)
         lease.check()
-        uncommitted = store.remove_uncommitted(range(lease.ended_below))
+        stays = dict.fromkeys(store.steps(), "this user may not change it")
+        reasons = {step: reason or stays.get(step) for step, reason in reasons.items()}
+        uncommitted = store.collect_garbage(ended_below=lease.ended_below)
     show(reasons, uncommitted, "removed")
     return DONE
 

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,7 +28,7 @@ from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Un
 from train.host.runtime import pool_beside_training
 from train.ranks import no_wait
 from train.run_folder.ownership import LeaseLost
-from train.storage.atomic_io import open_alike
+from train.storage.atomic_io import discard, open_alike
 from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -269,7 +268,7 @@ class AsyncSaver:
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
             if folder is not None and is_own and not keeps and folder.is_dir():  # on disk a commit has renamed it
-                shutil.rmtree(folder)
+                discard(folder)
 
     def _prepare_folder(self) -> None:
         """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""

@@ -6,6 +6,7 @@ On disk, which all ranks see, a step is a folder that gets its name by a rename.
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
@@ -21,6 +22,7 @@ from train.storage.schema import FileName
 
 ALWAYS_VALID = 2
 Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # by step
+TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
 
 
 class Store(Protocol):
@@ -92,8 +94,14 @@ class Store(Protocol):
         """
         return []
 
-    def collect_garbage(self, *, ended_below: int) -> None:
-        """Remove leftovers of killed saves of leases below this number. Only the run folder's owner calls it."""
+    def leftovers(self) -> list[str]:
+        """Names of folders of saves that were not committed, whether under way or left."""
+        return self.remove_uncommitted(range(sys.maxsize), dry=True)
+
+    def collect_garbage(self, *, ended_below: int) -> list[str]:
+        """Remove leftovers of killed saves of leases below this number, and return their names. Only the run folder's
+        owner calls it.
+        """
 
 
 class LocalStore(Store):
@@ -157,9 +165,12 @@ class LocalStore(Store):
     def remove(self, step: int) -> None:
         remove_folder(self.path / step_name(step))
 
-    def collect_garbage(self, *, ended_below: int) -> None:
+    def leftovers(self) -> list[str]:
+        return remove_temporaries(self.path, TEMPORARIES, dry=True)
+
+    def collect_garbage(self, *, ended_below: int) -> list[str]:
         """Remove the leftovers of all leases: a save whose folder was removed cannot be committed any more."""
-        remove_temporaries(self.path, rf"step_\d{{8,}}|{LATEST}")
+        return remove_temporaries(self.path, TEMPORARIES)
 
 
 def open_store(folder: Folder, scratch: Path) -> Store:

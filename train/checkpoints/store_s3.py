@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, ch
 from train.checkpoints.store import Looked, Store, compare_sizes, looked
 from train.config import Failure, InputError
 from train.run_folder.ownership import LeaseLost, name_of, numbers
-from train.storage.atomic_io import write_atomic
+from train.storage.atomic_io import discard, write_atomic
 from train.storage.folders import at_once, canonical_json, check_space
 from train.storage.s3 import Listed, S3Folder
 from train.storage.schema import BadContent, FileName, of_type, read_object
@@ -109,7 +108,7 @@ class S3Store(Store):
         self.clear("fetched")  # the step of an earlier call, or what could not be verified
         self.clear(PARTS)  # what killed saves have left: no step is loaded while another is saved
         target = self.path_of(manifest)
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)  # what cannot be removed is written over
         check_space(target, manifest.num_bytes)
         list(at_once(lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS))
         return target
@@ -127,11 +126,10 @@ class S3Store(Store):
         return self.local / "fetched" / step_name(manifest.step) / manifest.folder
 
     def release(self, fetched: Path) -> None:
-        shutil.rmtree(fetched)
+        discard(fetched)
 
     def clear(self, name: str) -> None:
-        if (self.local / name).is_dir():
-            shutil.rmtree(self.local / name)
+        discard(self.local / name)
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = self.local / SAVING / f"{step_name(step)}.{uuid.uuid4().hex[:8]}"
@@ -140,7 +138,7 @@ class S3Store(Store):
             check_space(folder, num_bytes)
         except OSError:
             self.clear(SAVING)  # saves that could not be uploaded give way to a newer one
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             check_space(folder, num_bytes)
         return folder
 
@@ -156,7 +154,7 @@ class S3Store(Store):
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
-                    shutil.rmtree(older)
+                    discard(older)
         self.mark(manifest)
         return manifest
 
@@ -203,11 +201,11 @@ class S3Store(Store):
         list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
         self.remove_mark(manifest)
 
-    def collect_garbage(self, *, ended_below: int) -> None:
+    def collect_garbage(self, *, ended_below: int) -> list[str]:
         """Remove files that a mark names and no manifest does, unless their lease may not have ended."""
         self.clear("fetched")
         self.tidy_saving(max(self.steps(), default=0))
-        self.remove_uncommitted(range(ended_below))
+        return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
         """Steps with a manifest in quarantine, which may be unreadable, and strange marks are left alone."""
@@ -235,7 +233,7 @@ class S3Store(Store):
             with suppress(Damaged, OtherVersion):
                 step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
             if step is not None and step <= newest:
-                shutil.rmtree(folder)
+                discard(folder)
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"
                 logger.warning("%s holds a save that is not in S3: %s", folder, text)

@@ -121,7 +121,7 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
         yield folder.path
         return
     cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
-    with tempfile.TemporaryDirectory(prefix="hub-", dir=cache) as scratch:
+    with tempfile.TemporaryDirectory(prefix="hub-", dir=cache, ignore_cleanup_errors=True) as scratch:
         for name in (*folder.folder.names("export/"), *(folder.folder.names_here() & set(CARD_FILES))):
             path = Path(scratch) / name
             path.parent.mkdir(parents=True, exist_ok=True)

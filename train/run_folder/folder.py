@@ -44,7 +44,7 @@ from train.run_folder.identity import check_same_run
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
 from train.run_folder.parts import Mirrored, back
-from train.storage.atomic_io import make_alike, open_alike, sync, write_atomic
+from train.storage.atomic_io import discard, make_alike, open_alike, sync, write_atomic
 from train.storage.folders import (
     Folder,
     LocalFolder,
@@ -144,7 +144,7 @@ class RunFolder:
         make_alike(self.log)
         self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
         if self.is_remote:
-            self.exit_path.unlink(missing_ok=True)
+            discard(self.exit_path)
         if launched().rank != 0:
             return
         is_elsewhere = last_owner is not None and last_owner["host"] != platform.node()
@@ -156,14 +156,15 @@ class RunFolder:
             list(at_once(self._take_away, self.folder.names("log/exit_rank_")))
         except NotPermitted:
             self.folder.write(NAME, b"{}")  # this counts as none
-        (self.path / NAME).unlink(missing_ok=True)
-        for name in MIRRORED if self.is_remote else ():
-            try:
-                write_atomic(self.path / name, self.folder.read(name))
-            except FileNotFoundError:
-                (self.path / name).unlink(missing_ok=True)
-        for each in self.growing.values() if self.is_remote else ():
-            each.download(self.folder)
+        if self.is_remote:
+            discard(self.path / NAME)
+            for name in MIRRORED:
+                try:
+                    write_atomic(self.path / name, self.folder.read(name))
+                except FileNotFoundError:
+                    discard(self.path / name)
+            for each in self.growing.values():
+                each.download(self.folder)
 
     def _take_away(self, name: str) -> None:
         """Remove a record of the attempt before, and keep it for `take_back`; not exit records in S3, which would be

@@ -1,13 +1,19 @@
 """Files and folders of this machine that are whole or absent, also after a kill or a power cut.
 
+<<<<<<< HEAD
 Each is made under a temporary name beside its own, synced, and renamed. What is new is as private as the folder that it
 is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too.
+=======
+Each is made under a temporary name beside its own, synced, and renamed. No work fails because
+something cannot be removed.
+>>>>>>> e450a0d (A file that cannot be removed ends no run; disks without hard links or fsync of folders will do)
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -17,8 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the name in it
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename to a name that something else has
+LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of a link on SMB, exFAT and gcsfuse
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # of a folder's fsync there
+said = set[object]()  # what was warned of, once in a process
 
 
 def temporary_for(path: Path) -> Path:
@@ -30,14 +40,43 @@ def is_temporary(path: Path) -> bool:
     return TEMPORARY.fullmatch(path.name) is not None
 
 
-def remove_temporaries(folder: Path, name: str) -> None:
+def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[str]:
     """Remove what killed processes left of files and folders whose names match the regular expression `name`. The
-    caller knows that nobody is making one of them now.
+    caller knows that nobody is making one of them now. Returns their names; with `dry` it removes nothing.
     """
-    for path in folder.glob(".*.tmp-*"):
-        match = TEMPORARY.fullmatch(path.name)
-        if match and re.fullmatch(name, match[1]):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    matches = [match for path in folder.glob(".*.tmp-*") if (match := TEMPORARY.fullmatch(path.name))]
+    names = sorted(match[0] for match in matches if re.fullmatch(name, match[1]))
+    for each in [] if dry else names:
+        discard(folder / each)
+    return [each for each in names if dry or not (folder / each).exists()]
+
+
+def discard(path: Path) -> None:
+    """Remove a file, or a folder with all in it, that nobody needs any more. What cannot be removed, because it is open
+    on NFS or belongs to another user, is left with one warning.
+    """
+    failures = list[OSError]()
+
+    def remember(_function: object, _path: str, info: tuple[type, OSError, object]) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            failures.append(info[1])
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, onerror=remember)
+    else:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        text = f"{path} cannot be removed and is left: {failures[0].strerror}; nothing needs it"
+        warn_once((path.parent, failures[0].errno), text)
+
+
+def warn_once(key: object, text: str) -> None:
+    if key not in said:
+        said.add(key)
+        logger.warning("%s", text)
 
 
 def bits_of(folder: Path) -> int:
@@ -72,7 +111,7 @@ def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace
             os.fsync(file.fileno())
         publish(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
     sync(path.parent)
 
 
@@ -85,20 +124,39 @@ def write_atomic(path: Path, content: bytes) -> None:
 def create_atomic(path: Path, content: bytes) -> bool:
     """Write a whole file unless the name is taken; False if it is. Only one of several writers gets True."""
     try:
-        with open_whole(path, publish=os.link) as file:  # unlike a rename, a link fails if the name is taken
+        with open_whole(path, publish=link) as file:
             file.write(content)
     except FileExistsError:
         return False
     return True
 
 
+def link(temporary: Path, path: Path) -> None:
+    """Give a file a second name. Unlike a rename, it raises FileExistsError if the name is taken. On a disk without
+    links the name is first taken by an empty file, which a reader may see for a moment.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in LINKLESS:
+            raise
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        temporary.replace(path)
+
+
 def sync(path: Path) -> None:
     """Make the content of a file, or renames inside a folder, durable (POSIX: a rename lives in the folder)."""
-    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in UNSYNCED or not path.is_dir():
+            raise
+        text = "its disk cannot sync folders, so that a power cut may take the newest files"
+        warn_once("fsync", f"{path}: {text} ({error.strerror})")
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -116,7 +174,7 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
         sync_tree(temporary)
         publish_folder(temporary, path, replaces=replaces)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
 
 
 def begin_folder(path: Path) -> Path:
@@ -147,13 +205,19 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name at once."""
+    """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name at once.
+
+    A folder that may not be changed stays whole under its name, with one warning: somebody may have protected it.
+    """
+    if instead is None and not os.access(path, os.W_OK | os.X_OK):
+        warn_once(path, f"{path} is kept: this user may not change it")
+        return
     doomed = temporary_for(path)
     path.rename(doomed)
     if instead is not None:
         instead.rename(path)
     sync(path.parent)  # or a power cut would bring the name back without its files
-    shutil.rmtree(doomed)
+    discard(doomed)
 
 
 def sync_tree(folder: Path) -> None:

@@ -17,9 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+<<<<<<< HEAD
 from train.config import InputError, S3Config, check_printable
 from train.host.torchrun import file_of_start, has_rejected
 from train.storage.atomic_io import create_atomic, is_temporary, make_alike, write_atomic
+=======
+from train.config import InputError, NotPermitted, S3Config, check_printable
+from train.storage.atomic_io import create_atomic, discard, is_temporary, write_atomic
+>>>>>>> e450a0d (A file that cannot be removed ends no run; disks without hard links or fsync of folders will do)
 from train.storage.schema import RelativePath
 
 CHUNK_BYTES = 2**20  # read at once to be hashed
@@ -56,7 +61,7 @@ class Folder(Protocol):
         """Bytes; None if there is no such file."""
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it is there. NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
         """Files whose names begin with `prefix`, in order, also in subfolders. Objects in S3 whose names are no
@@ -125,8 +130,10 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         path = self.at(name)
-        with disk_errors("delete", path):
+        try:
             path.unlink(missing_ok=True)
+        except OSError as error:
+            raise NotPermitted(f"cannot delete {path}: {error.strerror}") from error
 
     def names(self, prefix: str = "") -> list[str]:
         top = self.path / prefix.rpartition("/")[0]
@@ -201,7 +208,7 @@ def make_folder(path: Path) -> Path:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # a name that no other rank takes
         os.close(handle)  # before it is removed: NFS renames files that are open
-        Path(probe).unlink()
+        discard(Path(probe))
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
@@ -234,7 +241,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Remove the folder, and raise OSError, unless its disk has space for `num_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes * SPACE_FACTOR:
-        shutil.rmtree(folder)
+        discard(folder)
         text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
 
@@ -255,7 +262,7 @@ def at_once(
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A new folder in TMPDIR, removed when the block ends. InputError if its disk gets full."""
-    with tempfile.TemporaryDirectory(prefix="baretrain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="baretrain-", ignore_cleanup_errors=True) as folder:
         try:
             yield Path(folder)
         except Exception as error:  # libraries written in Rust raise plain ones

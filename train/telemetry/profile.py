@@ -38,7 +38,7 @@ class Profiler:
         """Call it before a step's batches are drawn."""
         if self.steps == self.cfg.profile_after:
             self.backend.copy_to_host([], [])  # waits for the device
-            self.scratch = tempfile.TemporaryDirectory()
+            self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             self.tracing = self.backend.tracer(Path(self.scratch.name) / "device")
             self.tracing.start()
             self.began_s, self.wait_s = time.perf_counter(), 0.0

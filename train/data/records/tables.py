@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -51,7 +50,7 @@ from train.data.records.table_folder import (
 from train.data.shards.cache import cache_dir
 from train.host.launched import launched
 from train.host.processes import is_gone, owner_name
-from train.storage.atomic_io import made_once, remove_folder
+from train.storage.atomic_io import discard, made_once, remove_folder
 from train.storage.checksums import check_entries
 from train.storage.folders import (
     Folder,
@@ -132,7 +131,7 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
     make_folder(root)
     for path in root.glob(f"{LAUNCH}*"):
         if is_gone(path.name.removeprefix(LAUNCH).rsplit("-", 2)[0]):
-            path.unlink(missing_ok=True)
+            discard(path)
     # Ranks have one parent, torchrun's agent, which may start them again.
     path = root / f"{LAUNCH}{owner_name(os.getppid())}-{launch.restart_count}-{key}"
     with path.open("a+") as file:
@@ -244,7 +243,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
         "tokenizer_sha256": request.tokenizer_id,
         "splits": splits,
     }
-    shutil.rmtree(scratch)
+    discard(scratch)
     seal(folder, about)
 
 

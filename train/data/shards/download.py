@@ -25,6 +25,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import Shard
+from train.storage.atomic_io import discard
 from train.storage.aws_errors import TABLE, one_line, problem_and_cure
 from train.storage.checksums import fault_of, fault_of_file
 from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
@@ -245,7 +246,7 @@ class Downloader:
                 os.fsync(file.fileno())
             part.rename(self.cache.folder / shard.file)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            discard(part)
             kind = Unreachable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
             raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 

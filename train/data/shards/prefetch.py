@@ -31,6 +31,7 @@ from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.host.processes import PR_SET_PDEATHSIG
 from train.host.torchrun import leave_signals_to_the_parent
+from train.storage.atomic_io import discard
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -138,7 +139,7 @@ class ShardPrefetcher(Prefetcher):
             self.queue = deque(shard for file, shard in wanted.items() if file not in taken)
             self.changed.notify_all()
         for file in () if self.fits else unwanted:
-            (self.cache.folder / file).unlink(missing_ok=True)
+            discard(self.cache.folder / file)
 
     def fetch(self) -> None:
         """Bring one wanted shard after the other."""
@@ -155,7 +156,7 @@ class ShardPrefetcher(Prefetcher):
                     self.settled.add(shard.file)
                     self.failed |= set() if is_there else {shard.file}
                 elif not self.fits:
-                    (self.cache.folder / shard.file).unlink(missing_ok=True)
+                    discard(self.cache.folder / shard.file)
 
     def obtain(self, shard: Shard) -> bool:
         """Put a shard into the cache for this run's readers, or the reason why it cannot be there."""
