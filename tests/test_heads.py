@@ -14,6 +14,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 from train.backend.ddp import DDP
 from train.backend.guards import watch_masks
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
+from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
 
@@ -22,6 +23,8 @@ LABELS = ["bad", "so so", "good"]
 COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SIZES = {"label": HeadSize(labels=3), "span": HeadSize(token_labels=2)}
+# Architectures whose positions begin behind the id of padding.
+COUNTS_BEHIND_PADDING = ("data2vec-text", "ibert", "longformer", "mpnet", "roberta")
 HEADS = {"label": AutoModelForSequenceClassification, "span": AutoModelForQuestionAnswering}
 
 
@@ -296,15 +299,29 @@ def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(encoder_folder,
 
 
 def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
+    hint = "raise model.max_positions, or set seq_len=11 or less"
     for head, cfg, message in (
         ("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64), "model.hidden_size=64, but"),
         ("label", sizes(max_positions=8), "seq_len=12 is longer than the model's 8 positions"),
+        *(
+            ("label", sizes(kind, max_positions=S + PAD), f"seq_len=12 is longer than the model's 11 positions; {hint}")
+            for kind in COUNTS_BEHIND_PADDING
+        ),
         ("span", sizes("eurobert"), "no AutoModelForQuestionAnswering"),
         ("span", ModelConfig(architecture="gpt2"), "gpt2 is not an encoder of text"),
         ("label", sizes(freeze_layers=3), "model.freeze_layers=3, but this bert has 2 layers"),
         ("label", sizes("albert", freeze_layers=1), "model.freeze_layers=1: albert shares one layer"),
     ):
         rejects(message, build, head, cfg)
+    given, settings = ModelConfig(pretrained=str(encoder_folder)), {"vocab_size": V, "pad_id": PAD}
+    rejects("positions; set seq_len=40 or less", encoder.fitting_config, given, **settings, seq_len=41)
+
+
+@pytest.mark.parametrize("architecture", COUNTS_BEHIND_PADDING)
+def test_a_model_reads_as_many_tokens_as_it_is_said_to(architecture, monkeypatch):
+    build("label", sizes(architecture, max_positions=S + PAD + 1))(*batch())
+    monkeypatch.setattr(encoder, "most_positions", lambda _: None)  # as of an architecture that says nothing
+    rejects(f"cannot read a row of seq_len={S} tokens: .*index", build, "label", sizes(architecture, max_positions=S))
 
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None, "cut"])

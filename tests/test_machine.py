@@ -21,6 +21,7 @@ MOUNTS = r"""
 330 22 259:4 / /my\040disk rw - ext4 /dev/nvme2n1 rw
 340 22 0:70 / /data rw - nfs4 10.0.0.7:/data rw
 341 340 259:5 / /data rw - ext4 /dev/nvme3n1 rw
+342 22 259:6 / /\udca0usb\u2028\u00a0x rw - vfat /dev/sda1 rw
 350 22 0:80 / /données rw - nfs4 h:/x rw
 360 22 0:90 / /s3 rw - fuse mountpoint-s3 rw
 """.lstrip()
@@ -29,7 +30,7 @@ MOUNTS = r"""
 @pytest.fixture
 def mounts(tmp_path):
     path = tmp_path / "mountinfo"
-    path.write_text(MOUNTS)
+    path.write_bytes(os.fsencode(MOUNTS))
     return path
 
 
@@ -86,6 +87,7 @@ def test_a_quote_that_is_not_closed_is_rejected():
         ("/my disk/cache", "ext4"),
         ("/data/cache", "ext4"),  # the later mount hides the first
         ("/données/cache", "nfs4"),
+        ("/\udca0usb\u2028\u00a0x/cache", "vfat"),  # not UTF-8, and letters at which Python would split lines
         ("/s3/cache", "fuse.s3"),
         ("~/cache", "nfs4"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -152,7 +153,9 @@ def test_a_card_and_a_report_need_no_torch_and_a_card_no_matplotlib(tmp_path):
     code += "from train.publish.card import card; from train.report.__main__ import main; run = sys.argv[1]; "
     code += "print(card(Path(run), 'x')); del sys.modules['matplotlib']; sys.exit(main([run]))"
     words = [sys.executable, "-c", code, str(write_run(tmp_path / "run", whole_run()))]
-    assert "## Results" in subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    env = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as a notebook hands it on
+    done = subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+    assert "## Results" in done.stdout
 
 
 # ---- what it says --------------------------------------------------------------------------------------------------

@@ -252,6 +252,7 @@ def test_switched_off_it_watches_nothing(run_dir: Path):
     [
         ("0::/job/step", "cgroup/job/step/memory.events"),
         ("0::/of_the_host", "cgroup/memory.events"),
+        ("0::/\udca0\u2028", "cgroup/memory.events"),
         ("5:cpu,memory:/job\n0::/", "cgroup/memory/job/memory.oom_control"),
         ("5:cpu:/job", "proc/vmstat"),
     ],
@@ -261,7 +262,7 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(tmp_pa
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("oom_kill_disable 0\noom_kill 7\n")
     (tmp_path / "proc/self").mkdir()
-    (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
+    (tmp_path / "proc/self/cgroup").write_bytes(os.fsencode(cgroup + "\n"))
     path = find_oom_counter(cgroups=tmp_path / "cgroup", proc=tmp_path / "proc")
     assert path == tmp_path / counter and count_oom_kills(path) == 7
 

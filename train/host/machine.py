@@ -100,11 +100,13 @@ def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo
 
 
 def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
-    """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux."""
-    for line in mountinfo.read_text().splitlines() if mountinfo.is_file() else ():
+    """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux. A name may be
+    of any bytes.
+    """
+    for line in filter(None, os.fsdecode(mountinfo.read_bytes()).split("\n")) if mountinfo.is_file() else ():
         left, _, right = line.partition(" - ")
-        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split()[4])  # \040 is a space
-        type_, source = right.split()[:2]
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])  # \040 is a space
+        type_, source = right.split(" ")[:2]
         yield Path(point), type_, source
 
 

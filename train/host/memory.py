@@ -71,7 +71,8 @@ def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
     """
     found: list[Path] = []
     file = proc / "self/cgroup"
-    for line in file.read_text(errors="surrogateescape").splitlines() if file.is_file() else ():
+    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names are of any bytes
+    for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all
             root = cgroups / controller if controllers else cgroups

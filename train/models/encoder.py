@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabula
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,19 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from train.config import HeadSize, InputError, ModelConfig, check
 from train.host.memory import total_memory_bytes
 from train.models.model_sizes import Shape
-from train.models.network import Network, freeze
+from train.models.network import Network, freeze, repeated_layers
 from train.models.pretrained import read_model_config, read_weights
 from train.storage.model_folder import ENCODERS
 
@@ -36,7 +44,6 @@ SIZES = {
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
 POSITION_BASE, POSITION_SIZE = 100.0, 2.0
-OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # these count positions from pad_token_id + 1
 ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
 
 
@@ -114,15 +121,16 @@ def build_masked_lm(
         check(
             config.model_type in ORDER_LOGITS, f"task.sop=true needs a model of type {known}, not {config.model_type}"
         )
-        return OrderedMaskedLM(*make_network(AutoModelForPreTraining, cfg, config, what="model to pretrain"))
-    return MaskedLM(*make_network(AutoModelForMaskedLM, cfg, config, what="masked language model"))
+        return OrderedMaskedLM(*make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain"))
+    return MaskedLM(*make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model"))
 
 
 def make_network(
-    auto: Any, cfg: ModelConfig, config: PreTrainedConfig, *, what: str, new_head: bool = False
+    auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """A model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, and frozen as cfg says;
-    and the names of the parameters that the checkpoint did not have. InputError if transformers has no such model.
+    and the names of the parameters that the checkpoint did not have. InputError if transformers has no such model, or
+    if it cannot read sequences of `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
@@ -139,8 +147,39 @@ def make_network(
             init_positions(network)
     else:
         network, new = read_weights(auto, cfg.pretrained, config, attention=attention, new_head=new_head)
+    check_reads(network, seq_len)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
     return network, new
+
+
+class Reached(Exception):
+    """The end of what `check_reads` computes."""
+
+
+@torch.no_grad()
+def check_reads(network: PreTrainedModel, seq_len: int) -> None:
+    """Raise InputError unless the embeddings of a model take a row of `seq_len` tokens. The layers are not computed."""
+
+    def stop(*_: object) -> None:
+        raise Reached
+
+    hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
+    modes = {module: module.training for module in network.modules()}
+    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # padding has no position of its own
+    try:
+        network.base_model.eval()(input_ids=row)  # dropout would draw random numbers
+    except Reached:
+        pass
+    except Exception as error:  # whatever the code of an architecture raises
+        why = " ".join(str(error).split())
+        raise InputError(
+            f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens: {why}"
+        ) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
@@ -195,10 +234,6 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
                 f"model.initializer_range={cfg.initializer_range}: {config.model_type} has none; leave it out",
             )
             config.initializer_range = cfg.initializer_range
-    check(
-        config.model_type not in OFFSET_POSITIONS or config.pad_token_id is not None,
-        f"{cfg.pretrained}: a {config.model_type} counts positions from its pad_token_id, which is not set",
-    )
     heads = getattr(config, "num_attention_heads", 1)
     check(
         config.hidden_size % heads == 0,
@@ -226,12 +261,12 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
         f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}",
     )
     positions = most_positions(config)
+    lower = f"set seq_len={positions} or less (for prepared data: prepare it so)"
     check(
         positions is None or seq_len <= positions,
-        f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
-        "prepare shorter sequences",
+        f"seq_len={seq_len} is longer than the model's {positions} positions; "
+        + (lower if cfg.pretrained is not None else f"raise model.max_positions, or {lower}"),
     )
-    check_memory(config)
     return config
 
 
@@ -268,8 +303,20 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
-    """The number of tokens that a model can read; None if its configuration sets no limit."""
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    if positions and config.model_type in OFFSET_POSITIONS:
-        return positions - config.pad_token_id - 1
-    return positions
+    """The number of tokens that a model can read; None if nothing limits it. InputError for a model that transformers
+    cannot build, or that this machine's memory does not hold.
+
+    A table of positions with padding counts them from behind the row of padding, which is that of the token.
+    """
+    check_memory(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except Exception as error:  # whatever a value makes the code of an architecture raise
+        why = " ".join(str(error).split())
+        raise InputError(f"transformers can build no {config.model_type} of this configuration: {why}") from error
+    tables = [module for name, module in model.named_modules() if name.split(".")[-1] == "position_embeddings"]
+    first = [-1 if (padding := getattr(table, "padding_idx", None)) is None else padding for table in tables]
+    limits = [len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)]
+    stated = getattr(config, "max_position_embeddings", None)
+    return min([*limits, *([stated] if stated else [])], default=None)

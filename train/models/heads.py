@@ -68,7 +68,7 @@ def build_with_head(
     if head == "SequenceClassification":
         config.problem_type = "single_label_classification"
     auto = getattr(transformers, f"AutoModelFor{head}")
-    model = PaddedEncoder(*make_network(auto, cfg, config, what=f"AutoModelFor{head}", new_head=cfg.new_head))
+    model = PaddedEncoder(*make_network(auto, cfg, config, seq_len, what=f"AutoModelFor{head}", new_head=cfg.new_head))
     model.head_share = 0.0 if head == "SequenceClassification" else 1.0
     return model
 
