@@ -21,10 +21,10 @@ MOUNTS = r"""
 330 22 259:4 / /my\040disk rw - ext4 /dev/nvme2n1 rw
 340 22 0:70 / /data rw - nfs4 10.0.0.7:/data rw
 341 340 259:5 / /data rw - ext4 /dev/nvme3n1 rw
-342 22 259:6 / /\udca0usb\u2028\u00a0x rw - vfat /dev/sda1 rw
 350 22 0:80 / /données rw - nfs4 h:/x rw
 360 22 0:90 / /s3 rw - fuse mountpoint-s3 rw
 """.lstrip()
+MOUNTS += "370 22 259:6 / /\udca0usb\u2028\u00a0x rw - vfat /dev/sda1 rw\n"
 
 
 @pytest.fixture

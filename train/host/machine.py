@@ -100,8 +100,8 @@ def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo
 
 
 def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
-    """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux. A name may be
-    of any bytes.
+    """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux. Names are of
+    any bytes.
     """
     for line in filter(None, os.fsdecode(mountinfo.read_bytes()).split("\n")) if mountinfo.is_file() else ():
         left, _, right = line.partition(" - ")

@@ -71,10 +71,8 @@ def check_output(output: str | None) -> None:
     """Raise InputError unless a page can be made, and `output` be its folder."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    try:
-        import matplotlib  # noqa: F401
-    except ValueError:  # MPLBACKEND names one that only a notebook's kernel can import; figures are never shown here
-        os.environ["MPLBACKEND"] = "agg"
+    if "matplotlib" not in sys.modules:  # a notebook hands on one that only its kernel can import
+        os.environ["MPLBACKEND"] = "agg"  # figures are written, never shown
     if output is not None:
         local_path(output)
 
