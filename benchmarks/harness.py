@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
+STARTED = "BARETRAIN_BENCHMARK"  # in the environment of a benchmark that another one has started: its module
 Result = dict[str, Any]
 Name = TypeVar("Name")
 
@@ -47,9 +48,19 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
+def environment_of(command: Sequence[str], changes: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a process to start. RuntimeError if a benchmark that another one has started starts a
+    benchmark: one that does not see its own flag would start itself without end.
+    """
+    module = next((word for word in command if word.startswith("benchmarks.")), "")
+    if module and STARTED in os.environ:
+        raise RuntimeError(f"{os.environ[STARTED]}, which a benchmark has started, does not start {module}")
+    return {**os.environ, **changes, **({STARTED: module} if module else {})}
+
+
 def run(*command: str, **environment: str) -> str:
     """Run a command in the repository. Returns what it prints; RuntimeError with the end of its errors if it fails."""
-    env = {**os.environ, **environment}
+    env = environment_of(command, environment)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -69,7 +80,7 @@ class Usage:
 def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
     """Run a module in a process of its own. RuntimeError with the end of its log if it fails."""
     began_s, began_unix_s = time.perf_counter(), time.time()
-    env = {**os.environ, **environment}
+    env = environment_of([module], environment)
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", module, *words], stdout=file, stderr=file, cwd=ROOT, env=env)
         _, status, used = os.wait4(process.pid, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from services.fault_proxy import Fault
 from train.checkpoints import __main__ as command
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest
-from train.checkpoints.store import Retention
+from train.checkpoints.store import LocalStore, Retention
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError
 from train.run_folder import lease
@@ -253,6 +254,27 @@ def test_removal_begins_with_the_manifest(bucket, store):
     bucket.proxy.set()
     store.collect_garbage(ended_below=9)
     assert files_of(bucket, 3) == []
+
+
+def test_a_run_that_was_copied_from_s3_to_a_disk_or_back_has_the_same_checkpoints(bucket, store, tmp_path):
+    for step in (3, 6):
+        save(store, step)
+    for key in bucket.keys("run/checkpoints/"):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(bucket.get(key))
+    disk = LocalStore(tmp_path / "run/checkpoints")
+    assert_loads(disk, 6)
+    with suppress(FileNotFoundError):  # its folder is renamed by the commit
+        save(disk, 9)
+    disk.remove(3)
+    for path in filter(Path.is_file, disk.path.rglob("*")):
+        bucket.put(f"back/checkpoints/{path.relative_to(disk.path).as_posix()}", path.read_bytes())
+    back = store_of(bucket, tmp_path, "back")
+    assert_loads(back, 9)
+    back.remove(9)
+    back.collect_garbage(ended_below=9)
+    assert_loads(back, 6)
+    assert files_of(bucket, 9, "back") == []
 
 
 @pytest.mark.parametrize("missing", [[6], [3, 6]], ids=str)

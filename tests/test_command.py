@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,7 @@ def raises(error: BaseException):
         (OSError("odd"), FAILED, "error: odd\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
         (BrokenPipeError(32, "Broken pipe"), FAILED, "error: Broken pipe\n"),  # not of standard output
+        (ValueError("\nInvalid log settings: x"), REJECTED, "error: TORCH_LOGS=None names no log of torch; unset it\n"),
         (InputError("two\nlines \x1b[31m"), REJECTED, "error: two lines \\x1b[31m\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -145,6 +146,21 @@ def test_a_reader_that_leaves_changes_nothing_at_the_end_of_the_process(prepared
     process.stdout.close()
     _, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (UNREAD, "")
+
+
+def test_output_that_nobody_takes_ends_no_work(prepared, tmp_path):
+    """A command whose messages have no reader is done; one whose result does not fit has failed, by its own code."""
+    command = ["train.shards", "stats", str(prepared)]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with suppress(BrokenPipeError), os.fdopen(write_end, "w") as stream, redirect_stderr(stream):
+        assert guarded(lambda: print("a message", file=sys.stderr, flush=True) or DONE) == DONE
+    with Path("/dev/full").open("w") as full:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (FAILED, "error: No space left on device\n")
 
 
 # ---- where it runs -------------------------------------------------------------------------------------------------

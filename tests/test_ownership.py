@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from rejections import rejects
@@ -81,7 +83,21 @@ def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
 def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(folder, content):
     with Lease(folder.storage, LIVE_S):
         folder.storage.write("environment.json", content)
-        rejects(r"holds files that are not a run's \(environment.json\)", check, folder)
+        rejects("environment.json is damaged; remove that file alone, and the same command resumes", check, folder)
+    (folder.path / "lease/00000001.json").unlink()  # without which it may be another program's
+    rejects(r"holds files that are not a run's \(environment.json\)", check, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("log", Path.touch), ("export", Path.touch), ("metrics.jsonl", Path.mkdir), ("metrics.jsonl", os.mkfifo)],
+)
+def test_a_name_of_a_run_that_is_of_another_kind_is_rejected(folder, name, make):
+    folder.path.mkdir()
+    make(folder.path / name)
+    rejects(f"{name} is no f(ile|older), as a run has it", check, folder)
+    if make is os.mkfifo:
+        rejects("it is a pipe", folder.storage.read, name)
 
 
 @DISK_AND_S3

@@ -11,7 +11,7 @@ import sys
 import train
 
 COMMANDS = {
-    "train": "one training run; of several ranks: torchrun --no-python --nproc-per-node=N baretrain train ...",
+    "train": "one training run; ranks: torchrun --standalone --no-python --nproc-per-node=N baretrain train ...",
     "prepare": "a corpus becomes shards to pretrain on",
     "records": "what labelled examples are: classes, lengths, bad rows",
     "shards": "look into prepared shards, and verify them",

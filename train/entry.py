@@ -38,7 +38,7 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         "Train a model: one run, alone or as one rank of torchrun. The same command resumes it where it stopped.",
         examples=(
             "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
-            "torchrun --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
+            "torchrun --standalone --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
             "experiment=tweets_trainium data.path=tweets.csv model.init_from=runs/mine run_dir=runs/tweets",
         ),
         keys=USED,

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Measure how fast a run would train here: the run itself, for some steps, of which nothing is kept.",
         examples=(
             "experiment=demo output=bench.json",
-            "torchrun --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
+            "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
             "experiment=albert_pretrain --sweep nproc=8 instance=p5.48xlarge save_as=albert_p5",
         ),
         keys=USED,

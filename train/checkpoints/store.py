@@ -118,7 +118,7 @@ class LocalStore(Store):
     def manifest(self, step: int) -> Manifest:
         try:
             return Manifest.from_json((self.path / step_name(step) / FILE).read_bytes(), step=step)
-        except (FileNotFoundError, NotADirectoryError) as error:  # other errors are of the disk, and may pass
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # others may pass
             raise Damaged(f"{FILE}: {error.strerror}") from error
 
     def look(self, step: int) -> Manifest:
@@ -133,7 +133,7 @@ class LocalStore(Store):
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return self.path / step_name(manifest.step)
+        return self.path / step_name(manifest.step) / (manifest.folder or "")  # which a copy from S3 has
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path / step_name(step))

@@ -54,7 +54,7 @@ class S3Store(Store):
         return f"{PREFIX}{step_name(step)}/{name}"
 
     def file_key(self, manifest: Manifest, name: str) -> str:
-        return self.key(manifest.step, f"{manifest.folder}/{name}")
+        return self.key(manifest.step, f"{manifest.folder}/{name}" if manifest.folder else name)  # copied from a disk
 
     def objects(self, prefix: str = "step_") -> dict[int, dict[str, Listed]]:
         """The objects of the steps, by the name below their step."""
@@ -78,8 +78,6 @@ class S3Store(Store):
             manifest = Manifest.from_json(self.folder.read(self.key(step, FILE)), step=step)
         except FileNotFoundError as error:
             raise Damaged(f"{FILE} is missing") from error
-        if manifest.folder is None:
-            raise Damaged(f"{FILE} does not say which folder the files are in")
         return manifest
 
     def look(self, step: int) -> Manifest:
@@ -122,8 +120,7 @@ class S3Store(Store):
         check_files(target, replace(manifest, files={name: manifest.files[name]}))
 
     def path_of(self, manifest: Manifest) -> Path:
-        assert manifest.folder is not None  # in S3
-        return self.local / "fetched" / step_name(manifest.step) / manifest.folder
+        return self.local / "fetched" / step_name(manifest.step) / (manifest.folder or "files")
 
     def release(self, fetched: Path) -> None:
         discard(fetched)
@@ -196,10 +193,12 @@ class S3Store(Store):
 
     def remove(self, step: int) -> None:
         manifest = self.manifest(step)
-        self.mark(manifest)
+        if manifest.folder:
+            self.mark(manifest)
         self.folder.remove(self.key(step, FILE))  # first: from here on there is no such checkpoint
         list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
-        self.remove_mark(manifest)
+        if manifest.folder:
+            self.remove_mark(manifest)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
         """Remove files that a mark names and no manifest does, unless their lease may not have ended."""

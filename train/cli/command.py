@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import train
+from train.cli.console import use_console
 from train.config import Failure, InputError, S3Config, Unreachable, check_printable
 from train.config.checks import LARGEST
 from train.host.torchrun import is_reported, leave_rejection
@@ -129,6 +130,7 @@ def guarded(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII
     line, code = "", DONE
+    use_console("stderr")
     try:
         check_encoding(sys.argv)
         code = act()
@@ -141,20 +143,31 @@ def guarded(
         line, code = interrupted
     except OSError as error:
         if isinstance(error, BrokenPipeError) and is_unread():  # such as `| head`, which needs no more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds
             code = code or UNREAD  # an error of the command counts more: `checkpoints verify | head`
         else:
             line, code = f"error: {explained(error)}", FAILED
+        drop_unwritten()
     except Exception as error:
-        traceback.print_exc()
-        line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
-        code = FAILED
+        if str(error).lstrip().startswith("Invalid log settings"):  # as torch says when it is imported
+            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no log of torch; unset it", REJECTED
+        else:
+            traceback.print_exc()
+            line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
+            code = FAILED
     if line and not is_reported():
         with suppress(OSError, ValueError):  # standard error may be full, or closed
             print(printable(line), file=sys.stderr, flush=True)
     if code == REJECTED:
         after_rejection(printable(line).removeprefix("error: "))
     return code
+
+
+def drop_unwritten() -> None:
+    """Have the flush at exit succeed, which would change the exit code, where standard output takes nothing more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_unread() -> bool:

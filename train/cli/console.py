@@ -36,7 +36,7 @@ def use_console(*names: str) -> None:
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream was closed: no file may get its number
         pass
     os.close(handle)
-    for name in names:
+    for name in (each for each in names if not isinstance(getattr(sys, each), Console)):
         stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
         setattr(sys, name, Console(stream))
 

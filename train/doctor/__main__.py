@@ -40,6 +40,7 @@ def examine(options: argparse.Namespace) -> int:
         return examine_collectives(options)
     check(options.mib is None, "--mib is for --collectives")
     if options.command == "explain":
+        check(options.text != "-" or sys.stdin is not None, "standard input is closed; give the text, or < FILE")
         return print_causes(read_log(sys.stdin if options.text == "-" else io.StringIO(options.text, newline=None)))
     if options.command == "causes":
         print(page(), end="")
@@ -61,7 +62,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
     check(
         launch.world_size > 1,
         f"--collectives measures between ranks, and there is {launch.world_size}: start them with torchrun "
-        f"--nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
+        f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
     rank_setup.prepare(launch, forks=True)  # before torch is imported, as in a run, whose loader forks
     from train.doctor import collectives
@@ -89,7 +90,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "Is this machine fit to train? One screen of what is right and wrong, with cures; or what an error means.",
         examples=(
             "",
-            "torchrun --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
+            "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
             'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
         ),
         exits={

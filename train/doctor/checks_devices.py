@@ -156,12 +156,12 @@ def ranks(probe: Probe) -> Finding:
     if instance and instance.rank_counts and wanted not in instance.rank_counts:
         best = max((count for count in instance.rank_counts if count <= wanted), default=min(instance.rank_counts))
         text = f"{wanted} ranks on {instance.name}: the runtime takes {counts}"
-        return bad(text, cure=f"torchrun --nproc-per-node={best}")
+        return bad(text, cure=f"torchrun --standalone --nproc-per-node={best}")
     if full and wanted > full:
-        return bad(f"{wanted} ranks for {full} devices", cure=f"torchrun --nproc-per-node={full}")
+        return bad(f"{wanted} ranks for {full} devices", cure=f"torchrun --standalone --nproc-per-node={full}")
     if full and probe.is_trainium and probe.num_machines > 1 and wanted != full:
         text = f"{wanted} ranks a machine: collectives between Trainium machines need all {full} cores of each"
-        return bad(text, cure=f"torchrun --nproc-per-node={full}")
+        return bad(text, cure=f"torchrun --standalone --nproc-per-node={full}")
     return ok(f"{wanted} a machine" + (f" of {full} devices" if full else ""))
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
+EXPORTING = "BARETRAIN_EXPORTING"  # runs whose checkpoints the processes above this one export, a line each
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a process one of several
 
 
@@ -102,6 +103,8 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
     `python -m train.checkpoints RUN export` writes it, in a process that is no rank: the weights are in memory once per
     machine.
     """
+    begun = os.environ.get(EXPORTING, "").splitlines()
+    check(location not in begun, f"{key}={location}: its weights come from itself, by {' and '.join(begun)}")
     manifests = list(saved_steps(folder).values())
     check(
         bool(manifests),
@@ -114,6 +117,7 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
         environ = {name: value for name, value in os.environ.items() if name not in RANKS}
         root = str(Path(train.__file__).parent.parent)  # a launched job runs the code of its bundle
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environ[EXPORTING] = "\n".join([*begun, location])
         command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options]
         logger.info("%s: exporting its best checkpoint", location)
         done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)

@@ -42,7 +42,7 @@ from train.host.launched import launched
 from train.host.processes import age_s
 from train.run_folder.identity import check_same_run
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
-from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
+from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_layout
 from train.run_folder.parts import Mirrored, back
 from train.storage.atomic_io import discard, make_alike, open_alike, sync, write_atomic
 from train.storage.folders import (
@@ -106,10 +106,10 @@ class RunFolder:
 
     def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
         """InputError for a folder that is another run's, or is no run folder, before anything is written to it."""
+        if not self.is_remote:
+            check_layout(self.location)
         names = self.storage.names_here()
         before = check_is_run_folder(self.storage, names)
-        if not self.is_remote:
-            check_no_links(self.location)
         if before and names & {"metrics.jsonl", "checkpoints"}:
             check_same_run(before, identity, source=self.location, force=force)
 

@@ -18,6 +18,8 @@ from train.storage.schema import BadContent, read_object
 LEASES = "lease/"
 LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
 ENVIRONMENT = "environment.json"
+FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
+FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # Files that ranks other than 0 write before rank 0 has taken the folder, and the files of a new disk.
 NEUTRAL = re.compile(
@@ -62,9 +64,18 @@ class Owned:
 # ---- is it a run folder? --------------------------------------------------------------------------------------------
 
 
-def check_no_links(location: str) -> None:
-    """InputError for a folder with links instead of files to which a run appends lines."""
+def check_layout(location: str) -> None:
+    """InputError for a folder with links instead of files to which a run appends lines, and for a file, folder or pipe
+    that has the name of another kind.
+    """
     path = local_path(location)
+    for file in path.iterdir() if path.is_dir() else ():
+        is_right = {**dict.fromkeys(FILES, file.is_file), **dict.fromkeys(FOLDERS, file.is_dir)}.get(file.name)
+        kind = "folder" if file.name in FOLDERS else "file"
+        check(
+            is_right is None or is_right(),
+            f"run_dir={location}: {file.name} is no {kind}, as a run has it; move it away, or choose another folder",
+        )
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
         check(not is_link, f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it")
@@ -79,6 +90,11 @@ def find_identity(folder: Folder) -> dict[str, Any] | None:
     return None
 
 
+def is_owned(folder: Folder) -> bool:
+    """Return whether a job has left a lease that can be read."""
+    return any(parse(folder.read(name_of(number))) for number in numbers(folder))
+
+
 def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     """The identity of the run that the folder, which holds these names, belongs to; empty if no run has described
     itself there. InputError if the folder is neither a run's nor empty.
@@ -86,8 +102,12 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     identity = find_identity(folder) if ENVIRONMENT in names else None
     if identity is not None:
         return identity
-    has_leases = LEASES.rstrip("/") in names and ENVIRONMENT not in names  # which is damaged, or another program's
-    if has_leases and any(parse(folder.read(name_of(number))) for number in numbers(folder)):
+    if LEASES.rstrip("/") in names and is_owned(folder):
+        check(
+            ENVIRONMENT not in names,
+            f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove that file alone, and the same command "
+            "resumes from the checkpoints, which name their run as well",
+        )
         return {}
     inner = [name for top in ("lease/", "log/") if top.rstrip("/") in names for name in folder.names(top)]
     strange = [name for name in sorted({*names, *inner} - {"lease", "log"}) if not NEUTRAL.fullmatch(name)]

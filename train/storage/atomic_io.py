@@ -1,12 +1,8 @@
 """Files and folders of this machine that are whole or absent, also after a kill or a power cut.
 
-<<<<<<< HEAD
 Each is made under a temporary name beside its own, synced, and renamed. What is new is as private as the folder that it
-is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too.
-=======
-Each is made under a temporary name beside its own, synced, and renamed. No work fails because
+is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too. No work fails because
 something cannot be removed.
->>>>>>> e450a0d (A file that cannot be removed ends no run; disks without hard links or fsync of folders will do)
 """
 
 from __future__ import annotations

@@ -17,14 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-<<<<<<< HEAD
-from train.config import InputError, S3Config, check_printable
+from train.config import InputError, NotPermitted, S3Config, check, check_printable
 from train.host.torchrun import file_of_start, has_rejected
-from train.storage.atomic_io import create_atomic, is_temporary, make_alike, write_atomic
-=======
-from train.config import InputError, NotPermitted, S3Config, check_printable
-from train.storage.atomic_io import create_atomic, discard, is_temporary, write_atomic
->>>>>>> e450a0d (A file that cannot be removed ends no run; disks without hard links or fsync of folders will do)
+from train.storage.atomic_io import create_atomic, discard, is_temporary, make_alike, write_atomic
 from train.storage.schema import RelativePath
 
 CHUNK_BYTES = 2**20  # read at once to be hashed
@@ -99,6 +94,7 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         path = self.at(name)
         with disk_errors("read", path):
+            check(not path.is_fifo(), f"cannot read {path}: it is a pipe, which may have no end")
             return path.read_bytes()
 
     def open(self, name: str) -> BinaryIO:
@@ -142,7 +138,8 @@ class LocalFolder:
         return sorted(name for name in names if name.startswith(prefix))
 
     def names_here(self) -> set[str]:
-        return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        with disk_errors("list", self.path):
+            return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
 
 
 def files_below(top: Path) -> Iterator[Path]:

@@ -51,6 +51,11 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 def each_once(paths: list[Path]) -> list[Path]:
     """The same without links to files that are listed themselves."""
     links = {path for path in paths if path.is_symlink()}
+    for path in links:
+        try:
+            path.stat()
+        except OSError as error:
+            raise InputError(f"{path} is a link that leads nowhere: {error.strerror}; remove it") from error
     listed = {path.resolve() for path in paths if path not in links} if links else set()
     twice = {path for path in links if path.resolve() in listed}
     for path in sorted(twice):
