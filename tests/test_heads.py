@@ -289,10 +289,12 @@ def changed(folder, target, change):
             lambda w: {name: value for name, value in w.items() if "layer.1.output.dense" not in name},
             "lacks 2 weights of the encoder: bert.encoder.layer.1.output.dense.bias, ",
         ),
+        (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} holds NaN or infinity"),
+        (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, f"{NORM} holds I8, quantised weights"),
         (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is of another"),
         (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
     ],
-    ids=["another architecture", "a layer is missing", "another size", "another head"],
+    ids=["another architecture", "a layer is missing", "not finite", "int8", "another size", "another head"],
 )
 def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(encoder_folder, tmp_path, change, says):
     rejects(says, build, "label", changed(encoder_folder, tmp_path, change))

@@ -1,6 +1,5 @@
 """Precisions of GPUs, and their clock. fp16 runs on the CPU as well, which is how its scaled losses are tested."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from train.config import BackendConfig, InstanceConfig, ModelConfig
 from train.config.attempt import NonfiniteConfig
 from train.models.encoder import build_masked_lm
 from train.models.network import is_norm
-from train.predict import precision_of
 from train.tasks.mlm.task import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
@@ -187,12 +185,3 @@ def test_the_peak_of_tf32_is_half_of_that_of_bf16():
     peaks = {name: instance.peak_flops_per_s(name) for name in ("fp32", "tf32", "bf16", "fp16")}
     assert peaks == {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}  # the A100's data sheet
     assert InstanceConfig(device_tflops_fp32=19.5).peak_flops_per_s("tf32") is None
-
-
-@pytest.mark.parametrize(
-    ("used", "answers_in"),
-    [("fp16", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("bf16_master", "bf16"), ("?", "auto")],
-)
-def test_predictions_are_in_the_precision_of_the_run_where_every_device_has_it(used, answers_in):
-    folder = SimpleNamespace(read=lambda name: json.dumps({"precision": used}))
-    assert precision_of(None, folder) == answers_in

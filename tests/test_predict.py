@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from train import predict
+from train.backend import ddp
 from train.cli import compose as cli
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
@@ -214,10 +215,12 @@ def test_in_bf16_on_a_cpu_attention_is_that_of_an_evaluation(folder, tmp_path, m
     real = Network.attend_by_products
     monkeypatch.setattr(Network, "attend_by_products", lambda *args: (made.append(args[1]), real(*args)))
     (tmp_path / "new.jsonl").write_text('{"text": "a word"}\n')
-    for precision in ("fp32", "bf16"):
-        words = [folder, "--input", tmp_path / "new.jsonl", "--device", "cpu", "--precision", precision]
+    used, real_backend = [], ddp.DDP
+    monkeypatch.setattr(ddp, "DDP", lambda cfg: (used.append(cfg.precision), real_backend(cfg))[1])
+    for flags in ([], ["--precision", "bf16"]):
+        words = [folder, "--input", tmp_path / "new.jsonl", "--device", "cpu", *flags]
         assert predict.main([*map(str, words)]) == 0
-    assert made == [torch.bfloat16]
+    assert (used, made) == (["fp32", "bf16"], [torch.bfloat16])
 
 
 def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(folder, tmp_path, capsys):

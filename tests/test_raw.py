@@ -151,6 +151,13 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     ("content", "settings", "message"),
     [
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
+        ("text, label\na,1\n", {}, r'columns are: text,  label; " label" is there: blanks and capitals count'),
+        (",".join(map(str, range(10**4))) + "\n" + "a," * 9999, {}, r"18, 19, \.\.\. \(10,000\)"),
+        (
+            'text,label\n"' + f"{'a' * 2**19}\n" * 3 + '",1\n',
+            {},
+            r"a\.csv:2: a field of more than .* characters, or a quote",
+        ),
         ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote stays open"),
         ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote stays open"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),

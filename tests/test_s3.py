@@ -18,14 +18,13 @@ from services.fault_proxy import Fault
 from services.process import free_port
 
 from train import predict
-from train.config import InputError, NotPermitted, RecordsConfig, ShardsConfig, TrainConfig, Unreachable
+from train.config import InputError, NotPermitted, RecordsConfig, TrainConfig, Unreachable
 from train.data.records.table_folder import find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import read_state
 from train.storage import s3, s3_retry
 from train.storage.folders import LocalFolder, open_folder
-from train.tasks.mlm import MLMConfig
 from train.tasks.qa import QAConfig
 from train.tasks.qa.task import threshold_of
 
@@ -423,7 +422,6 @@ READERS = {
     "manifest": read_manifest,
     "state of a part": lambda folder: read_state(folder, CorpusPart(1, 1), "id"),
     "tables": find_facts,
-    "precision of a run": lambda folder: predict.precision_of(config_of(MLMConfig(), ShardsConfig(path="x")), folder),
     "threshold of a run": threshold,
 }
 

@@ -87,15 +87,6 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
     return read_config(folder), folder
 
 
-def precision_of(cfg: TrainConfig, folder: Folder) -> str:
-    """What a run computed in, so that answers are those of its evaluation."""
-    try:
-        used = str(json.loads(folder.read("environment.json"))["precision"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
-        used = cfg.backend.precision
-    return "bf16" if used.startswith("bf16") else {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(used, "auto")
-
-
 # ---- rows in -------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences at once (32)")
     parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
-    parser.add_argument("--precision", help="fp32, bf16 or auto (the run's, or auto: bf16 where the hardware has it)")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 where hardware has it (fp32)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
     parser.add_argument("--format", help="of an input whose name does not show it: csv, jsonl, parquet, squad, conll")
     for name in COLUMNS:
@@ -251,8 +242,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     from train.tasks.predictor import Predictor
 
     origin = find(options, s3)
-    precision = options.precision or (precision_of(*origin.run) if origin.run else "auto")
-    backend = DDP(BackendConfig(device=options.device, precision=precision))
+    backend = DDP(BackendConfig(device=options.device, precision=options.precision))
     predictor = Predictor(origin, options.seq_len)
     chunks = in_chunks(read_rows(options, predictor, s3))
     first = next(chunks, None)  # what is wrong with the columns shows before weights are read

@@ -24,6 +24,7 @@ logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
 FILES = ("config.json", "adapter_config.json")  # at the Hub
 WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
+QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # types of safetensors
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # in the configurations of transformers
 # Pickled weights are not read: until PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
@@ -153,10 +154,15 @@ def check_weights(folder: Path) -> None:
     )
     for path in paths:
         try:
-            with safe_open(path, "pt"):
-                pass
+            with safe_open(path, "pt") as file:
+                kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path} is damaged, or a pointer of Git LFS: {error}") from error
+        for name, kind in kinds.items():
+            check(
+                not kind.startswith(QUANTISED),
+                f"{path}: {name} holds {kind}, quantised weights, which cannot be trained; give the original ones",
+            )
 
 
 def unavailable(source: str, error: Exception) -> str:

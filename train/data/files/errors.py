@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from train.config import Failure, InputError
 from train.storage.schema import BadContent
 
+SHOWN_COLUMNS = 20
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or missing
 # Characters that no text holds: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do not
 # decode.
@@ -17,6 +18,15 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 class BadRow(Exception):
     """One row cannot be used; the message holds the reason without naming the row."""
+
+
+def listed(columns: Iterable[str], wanted: str) -> str:
+    """The names of columns for a message: some of many, and one that is `wanted` but for blanks and capitals."""
+    names = list(columns)
+    near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
+    more = f", ... ({len(names):,})" if len(names) > SHOWN_COLUMNS else ""
+    hint = "" if near is None else f'; "{near}" is there: blanks and capitals count'
+    return (", ".join(names[:SHOWN_COLUMNS]) + more or "(none)") + hint
 
 
 @contextmanager

@@ -109,6 +109,13 @@ def csv_records(
         except StopIteration:
             return
         except csv.Error as error:
+            if str(error).startswith("field larger"):
+                limit = f"a field of more than {max_field_chars:,} characters"
+                check(
+                    reader.line_num == first_line, f"{name}:{first_line}: {limit}, or a quote that stays open; {QUOTES}"
+                )
+                yield first_line, BadRow(limit)
+                continue
             is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
             check(not is_open, f"{name}:{first_line}: not CSV: {error}: the field's quote stays open; {QUOTES}")
             yield first_line, BadRow(f"not CSV: {error}")

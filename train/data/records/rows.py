@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 from train.config import InputError, RecordsConfig, check
-from train.data.files.errors import BadRow
+from train.data.files.errors import BadRow, listed
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, plain, plain_label
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("train")
 MAX_NAMED = 10  # bad rows of a split that are named
 SHOWN_CHARS = 300  # of them in an error, which is one line
 MAX_LABELS = 1000  # seen in the data; more are another column
-SHOWN_LABELS, SHOWN_COLUMNS = 10, 20
+SHOWN_LABELS = 10
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
 MAX_NUMBERS = 50  # that are labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -247,7 +247,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def check_columns(needed: dict[str, str], columns: Sequence[str], where: str, hint: str = "") -> None:
-    have = ", ".join(columns[:SHOWN_COLUMNS]) + (", ..." if len(columns) > SHOWN_COLUMNS else "") or "(none)"
     for key, column in needed.items():
         is_there = column in columns or column.split(".")[0] in columns
+        have = listed(columns, column)
         check(is_there, f"{where}: no column {column} (data.columns.{key}); the columns are: {have}{hint}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check
-from train.data.files.errors import naming
+from train.data.files.errors import listed, naming
 from train.data.files.find import matching, walk
 from train.storage.folders import local_path
 
@@ -55,7 +55,7 @@ def clean(text: str) -> str:
 
 def check_column(column: str, columns: Iterable[str], where: str) -> None:
     if column not in columns:
-        raise InputError(f"{where}: no column={column}; the columns are: {', '.join(columns) or '(none)'}")
+        raise InputError(f"{where}: no column={column}; the columns are: {listed(columns, column)}")
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> str:
