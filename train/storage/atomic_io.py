@@ -1,8 +1,8 @@
 """Files and folders of this machine that are whole or absent, also after a kill or a power cut.
 
 Each is made under a temporary name beside its own, synced, and renamed. What is new is as private as the folder that it
-is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too. No work fails because
-something cannot be removed.
+is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too.
+No work fails because something cannot be removed.
 """
 
 from __future__ import annotations
