@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the name in it
@@ -53,7 +53,7 @@ def discard(path: Path) -> None:
     """
     failures = list[OSError]()
 
-    def remember(_function: object, _path: str, info: tuple[type, OSError, object]) -> None:
+    def remember(_function: object, _path: str, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):
             failures.append(info[1])
 
