@@ -368,7 +368,7 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     train_here(run_dir, prepared, *options, "max_steps=1")
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "metrics.jsonl").unlink()  # which says that there was one
-    (run_dir / "checkpoints").write_text("in the way")
+    (run_dir / "checkpoints").symlink_to("/proc")  # in which nothing can be made
     done = run(train_overrides(run_dir, prepared, *options), ranks=2)
     assert done.returncode == 1
     ended = outcome(run_dir)

@@ -62,6 +62,8 @@ def discard(path: Path) -> None:
     else:
         try:
             path.unlink(missing_ok=True)
+        except NotADirectoryError:  # nothing can have that name
+            pass
         except OSError as error:
             failures.append(error)
     if failures:
