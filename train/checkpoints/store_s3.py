@@ -54,7 +54,7 @@ class S3Store(Store):
         return f"{PREFIX}{step_name(step)}/{name}"
 
     def file_key(self, manifest: Manifest, name: str) -> str:
-        return self.key(manifest.step, f"{manifest.folder}/{name}" if manifest.folder else name)  # copied from a disk
+        return self.key(manifest.step, below(manifest, name))
 
     def objects(self, prefix: str = "step_") -> dict[int, dict[str, Listed]]:
         """The objects of the steps, by the name below their step."""
@@ -97,7 +97,7 @@ class S3Store(Store):
         if manifest is None or known != etag:
             manifest = self.manifest(step)
             self.known[step] = etag, manifest
-        sizes = {name: objects[at].size for name in manifest.files if (at := f"{manifest.folder}/{name}") in objects}
+        sizes = {name: objects[at].size for name in manifest.files if (at := below(manifest, name)) in objects}
         compare_sizes(manifest, sizes)
         return manifest
 
@@ -236,6 +236,11 @@ class S3Store(Store):
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"
                 logger.warning("%s holds a save that is not in S3: %s", folder, text)
+
+
+def below(manifest: Manifest, name: str) -> str:
+    """Return the name of a file below its step: in the folder of its save, unless the run was copied from a disk."""
+    return f"{manifest.folder}/{name}" if manifest.folder else name
 
 
 def in_quarantine(name: str) -> bool:
