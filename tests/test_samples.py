@@ -117,6 +117,18 @@ def test_a_long_sequence_is_cut_around_its_blanks(prepared):
     assert f"[{len(cut.answers)}]" in cut.text and f"[{len(cut.answers) + 1}]" not in cut.text
 
 
+def test_a_piece_that_begins_with_a_space_is_told_from_the_same_letters_without_one(tmp_path):
+    from tokenizers import Tokenizer, decoders, models
+
+    for begin, decoder in (("\u0120", decoders.ByteLevel()), ("\u2581", decoders.Metaspace())):
+        pieces = ["[MASK]", "the", f"{begin}the", begin, f"{begin}{begin}of"]
+        tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "[MASK]"))
+        tokenizer.decoder = decoder
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        spelling = Spelling(tmp_path, mask_id=0, special_ids=[0])
+        assert [spelling.piece(token) for token in range(1, 6)] == ["the", "␣the", "␣", "␣␣of", "token 5"]
+
+
 def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):
     text = max(re.split(r"\[\d\]", of(run_dir).samples[0].text), key=len)
     pushed = gathered(run_dir, "run")

@@ -41,6 +41,7 @@ from train.tasks.topk import topk
 
 MOST_BLANKS = 4  # of a sample
 TOKENS_BEFORE = 12  # the first of them
+SPACE = "\N{OPEN BOX}"
 NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
 
 
@@ -259,8 +260,9 @@ class Spelling:
         self.mask_id, self.hidden = mask_id, set(special_ids) - {mask_id}
 
     def piece(self, token: int) -> str:
-        text = self.tokenizer.decode([token]).strip() or self.tokenizer.id_to_token(token) or f"token {token}"
-        return excerpt(text)
+        spelled = self.tokenizer.id_to_token(token) or f"token {token}"
+        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown: a word with a space is another token than without it
+        return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:
         """The part of a sequence [S] around its first blanks."""
