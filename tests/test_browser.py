@@ -4,6 +4,7 @@ the site of README and docs.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import threading
@@ -21,9 +22,10 @@ from services import browser
 
 from train.report import __main__ as report_command
 
-WIDTHS = (400, 1280)
+WIDTHS = (400, 1300)
 LONG = "a-name-of-a-run-that-somebody-made-from-all-its-settings-lr=0.001-batch=4096-seed=17"
-# What a reader cannot get at: a page wider than the screen, and text or boxes that lie outside all that scrolls.
+# What a reader cannot get at: a page wider than the screen, text or boxes that lie outside all that scrolls, a second
+# run that lies there, text that is too small; and what looks wrong: an empty card, a number without its sign.
 FAULTS = """
 const faults = [];
 const width = document.documentElement.clientWidth;
@@ -38,6 +40,19 @@ for (const each of document.querySelectorAll(".scroll")) {
   if (each.scrollWidth > each.clientWidth && getComputedStyle(each).overflowX != "auto")
     faults.push("a table is cut off: " + each.textContent.trim().slice(0, 40));
 }
+for (const each of document.querySelectorAll(".runs"))
+  if (each.scrollWidth > each.parentElement.clientWidth + 1 && each.querySelectorAll("thead th").length < 3)
+    faults.push("a run lies outside: " + each.textContent.trim().slice(0, 40));
+for (const each of document.images) {
+  const size = 9 * each.clientWidth / (each.naturalWidth / 200 * 72);  // of 9 points at 200 dots per inch
+  if (each.naturalWidth && size < 8.9) faults.push(`text of ${size.toFixed(1)} px: ${each.alt}`);
+}
+for (const each of document.querySelectorAll(".tile")) {
+  const empty = each.getBoundingClientRect().bottom - each.lastElementChild.getBoundingClientRect().bottom;
+  if (empty > 20) faults.push(`${empty} px of a card are empty: ${each.textContent.trim().slice(0, 40)}`);
+}
+for (const each of document.querySelectorAll(".share, .ratio"))
+  if (each.getClientRects().length > 1) faults.push("broken between number and sign: " + each.textContent);
 for (const each of document.querySelectorAll("td, th, summary, .figure, .sample"))
   if (each.scrollWidth > each.clientWidth + 1 && each.getBoundingClientRect().width)
     faults.push("text leaves its cell: " + each.textContent.trim().slice(0, 40));
@@ -84,25 +99,30 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The reports on a pretraining with faults, on a fine-tuning with its data and samples, and on three runs."""
+    """The reports on a pretraining with faults, on a fine-tuning with its data and samples, on two runs and on four."""
     folder = tmp_path_factory.mktemp("pages")
     lines = [*whole_run()[:-1], fault_line(40), train_line(50), summary_line(50, 50, unigram_entropy=7.5)]
     names = {"pretraining": "a", "long": LONG}
     runs = {name: write_run(folder / place, lines) for name, place in names.items()}
     runs["changed"] = write_run(folder / "b", whole_run(), config={"path": "x" * 300, "optim": {"name": "lamb"}})
     runs["tuned"] = finished_run.write(folder / "tuned")
+    guesses = [{"text": f"{name} is likely", "probability": 0.333} for name in ("this", "that", "other")]
+    sample = {"text": "a [1] text", "context": "", "answers": [{"truth": "this", "score": 1.0, "guesses": guesses}]}
+    (runs["tuned"] / "samples.json").write_text(json.dumps({"step": 30, "samples": [sample]}))
     for name in ("pretraining", "tuned"):
         assert report_command.main([str(runs[name])]) == 0
-    compared = folder / "compared"
-    assert report_command.main([str(each) for each in runs.values()] + ["--output", str(compared)]) == 0
-    return {name: runs[name] / "report" / "report.html" for name in ("pretraining", "tuned")} | {
-        "compared": compared / "report.html"
+    compared = {"two": [runs["pretraining"], runs["tuned"]], "compared": [*runs.values()]}
+    for name, chosen in compared.items():
+        assert report_command.main([*map(str, chosen), "--output", str(folder / name)]) == 0
+    made = {name: runs[name] / "report" for name in ("pretraining", "tuned")} | {
+        name: folder / name for name in compared
     }
+    return {name: place / "report.html" for name, place in made.items()}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["pretraining", "tuned", "compared"])
+@pytest.mark.parametrize("name", ["pretraining", "tuned", "two", "compared"])
 def test_a_page_is_whole(chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     browser.show(chromium, pages[name], width=width, scheme=scheme)
     assert chromium.get_log("browser") == []  # no script that fails, nothing that the page's own policy blocks

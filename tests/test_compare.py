@@ -94,8 +94,8 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     native = write_run(tmp_path / "native", cost_usd=2.0, peak_device_bytes=8e9)
     compiled = compiled_run(tmp_path / "compiled", cost_usd=1.28, peak_device_bytes=6e9)
     assert main([str(native), str(compiled)]) == DONE
-    says = "compiled does 2.00 times the tokens/s of native in 0.64 of the time (0.48 without compiling), "
-    says += "equal quality (f1 0.5 % apart, tolerance 1 %)"
+    says = "compiled does 2.00 times the tokens/s of native in 0.64 times the billable time (0.48 without compiling), "
+    says += "equal quality (f1 0.5% apart, tolerance 1%)"
     assert says in capsys.readouterr().out.splitlines()
     page = tmp_path / "report"
     html = (page / "report.html").read_text()
@@ -135,11 +135,11 @@ OTHER_DATA = {"environment": {"identity": {"data": "other"}}}
 @pytest.mark.parametrize(
     ("changes", "tolerance", "says"),
     [
-        ({"f1": 80.0}, 0.01, ", equal quality (f1 the same, tolerance 1 %)"),
-        ({"f1": 78.4}, 0.02, ", equal quality (f1 2 % apart, tolerance 2 %)"),
-        ({"f1": None}, 0.01, ", equal quality (loss the same, tolerance 1 %)"),  # which both have
-        ({"f1": 80.4}, 0.004, ", unequal quality (f1 80.4 against 80, 0.5 % better, tolerance 0.4 %)"),
-        ({"f1": 78.4}, 0.01, ", unequal quality (f1 78.4 against 80, 2 % worse, tolerance 1 %)"),
+        ({"f1": 80.0}, 0.01, ", equal quality (f1 the same, tolerance 1%)"),
+        ({"f1": 78.4}, 0.02, ", equal quality (f1 2% apart, tolerance 2%)"),
+        ({"f1": None}, 0.01, ", equal quality (loss the same, tolerance 1%)"),  # which both have
+        ({"f1": 80.4}, 0.004, ", unequal quality (f1 80.4 against 80, 0.5% better, tolerance 0.4%)"),
+        ({"f1": 78.4}, 0.01, ", unequal quality (f1 78.4 against 80, 2% worse, tolerance 1%)"),
         (NO_SCORE, 0.01, "quality unknown"),
         (OTHER_DATA, 0.01, "f1 80.4 against 80, on different data"),
         ({"config": {"eval_examples": 50}}, 0.01, "f1 80.4 against 80, on different data"),
@@ -187,7 +187,7 @@ def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch
     runs += [compiled_run(tmp_path / "compiled_batch_56", **larger), write_run(tmp_path / "again", batch=14, steps=80)]
     _, sentences = compared(*runs)
     assert [sentence.split(" does ")[0] for sentence in sentences] == ["compiled", "compiled_batch_56"]
-    assert "2.50 times the tokens/s of native in 0.56 of the time" in sentences[1]
+    assert "2.50 times the tokens/s of native in 0.56 times the billable time" in sentences[1]
     assert "each at its own largest batch (56 against 28)" in sentences[1] and "not the same" not in sentences[1]
     only_largest = compared(runs[0], runs[2])[1]
     assert len(only_largest) == 1 and only_largest[0] == sentences[1]
@@ -263,10 +263,10 @@ def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize(
     ("share", "says"),
-    [(0, "0 %"), (1e-9, "less than"), (0.0123, "1.2 %"), (0.9949, "99 %"), (0.995, None), (1e6, None)],
+    [(0, "0%"), (1e-9, "less than"), (0.0123, "1.2%"), (0.9949, "99%"), (0.995, None), (1e6, None)],
 )
 def test_a_share_is_written_without_exponents(share, says):
-    assert re.fullmatch(r"(less than )?\d+(\.\d+)? %", percent(share))
+    assert re.fullmatch(r"(less than )?\d+(\.\d+)?%", percent(share))
     assert says is None or percent(share).startswith(says)
 
 

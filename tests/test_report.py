@@ -35,6 +35,7 @@ from running import ROOT
 from services.fault_proxy import Fault
 
 from train.report import __main__ as report_command
+from train.report import cards, comparison, data_figures
 from train.report import data as report_data
 from train.report import figures as report_figures
 from train.report import lines as report_lines
@@ -146,6 +147,72 @@ def test_a_long_curve_is_thinned_without_losing_a_spike_and_every_run_is_in_the_
     for panel in (report_figures.THROUGHPUT, next(p for p in report_figures.panels(runs) if p.kind == "eval")):
         report_figures.draw(panel, runs[:1], "step")
     assert named[2:] == ["training", "validation"]
+
+
+def test_all_curves_begin_at_0_end_together_and_exceed_no_share(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn: dict[str, Axes] = {}
+    monkeypatch.setattr(
+        report_figures, "png_of", lambda figure: drawn.update({figure.axes[0].get_title(): figure.axes[0]})
+    )
+    late = eval_line(40, loss=1.0, masked_accuracy=1.0, exact_match=99.5)
+    lines = [*(train_line(step, goodput=0.99) for step in (20, 40)), eval_line(30, masked_accuracy=0.2), late]
+    run = report_run.read_run(write_run(tmp_path / "run", lines, config={"task": {"kind": "qa"}}))
+    for panel in (
+        *report_figures.panels([run]),
+        report_figures.Panel("m", "Found", "", "masked_accuracy", kind="eval", at_most=(1.0,)),
+    ):
+        report_figures.draw(panel, [run], "step")
+    assert len(drawn) >= 7 and {axes.get_xlim() for axes in drawn.values()} == {(0.0, 40.0)}
+    assert drawn["Goodput"].get_ylim() == (0.0, 1.0)
+    assert drawn["Found"].get_ylim()[1] == 1.0 and drawn["Validation exact match"].get_ylim()[1] == 100.0
+
+
+@pytest.mark.parametrize(("losses", "begin"), [([2.0, 1.5, None, None], 20), ([None] * 4, 0)])
+def test_a_run_that_diverged_says_so_and_since_when(tmp_path, losses, begin, monkeypatch):
+    from matplotlib.figure import Figure
+
+    lines = [train_line(10 * number, loss=loss) for number, loss in enumerate(losses, start=1)]
+    run = report_run.read_run(write_run(tmp_path / "run", [*lines, summary_line(40, 40)]))
+    outcome = cards.cards(run)["Outcome"]
+    since = f"after step {begin}" if begin else "at any step"
+    assert (outcome.value, outcome.tone) == ("diverged", "bad")
+    assert outcome.notes[1].startswith(f"no finite loss {since}: try a lower optim.lr")
+    figures: list[Figure] = []
+    monkeypatch.setattr(report_figures, "png_of", figures.append)
+    report_figures.draw(report_figures.LOSS, [run], "step")
+    (axes,) = figures[0].axes
+    assert axes.get_legend_handles_labels()[1][-1] == " no finite loss"
+    (shade,) = axes.patches
+    assert (shade.get_extents().transformed(axes.transData.inverted()).x0) == pytest.approx(begin, abs=0.01)
+    good = report_run.read_run(write_run(tmp_path / "good", whole_run()))
+    report_figures.draw(report_figures.LOSS, [good, run], "step")
+    assert " run (diverged)" in figures[1].axes[0].get_legend_handles_labels()[1]
+    assert f"run diverged: no finite loss {since}" in "\n".join(comparison.warnings([good, run]))
+
+
+def test_no_text_of_a_figure_is_small(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    sizes: list[float] = []
+
+    def note(figure: Figure) -> bytes:
+        sizes.extend(text.get_fontsize() for text in figure.findobj(Text) if text.get_text())  # type: ignore[attr-defined]
+        return b""
+
+    for module in (report_figures, data_figures):
+        monkeypatch.setattr(module, "png_of", note)
+    runs = [report_run.read_run(write_run(tmp_path / name, whole_run())) for name in "ab"]
+    tuned = finished_run.write(tmp_path / "tuned")
+    names = [str(number) for number in range(data_figures.MAX_NUMBERED + 1)]
+    wide = {"labels": names, "confusion": [[1] * len(names)] * len(names)}
+    for splits in ({}, {"splits": {"validation": wide}}):
+        change(tuned, "evaluation.json", **splits)
+        assert list(data_figures.data_figures(records_of(tuned)))
+    assert report_figures.curves(runs) and report_figures.curves(runs[:1])
+    assert len(sizes) > 100 and min(sizes) == report_figures.SMALL
 
 
 def test_a_card_and_a_report_need_no_torch_and_a_card_no_matplotlib(tmp_path):
@@ -292,6 +359,7 @@ def test_what_a_table_of_neighbours_knows_is_drawn_beside_the_accuracy(tmp_path)
 
 def test_what_faults_and_saves_cost_is_in_the_table_and_what_a_killed_attempt_leaves_out_is_unknown(tmp_path):
     known = {"wall_s": 7200.0, "mttf_s": 3600.0, "suggested_interval_s": 42.4, "suggested_every": 85}
+    known["steps_total"] = 85
     lines = [train_line(10), save_line(10), train_line(20)]
     lines += [fault_line(11, attempt=2, steps_lost=12, recover_s=30.0), save_line(15, attempt=2, stall_s=0.75)]
     lines += [train_line(20, attempt=2), fault_line(21, attempt=3, steps_lost=3, recover_s=12.5)]
@@ -318,6 +386,8 @@ def test_what_faults_and_saves_cost_is_in_the_table_and_what_a_killed_attempt_le
     expected |= {"Goodput": "50.0%", "Rollbacks": "unknown", "Steps skipped, gradient not finite": "unknown"}
     del expected["Billable time: since the first start (h:mm:ss)"]
     assert expected.items() <= texts.items()
+    short = whole_run(suggested_every=21_378)  # of 40 steps: a save at the end
+    assert facts(write_run(tmp_path / "short", short))["Suggested checkpoint.every (steps)"] == "40"
 
 
 # ---- labelled data and its evaluation ------------------------------------------------------------------------------
@@ -358,14 +428,14 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
 
 def test_figures_hold_the_numbers_of_the_files(tmp_path):
     records = records_of(finished_run.write(tmp_path / "run"))
-    (bars,) = report_figures.label_bars(records).axes
+    (bars,) = data_figures.label_bars(records).axes
     assert [round(bar.get_width(), 3) for bar in bars.patches] == [0.6, 0.3, 0.1, 0.5, 0.3, 0.2]
-    (steps,) = report_figures.length_steps(records).axes
+    (steps,) = data_figures.length_steps(records).axes
     stairs = [patch.get_data() for patch in steps.patches]
     assert [list(each.values) for each in stairs] == [[0.1, 0.2, 0.3, 0.4]] * 2
     assert list(stairs[0].edges) == [0, 8, 16, 32, 64]
     assert {line.get_xdata()[0] for line in steps.lines if len(line.get_xdata())} == {32, 64}  # what is padded to
-    matrix, _ = report_figures.heat_map(records.evaluated[0]).axes
+    matrix, _ = data_figures.heat_map(records.evaluated[0]).axes
     assert matrix.images[0].get_array()[2].tolist() == [0.25, 0.25, 0.5]
     assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted", "true")
     assert {text.get_text() for text in matrix.texts} >= {"44\n88%", "10\n50%"}
@@ -373,16 +443,16 @@ def test_figures_hold_the_numbers_of_the_files(tmp_path):
 
 def test_many_labels_stay_readable(tmp_path):
     run = finished_run.write(tmp_path / "run")
-    names, number = [f"label-{index}-{'x' * 60}" for index in range(90)], report_figures.MAX_LABELS
+    names, number = [f"label-{index}-{'x' * 60}" for index in range(90)], data_figures.MAX_LABELS
     matrix = [[int(row == column) for column in range(90)] for row in range(90)]
     split = {"label_counts": {name: index for index, name in enumerate(names)}}
     change(run, "data.json", labels=names, splits={"train": split})
     change(run, "evaluation.json", splits={"validation": {"labels": names, "confusion": matrix}})
     records = records_of(run)
-    (bars,) = report_figures.label_bars(records).axes
+    (bars,) = data_figures.label_bars(records).axes
     assert len(bars.patches) == number and f"of {len(names)} labels" in bars.get_title()
     assert max(len(label.get_text()) for label in bars.get_yticklabels()) <= 40
-    assert not report_figures.heat_map(records.evaluated[0]).axes[0].texts
+    assert not data_figures.heat_map(records.evaluated[0]).axes[0].texts
 
 
 def test_question_answering_has_no_labels(tmp_path):
@@ -395,7 +465,7 @@ def test_question_answering_has_no_labels(tmp_path):
     known = [["exact match", "71.5000"], ["f1", "80.2500"], ["threshold", "-1.5000"], ["windows", "1,200"]]
     assert report_data.metrics_table(records)[1:] == known
     assert ["Cut questions", "3"] in report_data.splits_table(records)
-    assert [title for _, title, _ in report_figures.data_figures(records)] == []
+    assert [title for _, title, _ in data_figures.data_figures(records)] == []
 
 
 DAMAGED = [

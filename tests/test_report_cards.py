@@ -42,7 +42,10 @@ def made(folder: Path, lines: list[dict[str, Any]], **config: Any) -> dict[str, 
 
 def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path):
     lead = made(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1.5))
-    assert list(lead) == ["Outcome", "Final quality", "Training loss", "Tokens per second", "Training time", "Cost"]
+    names = ["Outcome", "Model", "Final quality", "Training loss", "Tokens per second", "Training time", "Cost"]
+    assert list(lead) == names
+    shape = ["2 layers, hidden size 64", "123,456 parameters", "32 sequences of 64 tokens a step"]
+    assert (lead["Model"].value, lead["Model"].notes) == ("albert", [*shape, "learning rate 0.001, adamw"])
     assert (lead["Outcome"].value, lead["Outcome"].notes) == ("done", ["step 40 of 40"])
     assert (lead["Final quality"].title, lead["Final quality"].value) == ("Validation loss", "5.000")
     assert lead["Final quality"].notes[0].startswith("2.500 nats better than guessing")
@@ -61,9 +64,11 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
 def test_goodput_leads_only_after_faults_and_what_is_unknown_has_no_card_or_says_so(tmp_path):
     lead = made(tmp_path / "run", [train_line(10), train_line(20, loss=None)])
     assert "Cost" not in lead and "Goodput" not in lead
-    assert (lead["Training loss"].value, lead["Training loss"].tone) == ("unknown", "bad")
+    assert (lead["Training loss"].value, lead["Training loss"].tone) == ("no number", "bad")
     assert lead["Final quality"].value == "not evaluated"
-    assert (lead["Outcome"].value, lead["Outcome"].notes[0]) == ("no end recorded", "step 20 of 40 (50%)")
+    assert (lead["Outcome"].value, lead["Outcome"].notes[0]) == ("diverged", "step 20 of 40 (50%)")
+    lead = made(tmp_path / "killed", [train_line(10)])
+    assert (lead["Outcome"].value, lead["Outcome"].notes[0]) == ("no end recorded", "step 10 of 40 (25%)")
     lines = [train_line(10), fault_line(10, attempt=2, steps_lost=5, recover_s=2.0), train_line(20, attempt=2)]
     lines.append(summary_line(20, 10, attempt=2, goodput=0.9, skipped_steps=1, rollbacks=0))
     card = made(tmp_path / "faults", lines)["Goodput"]
@@ -127,6 +132,9 @@ def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path):
     ]
     classifier = finished_run.write(tmp_path / "c")
     kinds = ((whole, short), ["Training time"]), (on_data, ["Final quality"])
+    rated = write_run(tmp_path / "d", whole_run(cost_usd=1.0), config={"optim": {"name": "adamw", "lr": 0.1}})
+    other_lr = write_run(tmp_path / "e", [*whole_run()[:-1], summary_line(40, 30, cost_usd=2.0)]), rated
+    kinds = *kinds, (other_lr, ["Final quality", "Tokens per second", "Training time", "Cost"])
     for runs, names in (*kinds, ((whole, classifier), ["Final quality", "Training loss"])):
         rows = beside(*runs)
         assert not [name for name in names if any_best(rows[name])]
@@ -144,13 +152,13 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
     assert quality.notes[:2] == ["best 0.750 at step 20, last at step 30", "accuracy 0.760"]
     assert quality.notes[2].endswith("most frequent label: accuracy 0.500")
     html = page.render([read_run(run)], tmp_path / "out").read_text()
-    wanted = ["Outcome", "Validation f1 macro", "Training loss", "Tokens per second", "Training time", "Cost"]
+    wanted = ["Outcome", "Model", "Validation f1 macro", "Training loss", "Tokens per second", "Training time", "Cost"]
     wanted += ["Goodput", "Curves", "What it learnt", "Data", "Best evaluation, at step 20", "Details"]
     assert re.findall(r"<h2>(.*?)</h2>", html) == wanted
     assert html.index("<details") < html.index("Tokens/s over the whole run")  # the long table is folded
     pictures = re.findall(r'<img alt="(.*?)"', html)
     assert pictures[:4] == ["Training and validation loss", "Throughput", "Validation accuracy", "Validation f1 macro"]
-    assert "a [1] text \u2717 [1] good bad · 75.0 %" in shown(html)
+    assert "a [1] text \u2717 [1] good bad · 75.0%" in shown(html)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from train.report.comparison import times
+from train.report.comparison import is_same_work, times
 from train.report.data import Records
-from train.report.run import Run, Summary, newest_summary, number
+from train.report.run import Run, Summary, divergence, newest_summary, number
 from train.report.texts import duration, figure, plural, printable, spoken
 from train.tasks import TASKS
 
@@ -25,8 +25,7 @@ MOST_OTHERS = 3  # further metrics on the card of the headline
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = None  # the higher the better, among runs for which `title` and `basis` are the same
-    basis: object = None  # None: runs cannot be compared by this card
+    rank: float | None = None  # the higher the better, among runs of the same work for which `title` is the same
     tone: str = ""  # good | bad
     key: str = ""  # of the summary's figure whose ratio to that of the first run is shown
     title: str = ""  # if it says more than the card's name
@@ -43,6 +42,14 @@ def cards(run: Run) -> dict[str, Card]:
 
 
 def outcome(run: Run) -> Card:
+    """How the last attempt ended, and how far the run came; a run that diverged says so, however it ended."""
+    card, lost = ending(run), divergence(run)
+    if not lost and run.outcome.get("kind") != "not_finite":
+        return card
+    return replace(card, value="diverged", notes=[card.notes[0], lost, *card.notes[1:]], tone="bad")
+
+
+def ending(run: Run) -> Card:
     """How the last attempt ended, by outcome.json or else by its last line, and how far the run came."""
     steps, planned = run.summary["steps"], run.summary["steps_total"]
     far = f"step {steps:,}" if planned is None else f"step {steps:,} of {planned:,.0f}"
@@ -64,6 +71,24 @@ def outcome(run: Run) -> Card:
 def shown(reason: object) -> str:
     text = printable(" ".join(str(reason).split()))
     return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}..."
+
+
+def model(run: Run) -> Card | None:
+    """What was trained, and the settings that a reader looks for first."""
+    known, optimizer = run.summary, run.config.get("optim.name")
+    if known["model"] is None:
+        return None
+    name, _, shape = known["model"].partition(", ")
+    lr = number(run.environment, "plan.lr") or number(run.config, "optim.lr")
+    parameters, batch, seq_len = (known[key] for key in ("parameters", "global_batch_size", "seq_len"))
+    tokens = f" of {seq_len:,.0f} tokens" if seq_len else ""
+    notes = [
+        shape,
+        f"{parameters:,.0f} parameters" if parameters else "",
+        f"{plural(batch, 'sequence')}{tokens} a step" if batch else "",
+        f"learning rate {lr:g}{f', {shown(optimizer)}' if optimizer else ''}" if lr else "",
+    ]
+    return Card(shown(name), notes)
 
 
 def quality(run: Run) -> Card:
@@ -90,7 +115,7 @@ def quality(run: Run) -> Card:
     if value is None:
         return Card("no number", notes, tone="bad", title=title)
     sign = run.direction(name)
-    return Card(figure(value), notes, sign * value if sign else None, basis=lesson(run), title=title)
+    return Card(figure(value), notes, sign * value if sign else None, title=title)
 
 
 def against_entropy(loss: float, entropy: float | None) -> str:
@@ -133,11 +158,6 @@ def against_majority(records: Records) -> str:
     return f"always the most frequent label: accuracy {figure(max(counts.values()) / total)}" if total else ""
 
 
-def lesson(run: Run) -> str:
-    """The same for runs whose losses and metrics mean the same: of one task, on the same data."""
-    return str((run.summary["task"], run.summary["unigram_entropy"], run.summary["data"]))
-
-
 def loss(run: Run) -> Card | None:
     lines = run.train
     if not lines:
@@ -146,9 +166,9 @@ def loss(run: Run) -> Card | None:
     first = next((each for each in lines if number(each, "loss") is not None), lines[-1])
     earlier = f"{figure(number(first, 'loss'))} at step {first['step']:,}" if first is not lines[-1] else ""
     if value is None:
-        return Card("unknown", ["the last line holds no finite number", earlier], tone="bad")
+        return Card("no number", ["the last line holds no finite loss", earlier], tone="bad")
     notes = [earlier, f"validation {figure(validated['last'][0])}" if validated else ""]
-    return Card(figure(value), notes, -value, basis=lesson(run))
+    return Card(figure(value), notes, -value)
 
 
 def throughput(run: Run) -> Card | None:
@@ -159,7 +179,7 @@ def throughput(run: Run) -> Card | None:
     device = shown(end.get("device") or run.environment.get("device") or summary["backend"])
     mfu = "" if summary["mfu"] is None else f"MFU {summary['mfu']:.1%}"
     where = f"{plural(ranks, 'rank')} on {device}, {shown(summary['precision'])}" if ranks else ""
-    return Card(f"{value:,.0f}", [mfu, where], value, basis="tokens/s", key="tokens_per_s")
+    return Card(f"{value:,.0f}", [mfu, where], value, key="tokens_per_s")
 
 
 def time_taken(run: Run) -> Card | None:
@@ -168,8 +188,7 @@ def time_taken(run: Run) -> Card | None:
         return None
     notes = [f"{tokens:,.0f} tokens" if tokens else ""]
     notes.append("" if wall_s is None else f"{duration(wall_s)} since the first start")
-    # A run that did less took less time.
-    return Card(duration(seconds), notes, -seconds, basis=run.summary["examples"], key="train_s")
+    return Card(duration(seconds), notes, -seconds, key="train_s")
 
 
 def cost(run: Run) -> Card | None:
@@ -177,7 +196,7 @@ def cost(run: Run) -> Card | None:
     if usd is None:
         return None
     value, notes = f"{'at least ' if is_partial else ''}${usd:,.2f}", [shown(instance) if instance else ""]
-    return Card(value, notes, -usd, basis=None if is_partial else run.summary["examples"], key="cost_usd")
+    return Card(value, notes, None if is_partial else -usd, key="cost_usd")
 
 
 def faults(run: Run) -> Card | None:
@@ -195,11 +214,12 @@ def faults(run: Run) -> Card | None:
         f"{plural(skipped, 'step')} skipped" if skipped else "",
         plural(rollbacks, "rollback") if rollbacks else "",
     ]
-    return Card("unknown" if goodput is None else f"{goodput:.1%}", notes, goodput, basis="goodput")
+    return Card("unknown" if goodput is None else f"{goodput:.1%}", notes, goodput)
 
 
 CARDS = {  # by name, in their order
     "Outcome": outcome,
+    "Model": model,
     "Final quality": quality,
     "Training loss": loss,
     "Tokens per second": throughput,
@@ -220,19 +240,20 @@ class Cell(NamedTuple):
 
 
 def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> dict[str, list[Cell]]:
-    """A row for each card that a run has, with the best value marked where the runs can be compared by it."""
-    rows = {}
+    """A row for each card that a run has, with the best value marked if the runs did the same work."""
+    rows, is_ranked = {}, is_same_work(runs)
     for name in CARDS:
         cells = [each.get(name) for each in of_runs]
         keys = [card.key if card else "" for card in cells]
         ratios = [times(run, runs[0], key) if key else "" for run, key in zip(runs, keys, strict=True)]
         if any(cells):
-            rows[name] = [Cell(*each) for each in zip(cells, ratios, best_of(cells), strict=True)]
+            best = best_of(cells) if is_ranked else [False] * len(cells)
+            rows[name] = [Cell(*each) for each in zip(cells, ratios, best, strict=True)]
     return rows
 
 
 def best_of(cells: Sequence[Card | None]) -> list[bool]:
-    known = [card for card in cells if card is not None and card.rank is not None and card.basis is not None]
-    ranks = [card.rank for card in known if card.rank is not None]
-    is_comparable = len({(card.title, card.basis) for card in known}) == 1 and min(ranks) < max(ranks)
-    return [is_comparable and card in known and card is not None and card.rank == max(ranks) for card in cells]
+    ranks = [card.rank for card in cells if card is not None and card.rank is not None]
+    titles = {card.title for card in cells if card is not None and card.rank is not None}
+    is_comparable = len(titles) == 1 and min(ranks) < max(ranks)
+    return [is_comparable and card is not None and card.rank == max(ranks) for card in cells]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from train.config.checks import LARGEST_FLOAT
-from train.report.run import Run
+from train.report.run import Run, divergence
 from train.report.texts import as_text, count, factor, percent, printable, shortened, spoken
 
 SAME_EXAMPLES = 0.01  # share by which as many sequences may differ: a batch does not divide every epoch
@@ -116,16 +116,26 @@ def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
 # ---- what the report says ------------------------------------------------------------------------------------------
 
 
-def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
-    """A sentence on each run beside the first at the same batch, and on each variant at its own largest batch."""
+def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run, bool]]:
+    """Each run with the first at the same batch (True), and each variant with it at its own largest batch (False)."""
     same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
     largest = at_largest_batch(runs)
-    said = [sentence(run, same[0], tolerance, same_batch=True) for run in same[1:]]
+    known = [(run, same[0], True) for run in same[1:]]
     for run in largest[1:]:
-        if not (run in same and largest[0] in same):  # that has been said
-            said.append(sentence(run, largest[0], tolerance, same_batch=False))
+        if not (run in same and largest[0] in same):  # that is among them
+            known.append((run, largest[0], False))
     # Without either, they are runs of one variant that differ in batch.
-    return said or [sentence(run, runs[0], tolerance, same_batch=True) for run in runs[1:]]
+    return known or [(run, runs[0], True) for run in runs[1:]]
+
+
+def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
+    return [sentence(run, baseline, tolerance, same_batch=same) for run, baseline, same in pairs(runs)]
+
+
+def is_same_work(runs: Sequence[Run]) -> bool:
+    """True if no sentence says of a run that its work is another one, nor could of any run beside the first."""
+    known = [*pairs(runs), *((run, runs[0], False) for run in runs[1:])]
+    return not any(work_differences(run, baseline, same_batch=same) for run, baseline, same in known)
 
 
 def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
@@ -148,19 +158,21 @@ def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> 
 
 
 def time_text(run: Run, baseline: Run) -> str:
-    """The share of the baseline's billable time, and the same without compiling; empty if it is unknown."""
+    """How many times the baseline's billable time, and the same without compiling; empty if it is unknown."""
     whole, without = (ratio(run, baseline, key) for key in ("wall_s", "wall_without_compile_s"))
     if whole is None:
         return ""
     compiles = any(each.summary["compile_s"] for each in (run, baseline))
     aside = f" ({factor(without)} without compiling)" if compiles and without is not None else ""
-    return f" in {factor(whole)} {'of' if whole < 1 else 'times'} the time{aside}"
+    return f" in {factor(whole)} times the billable time{aside}"
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
     """What a reader must know of runs before they are compared."""
     for run in runs:
         known = run.summary
+        if lost := divergence(run):
+            yield f"{run.label} diverged: {lost}"
         if known["reason"] not in ("done", "early_stop"):
             of = "" if known["steps_total"] is None else f" of {count(known['steps_total'])}"
             yield f"{run.label} has not ended: step {known['steps']:,.0f}{of}"

@@ -13,7 +13,8 @@ from train.config.train import TOLERANCE
 from train.report import comparison
 from train.report.cards import ability, cards, side_by_side
 from train.report.data import Records, Table, classes_table, f1_comparison, labels_table, metrics_table, splits_table
-from train.report.figures import MAX_POINTS, curves, data_figures, look, x_axis
+from train.report.data_figures import data_figures
+from train.report.figures import DPI, MAX_POINTS, WIDTH, curves, look, x_axis
 from train.report.run import Run, tell_apart
 from train.report.texts import as_text, at_step, duration, percent, printable
 from train.run_folder import samples
@@ -174,6 +175,13 @@ def samples_of(run: Run) -> samples.Samples | None:
         raise InputError(f"{run.folder.location}/{samples.NAME} is damaged: {error}") from error
 
 
+def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
+    """(title, PNG in base64, least width in pixels) of figures: one at which a point of their texts is a pixel."""
+    widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # in the header of a PNG
+    encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
+    return [(*each, width) for each, width in zip(encoded, widths, strict=True)]
+
+
 def fill_template(values: dict[str, Any]) -> str:
     """The HTML. Every value is escaped, and made printable, where the template shows it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -209,10 +217,11 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
             "ability": "" if learnt is None else ability(runs[0].summary),
             "table": table(runs),
             "differences": config_differences(runs),
-            "figures": [(title, base64.b64encode(png).decode()) for _, title, png in figures],
+            "figures": shown_figures(figures),
             "sections": sections(only) if only is not None else [],
-            "pictures": [(title, base64.b64encode(png).decode()) for _, title, png in pictures],
+            "pictures": shown_figures(pictures),
             "comparison": [] if is_one else f1_comparison([run.records for run in runs], [run.label for run in runs]),
+            "column": WIDTH * 72,
             "by_sequences": x_axis(runs) == "examples",
             "averaged": any(len(run.train) > MAX_POINTS for run in runs),
             "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -15,7 +15,7 @@ from typing import Any
 from train.config import InputError, check, flatten
 from train.config.checks import LARGEST
 from train.report.data import Records, read_mapping, read_records
-from train.report.lines import Attempt, Faults, Line, Reading, Saves, highest, number, numbers, total
+from train.report.lines import Attempt, Faults, Line, Reading, Saves, high, highest, number, numbers, total
 from train.report.texts import printable
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import Folder, LocalFolder
@@ -204,9 +204,7 @@ def speed(run: Run) -> Summary:
     peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]
     return {
         "steps": steps,
-        "steps_total": number(end, "steps_total")
-        or number(environment, "plan.total_steps")
-        or number(config, "max_steps"),
+        "steps_total": planned_steps(run),
         "examples": examples,
         "tokens": tokens,
         "train_s": train_s,
@@ -233,7 +231,10 @@ def speed(run: Run) -> Summary:
 
 def reliability(run: Run) -> Summary:
     """What faults and saves cost. An attempt that was killed leaves no count of its skipped steps and rollbacks."""
-    saves, faults, end = run.saves, run.faults, newest_summary(run)
+    saves, faults, end, planned = run.saves, run.faults, newest_summary(run), planned_steps(run)
+    of_end = {key: number(end, key) for key in OF_SUMMARY}
+    if planned and of_end["suggested_every"]:  # a short run needs but the save at its end
+        of_end["suggested_every"] = min(planned, of_end["suggested_every"])
     return {
         "goodput": last([attempt.newest for attempt in run.attempts], "goodput"),
         "faults_survived": faults.survived,
@@ -246,8 +247,31 @@ def reliability(run: Run) -> Summary:
         "save_s": saves.total("save_s"),
         "alarms": faults.number,
         **{key: number(closing(run), key) for key in ("skipped_steps", "rollbacks")},
-        **{key: number(end, key) for key in OF_SUMMARY},
+        **of_end,
     }
+
+
+def last_finite(run: Run) -> Line | None:
+    """Return the last train line with a finite loss if the newest has none, empty if no line has; None for a run that
+    did not diverge.
+    """
+    if not run.train or "loss" not in run.train[-1] or number(run.train[-1], "loss") is not None:
+        return None
+    return next((line for line in reversed(run.train) if number(line, "loss") is not None), {})
+
+
+def divergence(run: Run) -> str:
+    """Return since when a run that diverged has no finite loss, and a cure; empty for any other run."""
+    line = last_finite(run)
+    if line is None:
+        return ""
+    since = f"after step {high(line, 'step'):,.0f}" if line else "at any step"
+    return f"no finite loss {since}: try a lower optim.lr, and look at the weights and the data"
+
+
+def planned_steps(run: Run) -> float | None:
+    known = (newest_summary(run), "steps_total"), (run.environment, "plan.total_steps"), (run.config, "max_steps")
+    return next((steps for line, key in known if (steps := number(line, key))), None)
 
 
 def newest_summary(run: Run) -> Line:

@@ -80,5 +80,5 @@ def factor(value: float) -> str:
 
 def percent(part: float) -> str:
     if 0 < part < 1e-4:
-        return "less than 0.01 %"
-    return f"{100 * part:.2g} %" if part < 0.995 else f"{100 * part:{'.0f' if part <= LONG else '.3g'}} %"
+        return "less than 0.01%"
+    return f"{100 * part:.2g}%" if part < 0.995 else f"{100 * part:{'.0f' if part <= LONG else '.3g'}}%"
