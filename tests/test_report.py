@@ -190,6 +190,9 @@ def test_a_run_that_diverged_says_so_and_since_when(tmp_path, losses, begin, mon
     report_figures.draw(report_figures.LOSS, [good, run], "step")
     assert " run (diverged)" in figures[1].axes[0].get_legend_handles_labels()[1]
     assert f"run diverged: no finite loss {since}" in "\n".join(comparison.warnings([good, run]))
+    run.outcome = {"outcome": "failed", "kind": "not_finite", "reason": "x"}
+    run.summary["reason"] = None
+    assert "run has failed: step 40 of 40" in [*comparison.warnings([run])]
 
 
 def test_no_text_of_a_figure_is_small(tmp_path, monkeypatch):

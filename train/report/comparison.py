@@ -175,7 +175,8 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{run.label} diverged: {lost}"
         if known["reason"] not in ("done", "early_stop"):
             of = "" if known["steps_total"] is None else f" of {count(known['steps_total'])}"
-            yield f"{run.label} has not ended: step {known['steps']:,.0f}{of}"
+            state = "has failed" if run.outcome.get("outcome") == "failed" else "has not ended"
+            yield f"{run.label} {state}: step {known['steps']:,.0f}{of}"
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
         if known["cost_usd"] is not None and known["cost_partial"]:
