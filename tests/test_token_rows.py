@@ -66,8 +66,9 @@ def test_tensors_hold_the_rows_asked_for(table):
 
 def test_columns_keep_their_numbers_or_are_rejected(table):
     add = lambda values, kind: table.add_column("own", values, feature=kind)  # noqa: E731
-    for kind, dtype in (("float32", torch.float32), ("float64", torch.float64), ("bool", torch.int64)):
-        values = [number % 3 == 0 if kind == "bool" else number / 8 for number in range(ROWS)]
+    kinds = {"float32": torch.float32, "float64": torch.float64, "bool": torch.int64, "uint8": torch.int64}
+    for kind, dtype in kinds.items():
+        values = (np.arange(ROWS) % 3 / 2).astype(kind).tolist()
         data = token_rows(add(values, datasets.Value(kind)), columns={"own": "own"})
         drawn = data.draw(np.array([[7, 9, PADDING]]))["inputs"]["own"]
         assert drawn.dtype == dtype and drawn.tolist() == [[values[7], values[9], IGNORE_INDEX]]

@@ -128,7 +128,7 @@ class TokenRows:
             "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(np.int64),
         }
         for name, values in self.values.items():
-            inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows]).astype(self.dtypes[name])
+            inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows].astype(self.dtypes[name]))
         for name, lists in self.lists.items():
             inputs[name] = np.full((len(rows), seq_len), IGNORE_INDEX, self.dtypes[name])
             for number, values_of_row in enumerate(lists.take(rows)):
