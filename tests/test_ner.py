@@ -182,6 +182,7 @@ IN_COLUMNS = {  # a file, settings, and its words with their tags
     "universal": (UNIVERSAL, {"word": "1", "tag": "-7"}, "in/ADP dem/DET #/SYM"),
     "commented": (COMMENTED, {}, "#/O Anna/B-PER #/O"),
     "few numbers": ("2024 O\n", {}, "2024/O"),
+    "phrases": (sentence_of("Anna NNP B-NP B-PER", "rests VBZ I-VP O"), {}, "Anna/B-PER rests/O"),  # CoNLL-2003's
 }
 
 

@@ -182,6 +182,13 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
             {},
             "not whole, as 0.5: .*regression.*data.labels",
         ),
+        (csv_of([("a", "1"), ("b", "2"), ("c", "inf")]), {}, "not whole, as inf"),
+        ("text;label\na;2,5\nb;3,0\n", {"delimiter": ";"}, "not whole, as 2,5"),
+        (
+            csv_of([("a", "true"), ("b", "0"), ("c", "1")]),
+            {},
+            r"the labels are 0, 1, true, and true may be 1: data\.lab",
+        ),
         (csv_of([*ROWS, ("text", "label"), *ROWS]), {}, r"1 bad rows.*a\.csv:42: the header again"),
         (
             '{"data": [{"text": "a", "label": 1}]}',
@@ -273,7 +280,7 @@ def test_label_map(folder, caplog):
 
 
 def test_a_label_is_the_same_in_any_format(folder):
-    for number, (first, second, same) in enumerate([("0.0", "1.0", [0, 1.0]), ("False", "TRUE", [False, True])]):
+    for number, (first, second, same) in enumerate([("0.0", "+1", [0, 1.0]), ("False", "TRUE", [False, True])]):
         path = put(folder, f"{number}.csv", csv_of([(text, (first, second)[int(label)]) for text, label in ROWS]))
         names = ["0", "1"] if number == 0 else ["false", "true"]
         lines = [json.dumps({"text": text, "label": same[int(label)]}) for text, label in ROWS]

@@ -14,6 +14,7 @@ from train.data.files.rows import Values
 logger = logging.getLogger("train")
 
 TAG = re.compile(r"O|[BIESLU]-\S+")  # O is the tag of words that are in no entity
+PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")  # CoNLL-2003's, of no entity
 MAX_WORDS = 10_000  # of a sentence; more are a file without blank lines
 FEW_WORDS = 10  # of a file in which there may be no letter
 DOCUMENT = "-DOCSTART-"  # begins a document: no word
@@ -82,7 +83,7 @@ class Sentences:
         self.start: list[str] = []  # the first words
         self.num_words, self.has_letters, self.counts = 0, False, True
         self.like_tags: set[int] = set()  # further columns that hold tags
-        self.named: set[int] = set()  # those in which there is more than O
+        self.named: set[int] = set()  # those in which there is more than O and phrases
 
     def begin(self, columns: int, number: int) -> None:
         """Take the number of columns of the first word of the file, which is in this line."""
@@ -107,7 +108,7 @@ class Sentences:
         self.has_letters = self.has_letters or any(letter.isalpha() for token in tokens for letter in token)
         self.counts = self.counts and tokens == [str(number) for number in range(1, len(tokens) + 1)]
         self.like_tags = {c for c in self.like_tags if all(TAG.fullmatch(fields[c]) for fields in words)}
-        self.named |= {c for c in self.like_tags if any(fields[c] != "O" for fields in words)}
+        self.named |= {c for c in self.like_tags if not all(PHRASE.fullmatch(fields[c]) for fields in words)}
         return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ TOKENS = {  # columns of every row of tokens
     "length": NUMBER,
     "row": NUMBER,  # number of the row that it was made of
 }
-WHOLE = re.compile(r"\+?(-?\d+)\.0*")
+WHOLE = re.compile(r"\+?(-?\d+)(\.0*)?")
 BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 
 
@@ -124,8 +124,8 @@ def plain(value: Any) -> str:
 
 
 def plain_label(value: Any) -> str:
-    """Return how settings write a label, which is the same in any format: 1, 1.0 and "1.0" are "1", True and "TRUE" are
-    "true"; nothing and not-a-number are empty.
+    """Return how settings write a label, which is the same in any format: 1, 1.0 and "+1" are "1", True and "TRUE"
+    are "true"; nothing and not-a-number are empty.
     """
     text = plain(value)
     whole = WHOLE.fullmatch(text)

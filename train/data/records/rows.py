@@ -23,6 +23,9 @@ SHOWN_LABELS = 10
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
 MAX_NUMBERS = 50  # that are labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # with a decimal comma, too
+NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # among numbers; among words it is one
+TRUTHS, BITS = {"true", "false"}, {"0", "1"}
 SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
 
@@ -101,12 +104,20 @@ class LabelNames:
 
     def check_numbers(self) -> None:
         """Raise InputError if the labels are numbers that are no classes, whatever words are among them, as n/a is."""
-        numbers = sorted(name for name in self.seen if NUMBER.fullmatch(name)) if not self.known else []
-        fraction = next((name for name in numbers if not float(name).is_integer()), None)
-        what = "numbers that are not whole" if fraction else f"more than {MAX_NUMBERS} different numbers"
+        seen = sorted(self.seen) if not self.known else []
         check(
-            fraction is None and len(numbers) <= MAX_NUMBERS,
-            f"the labels are {what}, as {fraction or max(numbers, key=float, default='')}: scores are learnt by "
+            not (TRUTHS & {*seen} and BITS & {*seen}),
+            f"the labels are {', '.join(seen[:SHOWN_LABELS])}, and true may be 1: data.label_map={{true: 1, false: 0}} "
+            "joins them; if each is a class, list all in data.labels",
+        )
+        values = {name: float(name.replace(",", ".")) for name in seen if SCORE.fullmatch(name)}
+        values |= {name: float(name) for name in seen if values and NO_NUMBER.fullmatch(name)}
+        fraction = next((name for name, value in values.items() if not value.is_integer()), None)
+        what = "numbers that are not whole" if fraction else f"more than {MAX_NUMBERS} different numbers"
+        example = fraction or max(values, key=values.__getitem__, default="")
+        check(
+            fraction is None and len(values) <= MAX_NUMBERS,
+            f"the labels are {what}, as {example}: scores are learnt by "
             "regression, not as classes; if each number is a class, list all in data.labels, as data.labels=[0,1,2]",
         )
 
