@@ -113,7 +113,7 @@ class Scheduler(spec.Scheduler):
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
-        seen = calls.resources(open_api(record), record, texts(handle, "regions"), "instance")
+        seen = calls.resources(open_api(record), record, regions_of(record, handle), "instance")
         alive = [each for each in seen if each.is_alive]
         may_be = calls.unlisted(record, {each.id for each in seen})
         zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
@@ -125,14 +125,17 @@ class Scheduler(spec.Scheduler):
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def unanswered(self, record: Record) -> State:
-        """Return that there is nothing to look for: a launch asks EC2 for machines once it is submitted."""
+        """Return that this launch has nothing: it asks EC2 for machines once it is submitted. There may be others'."""
+        seen = self.state(record, {}) if calls.call_regions(record) else State(is_active=False)
+        if seen.is_active:
+            return seen
         return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
 
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines now. The record says so already, so the launch makes nothing more. Failure if EC2 may still
         have some that train.
         """
-        api, regions = open_api(record), texts(handle, "regions")
+        api, regions = open_api(record), regions_of(record, handle)
         sweep.delete(api, calls.left_over(api, record, regions))
         left = calls.left_over(api, record, regions)
         states = ("pending", "running", sweep.UNLISTED, sweep.UNANSWERED)
@@ -141,6 +144,11 @@ class Scheduler(spec.Scheduler):
         if may_run:
             raise Failure(f"EC2 may still have {', '.join(may_run)}; {proof}, and ends them")
         print(printable(proof))
+
+
+def regions_of(record: Record, handle: Handle) -> list[str]:
+    """Return where a run may have machines: by its calls too, since its machines can write what the handle is from."""
+    return list(dict.fromkeys([*calls.call_regions(record), *texts(handle, "regions")]))
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
