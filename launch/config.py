@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
+OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # by the families of EC2's types
 MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: of one machine
 
 
@@ -66,10 +67,11 @@ class LaunchConfig(Section):
             f"cluster=local has one machine, this one, not {self.nodes + self.spares}; choose cluster=slurm or "
             "cluster=ec2",
         )
+        gpus = OLD_GPUS.get(self.instance.name[:2])
         check(
-            is_local or not self.instance.name.startswith("p3"),
-            f"instance={self.instance.name} has V100s: neither the open driver of our image nor CUDA 13, with which "
-            "PyTorch is built today, drives them, and ParallelCluster rejects the type since 3.9. Take g6.12xlarge, "
+            is_local or gpus is None,
+            f"instance={self.instance.name} has {gpus}: neither the open driver of our image nor CUDA 13, with which "
+            "PyTorch is built today, drives them, and ParallelCluster rejects p3 since 3.9. Take g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
         check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm")
