@@ -186,8 +186,9 @@ def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, pre
     assert compiled == [True, False]
 
 
-def test_continued_pretraining_says_that_it_drops_the_pooler(labelled_folder, log):
-    build_masked_lm(ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S)
+def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(labelled_folder, log):
+    model = build_masked_lm(ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S)
+    assert all(module.training for module in model.modules())  # transformers' from_pretrained returns it without
     assert log.messages[0].endswith("left out, as this model has none: bert.pooler.dense, classifier")
 
 

@@ -42,7 +42,7 @@ class Network(nn.Module):
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
         """`new`: names of the parameters that a checkpoint did not have."""
         super().__init__()
-        self.network, self.new = network, new
+        self.network, self.new = network.train(), new  # transformers returns pretrained models without dropout
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         self.mask_dtype: torch.dtype | None = None  # that of scores; None: that of the weights
 
