@@ -133,6 +133,7 @@ bench: $(PEERS)/.ready
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step
 	@$(BIN)/python -m benchmarks.xla --rounds 2 --steps 20
 	@$(BIN)/python -m benchmarks.data
+	@$(BIN)/python -m benchmarks.scale
 	@$(BIN)/python -m benchmarks.prepare
 	@$(BIN)/python -m benchmarks.checkpoint --rounds 1
 	@$(BIN)/python -m benchmarks.chaos
@@ -153,6 +154,7 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.estimate --data data/demo --rounds 1 --steps 15 --cases "2 ranks"
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3
 	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo
+	@$(BIN)/python -m benchmarks.scale --tiny
 	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000
 	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10

@@ -1,0 +1,76 @@
+"""What data costs at the size of the mission: sequences and bytes are counted, nothing is timed. No shard is there."""
+
+import tracemalloc
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from services.process import set_aws
+
+from benchmarks.scale import BATCH, LATE, Machine, planned, sampler_of
+from benchmarks.simulated import Simulated, StandInS3
+from train.data.shards.order import MAX_LANES
+from train.data.shards.prefetch import wanted_shards
+
+MISSION = [250_000] * 1200  # sequences of its shards
+
+
+@pytest.mark.parametrize("shards", [1200, 20_000])
+@pytest.mark.parametrize("machines", [1, 16, 64])
+def test_a_machine_fetches_its_part_and_begins_with_a_shard_of_each_lane(shards, machines):
+    """Before a first step late in the second epoch, with the window of each, 4 shards; of more data with no more."""
+    plan = planned(Simulated(shards), machines)
+    assert plan["most"] <= 1.1 * shards / machines and plan["fetched"] <= 1.1 * shards
+    assert plan["first"] <= MAX_LANES // machines
+    assert plan["resumed"] <= 4 * MAX_LANES // machines
+
+
+def test_the_order_of_300_m_sequences_takes_no_table():
+    """At no position: the tenth of an epoch that is drawn last costs what the first does."""
+    peaks = []
+    for epochs in (0, 1 + LATE):
+        tracemalloc.start()
+        batches = sampler_of(MISSION, 3, 16, epochs=epochs).micro_batches(64)
+        drawn = np.concatenate(list(islice(batches, 200)))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(np.unique(drawn)) == len(drawn) and drawn.max() < 2 * sum(MISSION)
+    assert max(peaks) < 16e6 and peaks[1] < 1.2 * peaks[0]
+    consumed = sampler_of(MISSION, 3, 16)
+    consumed.consumed_rows = 250 * BATCH
+    late = list(islice(consumed.micro_batches(8), 4))
+    assert np.array_equal(late, list(islice(sampler_of(MISSION, 3, 16).micro_batches(8), 254))[250:])
+
+
+def test_100_000_shards_start(tmp_path):
+    some = Simulated(10, shard_rows=50, seq_len=8).write(tmp_path / "data")
+    shards = [replace(some.shards[0], file=f"train-{number:05d}.safetensors") for number in range(100_000)]
+    manifest = replace(some, splits={**some.splits, "train": shards})
+    sampler = sampler_of([50] * len(shards), 3, 16)
+    wanted = wanted_shards(manifest, sampler, 2**62)
+    assert 1.05 * 100_000 / 16 > len(wanted) > 100_000 / 16
+    now = {shards[number].file for number in sampler.upcoming_shards()[0]}
+    assert {shard.file for shard in wanted[: len(now)]} == now
+
+
+def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp_path, monkeypatch):
+    """Two machines read two epochs, every sequence of which is compared with its number; the cache of the second is
+    smaller than its part, and fetches a shard once an epoch.
+    """
+    data, number_of_shards = Simulated(96, shard_rows=100, seq_len=8, is_numbered=True), 48
+    data.write(tmp_path / "data")
+    batch, drawn = 32, []
+    with StandInS3(data, tmp_path / "data") as s3:
+        for number in (0, 1):
+            set_aws(monkeypatch, f"machine-{number}", "none")
+            cache = {"cache": str(tmp_path / f"cache-{number}"), "small": number == 1}
+            one = Machine(s3.location, s3.config, number=number, machines=2, batch=batch, lanes=4, **cache)
+            rows, most_bytes = one.read(2 * data.rows // batch)
+            drawn.append(rows)
+            assert most_bytes <= (number_of_shards + 1 if number == 0 else 17) * data.shard_bytes
+    assert (np.bincount(np.concatenate(drawn)) == 2).all()
+    assert s3.gets["machine-0", True] == number_of_shards + 1 and s3.gets["machine-0", False] == 3
+    epochs = 2 * number_of_shards + 1
+    assert epochs <= s3.gets["machine-1", True] <= epochs + 17  # it looks into the third
+    assert s3.sent_bytes["machine-0", True] == (number_of_shards + 1) * data.shard_bytes
