@@ -44,10 +44,11 @@ if TYPE_CHECKING:
     from train.data.shards.prepared import PreparedData
 
 PARTS = ("plan", "rank", "disk", "machines", "cold")
-RANKS, BATCH, MICRO_BATCH = 32, 4096, 64  # ranks of a machine, sequences
+RANKS, BATCH = 32, 4096  # ranks of a machine, sequences
 LATE = 0.95  # of the second epoch
 DRAWN = 1_000_000  # sequences
 COLD_MACHINES = 16
+MICRO_BATCH = BATCH // RANKS // COLD_MACHINES
 EPOCHS = 2  # that real machines read
 
 
@@ -67,14 +68,14 @@ def sampler_of(
 
 def planned(data: Simulated, machines: int) -> Result:
     """Training shards that all machines fetch, the most that one does, and the most before a first step."""
-    shard_rows = [data.shard_rows] * data.shards
+    sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
+    fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
     parts, first, resumed = [], [], []
     for number in range(machines):
-        sampler = sampler_of(shard_rows, number, machines)
-        parts.append(len(sampler.lanes.shards_of(sampler.lanes_here)))
-        first.append(len(np.unique(sampler.upcoming_shards()[0])))
-        sampler.consumed_rows = int((1 + LATE) * sampler.steps) * BATCH
-        resumed.append(len(np.unique(sampler.upcoming_shards()[0])))
+        here = sampler.lanes_of(range(number * RANKS, (number + 1) * RANKS))
+        parts.append(len(sampler.lanes.shards_of(here)))
+        first.append(len(np.unique(fresh.shards_from(0, here)[0])))
+        resumed.append(len(np.unique(later.shards_from(late, here)[0])))
     return {"fetched": sum(parts), "most": max(parts), "first": max(first), "resumed": max(resumed)}
 
 
@@ -288,7 +289,7 @@ def run_machines(data: Simulated, home: Path, machines: int) -> list[Result]:
         ]
         started = [start("machine", steps=steps, **given, **each) for each in own]
         results = [result_of(process) for process in started]
-    drawn = np.concatenate([np.load(each["rows"]) for each in own])
+    drawn = np.concatenate([np.load(str(each["rows"])) for each in own])
     assert len(drawn) == steps * batch and np.bincount(drawn).max() <= EPOCHS
     for each, result in enumerate(results):
         user = f"machine-{each}"
@@ -325,8 +326,10 @@ def cold_table(data: Simulated, folder: Path) -> str:
             got = result_of(
                 start("cold", location=s3.location, s3=vars(s3.config), cache=cache, epochs=epochs, **place)
             )
-            rows.append((where, shown(total), shown(got["gb"]), shown(got["wall_s"]), shown(got["cpu_s"])))
-    return table(("start", "data, GB", "in the cache at the first step, GB", "s", "CPU s of the machine"), rows)
+        figures = (total, got["gb"], s3.gets["machine-3", True], got["wall_s"], got["cpu_s"])
+        rows.append((where, *map(shown, figures)))
+    head = ("start", "data, GB", "in the cache at the first step, GB", "GETs until then", "s", "CPU s of the machine")
+    return table(head, rows)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -170,6 +171,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if sends:
-            self.wfile.write(content)
+            with suppress(ConnectionError):  # a machine that ends breaks off what it still fetches
+                self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None: ...

@@ -1,5 +1,7 @@
 """What data costs at the size of the mission: sequences and bytes are counted, nothing is timed. No shard is there."""
 
+import logging
+import re
 import tracemalloc
 from dataclasses import replace
 from itertools import islice
@@ -60,6 +62,10 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     """
     data, number_of_shards = Simulated(96, shard_rows=100, seq_len=8, is_numbered=True), 48
     data.write(tmp_path / "data")
+    log = logging.FileHandler(tmp_path / "log")  # the fetching processes write to it, too
+    logger = logging.getLogger("train")
+    monkeypatch.setattr(logger, "handlers", [log])
+    monkeypatch.setattr(logger, "level", logging.INFO)
     batch, drawn = 32, []
     with StandInS3(data, tmp_path / "data") as s3:
         for number in (0, 1):
@@ -73,4 +79,7 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     assert s3.gets["machine-0", True] == number_of_shards + 1 and s3.gets["machine-0", False] == 3
     epochs = 2 * number_of_shards + 1
     assert epochs <= s3.gets["machine-1", True] <= epochs + 17  # it looks into the third
+    said = (tmp_path / "log").read_text()
+    assert said.count("reads 49 of 97 (104kB of 205kB), 2 of them (4.23kB) before the first step\n") == 2
+    assert len(re.findall(r"shards: the 2 for the first step are here after [\d.]+ s \([\d.]+k?B/s\)\n", said)) == 2
     assert s3.sent_bytes["machine-0", True] == (number_of_shards + 1) * data.shard_bytes

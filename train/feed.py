@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
 from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
+from train.storage.folders import is_s3
 from train.tasks import Task
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from train.parallel import Engine
     from train.ranks import World
 
+logger = logging.getLogger("train")
 HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's device_prefetch is 4)
 
 
@@ -69,13 +72,14 @@ def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
     """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
-    first = world.rank - world.local_rank
+    data_ranks = world.all_gather_object(engine.data_rank)
+    machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
     place: dict[str, Any] = {
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         "rank": engine.data_rank,
         "world_size": engine.data_size,
-        "machine_ranks": world.all_gather_object(engine.data_rank)[first : first + world.local_size],
+        "machine_ranks": machines[world.rank // world.local_size],
         "consumed_rows": progress.examples,
     }
     if task.buckets is not None:
@@ -92,6 +96,8 @@ def train_order(
         f"data.window_shards={window * lanes}, leave it out or choose another run_dir",
     )
     progress.lanes, progress.window_shards = lanes, window
+    if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
+        logger.warning("%s", more)
     return order
 
 

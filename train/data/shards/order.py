@@ -26,6 +26,7 @@ PADDING = -1  # fills up the last evaluation batch, and is not counted
 ROWS_AT_ONCE = 4096  # looked up in the order together
 MAX_LANES = 64  # the first batch of a cold machine needs a shard of each: 4 GB of the largest usual size, 64 MiB
 WINDOW_SHARDS = 256  # shuffled together over all lanes, where there are so many: 16 GiB that a late resume fetches
+MOST_FETCHED = 1.1  # times the data by all machines together; what is above is said
 ROUNDS = 12  # of the computed permutation; with 8 the order of windows of 12 sequences can be told from a random one
 LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate behind the seed (random_bits.py)
 
@@ -134,14 +135,14 @@ class EpochOrder:
         return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of the windows that these lanes read at `step`, and those of all later windows in the
+        """Return the shards of the windows that these lanes read in `step`, and those of all later windows in the
         order of need.
         """
         begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows of its lane that come before
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
         )
-        is_now = is_left & (begins <= step * self.each)
+        is_now = is_left & (begins < (step + 1) * self.each)
         begins, is_later = begins[self.piece_windows], (is_left & ~is_now)[self.piece_windows]
         shards = self.lanes.piece_shards[self.pieces]
         later = np.flatnonzero(is_later)
@@ -189,6 +190,21 @@ class ShardSampler:
         """Return the lanes that these ranks read, rising."""
         slots = np.concatenate([self.slots_of(rank) for rank in ranks])
         return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
+
+    def fetched_more(self, machines: Sequence[Sequence[int]]) -> str | None:
+        """Say how often machines of these ranks fetch the data in all, and why; None if hardly more than once."""
+        parts = [self.lanes.shards_of(self.lanes_of(ranks)) for ranks in machines]
+        times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
+        if times <= MOST_FETCHED:
+            return None
+        lanes, batch, shards = self.lanes.number, self.global_batch_size, len(self.shard_rows)
+        why = f"their parts of a batch of {batch:,} cut its {lanes} lanes of shards"
+        cure = f"take a number of machines that divides {lanes}"
+        if shards < 2 * MAX_LANES:
+            why, cure = f"{shards} shards are few for {lanes} lanes", "prepare more of fewer sequences (rows_per_shard)"
+        elif batch % MAX_LANES:
+            cure = f"make global_batch_size a multiple of {MAX_LANES}"
+        return f"{len(machines)} machines fetch {times:.2f} times the training data in all, since {why}; {cure}"
 
     @property
     def window_rows(self) -> int:

@@ -17,6 +17,7 @@ import shutil
 import signal
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from threading import Condition, Thread
@@ -73,6 +74,8 @@ class ShardPrefetcher(Prefetcher):
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
         self.settled, self.failed = set[str](), set[str]()  # there, or failed for good; and the latter alone
+        first = [cache.manifest.splits["train"][number] for number in sampler.upcoming_shards()[0]]
+        self.first: dict[str, Shard] = {shard.file: shard for shard in first}  # until they are there
         context = multiprocessing.get_context("fork")  # a spawned one would import torch first
         receiver, self.consumed_rows = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
@@ -109,6 +112,7 @@ class ShardPrefetcher(Prefetcher):
     def serve(self, consumed_rows: Connection) -> None:
         """Keep the wanted shards in the cache until the run ends."""
         self.want()
+        self.announce()
         for _ in range(self.cache.cfg.downloads):
             Thread(target=self.fetch, daemon=True).start()
         was_filling, reported_s = True, time.monotonic()
@@ -155,6 +159,7 @@ class ShardPrefetcher(Prefetcher):
                 if shard.file in self.wanted:
                     self.settled.add(shard.file)
                     self.failed |= set() if is_there else {shard.file}
+                    self.report_first()
                 elif not self.fits:
                     discard(self.cache.folder / shard.file)
 
@@ -183,11 +188,34 @@ class ShardPrefetcher(Prefetcher):
         except OSError as error:
             logger.warning("cannot write %s: %s", self.cache.status, error.strerror)
 
+    def announce(self) -> None:
+        """Log how much this machine reads, and how much of it before the first step."""
+        manifest, self.began_s = self.cache.manifest, time.monotonic()
+        part = self.sampler.lanes.shards_of(self.sampler.lanes_here)
+        mine = [*(manifest.splits["train"][number] for number in part), *manifest.splits["validation"]]
+        logger.info(
+            "shards: this machine reads %d of %d (%s of %s), %d of them (%s) before the first step",
+            *(len(mine), len(manifest.shards), size_of(mine), size_of(manifest.shards)),
+            *(len(self.first), size_of(self.first.values())),
+        )
+
+    def report_first(self) -> None:
+        """Log once how long those for the first step took: to be fetched, or compared if they were there."""
+        if self.first and self.first.keys() <= self.settled - self.failed:
+            took_s, total = time.monotonic() - self.began_s, sum(shard.bytes for shard in self.first.values())
+            speed = f"{tqdm.format_sizeof(total / took_s, 'B')}/s"
+            logger.info("shards: the %d for the first step are here after %.1f s (%s)", len(self.first), took_s, speed)
+            self.first = {}
+
     def report(self) -> None:
         wanted, there = self.wanted, self.settled - self.failed
         ready = [shard for file, shard in wanted.items() if file in there]
-        size, total = (tqdm.format_sizeof(sum(shard.bytes for shard in some), "B") for some in (ready, wanted.values()))
-        logger.info("shards: %d of %d in %s, %s of %s", len(ready), len(wanted), self.cache.folder, size, total)
+        counts = (len(ready), len(wanted), self.cache.folder, size_of(ready), size_of(wanted.values()))
+        logger.info("shards: %d of %d in %s, %s of %s", *counts)
+
+
+def size_of(shards: Iterable[Shard]) -> str:
+    return tqdm.format_sizeof(sum(shard.bytes for shard in shards), "B")
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
