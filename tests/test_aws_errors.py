@@ -29,7 +29,7 @@ def test_an_error_of_the_sdk_is_one_line(error, kind, words):
     assert words in str(raised.value) and str(raised.value).startswith("here: ") and "\n" not in str(raised.value)
 
 
-CURES_OF = {  # what stands in the line, and for which errors of EC2
+CURES_OF = {  # what stands in the line, and for which codes
     "python -m launch quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
     "name other subnets": "Unsupported",
     "name a larger subnet": "InsufficientFreeAddressesInSubnet",
@@ -40,7 +40,9 @@ CURES_OF = {  # what stands in the line, and for which errors of EC2
     "aws configure": "SignatureDoesNotMatch",
     "enable the region": "OptInRequired",
     "try in some minutes": "PendingVerification",
-    "AWS's support": "Blocked",
+    "AWS's support": "Blocked AllAccessDisabled AccountProblem",
+    "aws s3api restore-object": "InvalidObjectState",
+    "enable the key": "KMS.DisabledException KMS.KMSInvalidStateException",
     "cluster.image": "InvalidAMIID.NotFound",
     "cluster.subnets": "InvalidSubnetID.NotFound",
     "cluster.capacity_reservation": "InvalidCapacityReservationId.NotFound",
@@ -51,7 +53,7 @@ CURES_OF = {  # what stands in the line, and for which errors of EC2
 
 
 @pytest.mark.parametrize(("cure", "codes"), CURES_OF.items())
-def test_an_error_of_ec2_is_one_line_with_the_cure(cure, codes):
+def test_an_answer_that_says_no_is_one_line_with_the_cure(cure, codes):
     for code in codes.split():
         with pytest.raises(InputError) as raised, explained("here", cures=CURES):
             raise exceptions.ClientError({"Error": {"Code": code, "Message": "no"}}, "RunInstances")

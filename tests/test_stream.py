@@ -155,15 +155,26 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
     [
         (Fault("status", "large", code=404, error="NoSuchKey"), Unreachable, "it is not in the bucket"),
         (Fault("status", "large", code=403, error="AccessDenied"), Unreachable, "no permission .*; the role or user"),
+        (Fault("status", "large", code=403, error="InvalidObjectState"), InputError, "archived .*restore it .*3 times"),
+        (
+            Fault("status", "large", code=400, error="KMS.DisabledException"),
+            InputError,
+            "KMS key .*by the.*; enable the",
+        ),
+        (
+            Fault("status", "large", code=403, error="InvalidAccessKeyId"),
+            Unreachable,
+            "does not know these credentials",
+        ),
         (Fault("stall", "large"), Unreachable, r"nothing came within 0.5 s \(data.attempt_s\)"),
         (Fault("flip", "large", after=900), InputError, "it has sha256 .*, the manifest says .* 3 times"),
     ],
-    ids=["missing", "forbidden", "stall", "flipped byte"],
+    ids=["missing", "forbidden", "archived", "key disabled", "credentials unknown", "stall", "flipped byte"],
 )
 def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, kind, message):
     bucket.proxy.set(fault)
     with pytest.raises(kind, match=f"^{bucket.location('data')}/large.safetensors: .*{message}"):
-        large(attempt_s=0.5, deadline_s=1.0 if kind is Unreachable else 60.0)
+        large(attempt_s=0.5 if fault.do == "stall" else 5.0, deadline_s=5.0 if kind is Unreachable else 60.0)
 
 
 def test_a_slow_but_steady_link_is_waited_for(bucket, large, monkeypatch):

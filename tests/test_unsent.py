@@ -57,9 +57,9 @@ def test_a_save_that_s3_does_not_take_stays_whole_and_its_folder_is_named(store,
     assert store.steps() == [3]
 
 
-@pytest.mark.parametrize("name", [None, "5f0c1a2b3d4e4f5a8b9c0d1e2f3a4b5c"], ids=["now", "da2362f"])
+@pytest.mark.parametrize("name", [None, "5f0c1a2b3d4e4f5a8b9c0d1e2f3a4b5c"], ids=["now", "b14c56c"])
 def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog, name):
-    """Its step is that of its manifest: commit da2362f named the folder by a random number alone."""
+    """Its step is that of its manifest: commit b14c56c named the folder by a random number alone."""
     (folder,) = copies(store)
     folder = folder.rename(folder.with_name(name or folder.name))
     killed = store.begin(9, 0)

@@ -12,7 +12,9 @@ from train.config import InputError, Unreachable
 EXPIRED = ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"]
 UNKNOWN = ["InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "AuthFailure", "SignatureDoesNotMatch"]
 UNKNOWN += ["UnrecognizedClientException"]
-NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "AllAccessDisabled", "UnauthorizedOperation"]
+NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "UnauthorizedOperation"]
+DISABLED = ["AllAccessDisabled", "AccountProblem", "InvalidPayer", "NotSignedUp"]
+KMS = "KMS."  # begins the codes of S3 for what AWS's service of keys has answered it
 TEMPORARY_CODES = ["RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded"]
 TEMPORARY_CODES += ["InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable"]
 # With status 400: a body that came late, or damaged, by several names.
@@ -34,6 +36,17 @@ ROWS: list[tuple[list[str], str, str]] = [  # codes of AWS, or classes of botoco
     (NOT_ALLOWED, "no permission ({code}): {text}", f"the role or user needs it in its policy; {WHOSE}"),
     (["RequestTimeTooSkewed"], "this machine's clock is wrong: {service} rejects its signature", "set it (chrony)"),
     (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),
+    (
+        ["InvalidObjectState"],
+        "the object is archived ({code})",
+        "restore it (aws s3api restore-object), or copy it to S3 Standard",
+    ),
+    (
+        [KMS],
+        "its KMS key cannot be used ({code}): {text}",
+        "enable the key, or cancel its deletion (aws kms describe-key)",
+    ),
+    (DISABLED, SAID, "the account or the bucket is disabled: see its bills, ask AWS's support"),
     (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
     (["Blocked"], SAID, "the account is blocked: ask AWS's support"),
     (["PendingVerification"], SAID, "AWS still verifies the account: try in some minutes"),
@@ -72,14 +85,16 @@ def code_of(error: BaseException) -> str:
 
 def is_temporary(status: int, code: str | None) -> bool:
     """Whether the same request may succeed later. EC2 answers 500 for a lack of capacity too, which is no such case."""
-    return code in TEMPORARY_CODES or (status in TEMPORARY_STATUS and "Capacity" not in (code or ""))
+    return (code or "").removeprefix(KMS) in TEMPORARY_CODES or (
+        status in TEMPORARY_STATUS and "Capacity" not in (code or "")
+    )
 
 
 def problem_and_cure(
     code: str, text: str = "", *, status: int = 0, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
     """What a code, with AWS's own text, means, and what to do ("" if nothing is known). `cures` go before TABLE's."""
-    problem, cure = TABLE.get(code, (SAID if code or status else "{text}", ""))
+    problem, cure = TABLE.get(KMS if code.startswith(KMS) else code, (SAID if code or status else "{text}", ""))
     answer = f"{status or ''} {code}".strip()
     if is_temporary(status, code):
         problem, cure = "{service} answers {answer}", ""

@@ -57,6 +57,8 @@ TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
 BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
 MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no text
+UNSAID = " (or it is missing, which S3 says only to users that may list the bucket; or a bucket whose requester pays:"
+UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
@@ -300,7 +302,8 @@ class S3Folder:
             here = self.client.meta.region_name
             return Rejected(f"{url}: the bucket is in region {region}, not {here}; set s3.region", code)
         if code in NOT_ALLOWED:
-            hint = " (or it is missing: S3 says so only to users that may list the bucket)" if action == "read" else ""
+            text = one_line(error.response["Error"].get("Message") or "")
+            hint = f": {text}" if "not authorized" in text else UNSAID if action == "read" else ""
             kind = NotPermitted if action == "delete" else InputError
             return kind(f"{url}: no permission to {action} it{hint}; {aws_errors.TABLE[code][1]}")
         return aws_errors.explain(error, url, service="S3")

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -25,10 +26,11 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import Shard
+from train.storage import aws_errors
 from train.storage.atomic_io import discard
-from train.storage.aws_errors import TABLE, one_line, problem_and_cure
+from train.storage.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
 from train.storage.checksums import fault_of, fault_of_file
-from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
+from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling
@@ -43,9 +45,8 @@ PASSING = {  # that time may change: a new role takes a while to be known everyw
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
-    "Forbidden": "AccessDenied",
-    "AccessDenied": "AccessDenied",
 }
+RETRIED = (*aws_errors.CREDENTIALS, *aws_errors.NOT_ALLOWED, "RequestTimeTooSkewed")  # codes that time may change
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 put_here: dict[str, str] = {}  # credentials that this process has put into its environment
 
@@ -60,6 +61,7 @@ class Client:
     """
 
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
+        self.folder = folder
         given = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
         uses_environment = folder.s3.profile is None and bool(given) and given != put_here
         self.session = open_session(folder.s3, skips_environment=not uses_environment)
@@ -112,7 +114,43 @@ class Client:
         except S3Exception as error:  # one class for all; only its text distinguishes the cases
             if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the request before
                 return pieces
-            raise explain(error) from error
+            raise self.explain(error, file) from error
+
+    def explain(self, error: S3Exception, file: str) -> Exception:
+        """Doubtful or Unreachable, with the problem and its cure."""
+        text = one_line(error)
+        for phrase, meaning in (FINAL | PASSING).items():
+            if phrase in text:
+                known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
+                return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
+        status, code, said = answer_in(text)
+        if "Forbidden" in text:  # of all codes with status 403; boto3 is told which
+            status, code, said = self.answer_to_boto3(file)
+        if not code:
+            return Unreachable(text)
+        known = "; ".join(filter(None, problem_and_cure(code, said, status=status, service="S3")))
+        return (Unreachable if is_temporary(status, code) or code in RETRIED else Doubtful)(known)
+
+    def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
+        """Status, code and text of S3's answer; without a code if it is another one by now."""
+        client = open_client(self.session, self.folder.s3)  # the folder's connections are another process's
+        try:
+            client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()
+        except ClientError as error:
+            status = int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+            return status, code_of(error), one_line(error.response["Error"].get("Message") or "")
+        except BotoCoreError as error:
+            return 0, code_of(error), one_line(error)
+        return 0, "", ""
+
+
+def answer_in(text: str) -> tuple[int, str, str]:
+    """Status, code and text of S3's answer in an error of the connector that quotes it; no code: it does not."""
+    status, code, said = (
+        re.search(pattern, text)
+        for pattern in (r"response_status: (\d+)", "<Code>(.*?)</Code>", "<Message>(.*?)</Message>")
+    )
+    return int(status[1]) if status else 0, code[1] if code else "", said[1] if said else ""
 
 
 def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
@@ -131,15 +169,6 @@ def put(credentials: tuple[str | None, ...]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = put_here[name] = value
-
-
-def explain(error: Exception) -> Exception:
-    text = one_line(error)
-    for phrase, meaning in (FINAL | PASSING).items():
-        if phrase in text:
-            known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
-            return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
-    return Unreachable(text)
 
 
 class Downloader:
