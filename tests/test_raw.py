@@ -545,7 +545,7 @@ def test_answers_that_are_not_where_they_should_be(folder):
         ('{"data": [\n}', r"dev\.json:2: not JSON: "),
         ('{"data": {}}', "is not SQuAD"),
         ('{"data": [{"paragraphs": 3}]}', r"dev\.json, data\[0\]: no list paragraphs"),
-        (squad(question("one"), question("one")), "two rows have the id one"),
+        (squad(question("one"), question("one")), "1 bad rows, .*question one: a row before it has the id one"),
         (squad(question("one")).replace("Norman:", "\\ud83d"), "half of a surrogate pair"),
         ('{"data": []}', "validation: no row is left"),
     ],
@@ -553,6 +553,12 @@ def test_answers_that_are_not_where_they_should_be(folder):
 def test_broken_squad_is_one_line(folder, content, message):
     put(folder, "dev.json", content)
     read_questions(folder, format="squad", message=message)
+
+
+def test_a_question_whose_id_is_repeated_is_a_bad_row(folder):
+    put(folder, "dev.json", squad(question("one"), question("one")))
+    raw = read_questions(folder, max_bad_rows=1)
+    assert raw.splits["validation"]["id"][:] == ["one"] and raw.dropped["validation"].bad_rows == 1
 
 
 def test_answers_in_the_shape_of_the_hub_are_checked_too(folder):

@@ -54,7 +54,7 @@ class ShardsConfig(DataConfig):
 class ColumnsConfig:
     """Names of the columns of the data. A dot leads into an object: answers.text."""
 
-    id: str | None = None  # written to the predictions; None: the row's number
+    id: str | None = None  # written to the predictions; None: SQuAD's own, or else the row's number
     text: str = "text"  # the text to label, or the first of a pair
     text_pair: str | None = None  # the second text of a pair
     label: str = "label"  # the label, for classification

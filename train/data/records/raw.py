@@ -81,21 +81,14 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
 
 
 def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path) -> datasets.Dataset:
-    """Examples as a table that is mapped into memory. InputError if two have one id and the kind needs it unique."""
+    """Examples as a table that is mapped into memory."""
     used = kind.columns_of(cfg.columns)
     features = datasets.Features({"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used})
-    ids: set[str] = set()
     with (
         naming(f"{path} cannot be written", (OSError,)),
         ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH_ROWS) as writer,
     ):
         for example in rows:
-            if kind.has_unique_ids:
-                check(
-                    example["id"] not in ids,
-                    f"two rows have the id {example['id']} (data.columns.id); each needs its own",
-                )
-                ids.add(example["id"])
             writer.write(example)
             progress.advance(1)
         writer.finalize()

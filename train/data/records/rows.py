@@ -146,6 +146,7 @@ def examples(
         InputError: a column is missing; for new rows, one is bad.
     """
     is_new, number = dropped is None, -1
+    ids: set[str] = set()
     for table in tables:
         columns = kind.columns_of(table.keys or cfg.columns)
         rows = with_columns({key: columns[key] for key in columns if not is_new or key != kind.target}, table)
@@ -159,6 +160,10 @@ def examples(
                 example = {"id": row.id() if "id" in columns else str(number), **kind.read(row)}
                 if not is_new or row.has(kind.target):
                     example |= target_of(row, example, kind, labels, names, is_new=is_new)
+                if kind.has_unique_ids and not is_new:
+                    if example["id"] in ids:
+                        raise BadRow(f"a row before it has the id {example['id']:.40}; each needs its own")
+                    ids.add(example["id"])
             except BadRow as bad:
                 if dropped is None:
                     raise InputError(f"{where}: {bad}") from None
