@@ -21,7 +21,7 @@ from launch import code, commands, submit
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.engines import INSTANCE, ExternalEngine
-from launch.estimate import HEADER, Estimate, cells, estimate
+from launch.estimate import HEADER, Estimate, cells, estimate, notes_of_data
 from launch.plan import make_job, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import SETTINGS, engine, scheduler
@@ -31,7 +31,7 @@ from train.cli.command import guarded
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
 from train.host.machine import instance_names
-from train.storage.folders import open_folder
+from train.storage.folders import is_s3, open_folder
 
 WIDTH = 110  # columns
 USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts"
@@ -142,7 +142,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
     """The estimate, with the length of the sequences and their number where the data can be read from here."""
-    rows, seq_len, vocab_size = None, run.seq_len, None
+    rows, seq_len, vocab_size, manifest = None, run.seq_len, None, None
     if isinstance(run.data, ShardsConfig):
         try:
             manifest = read_manifest(open_folder(run.data.path, run.s3))
@@ -150,7 +150,7 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
             vocab_size = manifest.tokenizer.vocab_size
         except InputError:
             print(f"note: {run.data.path} is not seen from here: the estimate does without it", file=sys.stderr)
-    return estimate(
+    expected = estimate(
         run,
         nodes=cfg.nodes,
         processes_per_node=cfg.ranks_per_node,
@@ -160,6 +160,10 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
         calibration=None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3),
         vocab_size=vocab_size,
     )
+    if manifest is None or not is_s3(run.data.path):
+        return expected
+    at = next(each for each in expected.rows if each.nodes == cfg.nodes)
+    return dataclasses.replace(expected, assumptions=(*expected.assumptions, *notes_of_data(run, at, manifest)))
 
 
 def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.calibration import Calibration, flops_per_sequence
-from train.config import InputError, InstanceConfig, TrainConfig, check, make_plan
+from train.config import InputError, InstanceConfig, ShardsConfig, TrainConfig, check, make_plan
 from train.config.parallel import Held
+from train.data.shards.format import DataManifest
+from train.data.shards.order import WINDOW_SHARDS, ShardSampler, lanes_of, window_of_lane
 from train.host.launched import Launched, check_launch
 from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
@@ -252,6 +254,34 @@ def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: in
     if needed.total <= device_gib * GIB:
         return [f"{needed}, of the device's {device_gib:g}"]
     return [f"{needed}: MORE than the device's {device_gib:g}; {advice(cfg, world_size=at.world_size)}"]
+
+
+def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> list[str]:
+    """Say what each of the planned machines fetches from S3, if each of its ranks reads rows of its own."""
+    if at.global_batch_size is None or at.replicas != at.world_size or not isinstance(cfg.data, ShardsConfig):
+        return []
+    shards, ranks, window = manifest.splits["train"], at.world_size // at.nodes, cfg.data.window_shards or WINDOW_SHARDS
+    machines = [range(first, first + ranks) for first in range(0, at.world_size, ranks)]
+    lanes = lanes_of(at.global_batch_size, min(len(shards), window))
+    order = ShardSampler(
+        [shard.rows for shard in shards],
+        seed=cfg.seed,
+        global_batch_size=at.global_batch_size,
+        rank=0,
+        world_size=at.world_size,
+        machine_ranks=machines[0],
+        lanes=lanes,
+        window_shards=window_of_lane(window, lanes),
+    )
+    part, first = order.lanes.shards_of(order.lanes_here), {*order.upcoming_shards()[0].tolist()}
+    gb = [sum(shards[number].bytes for number in numbers) / 1e9 for numbers in (part, range(len(shards)), first)]
+    held_out = sum(shard.bytes for shard in manifest.splits["validation"]) / 1e9
+    note = (
+        f"each machine fetches about {gb[0]:.3g} of {gb[1]:.3g} GB of training data, {gb[2]:.3g} GB of it before its "
+    )
+    note += f"first step, and {held_out:.3g} GB to evaluate with"
+    more = order.fetched_more(machines)
+    return [note] if more is None else [note, more]
 
 
 def notes_of_price(instance: InstanceConfig) -> list[str]:

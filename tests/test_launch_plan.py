@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import FLEET, IN_S3, TASK, TRN1, node, plan, script, with_module
 from running import eventually
+from services.process import set_aws
 from torch.distributed.run import parse_args
 
+from benchmarks.simulated import Simulated, StandInS3
 from launch.__main__ import expect, main
 from launch.plan import absolute, check_unchanged, located, run_overrides
 from launch.record import Job, Record
@@ -41,6 +43,29 @@ def test_640_000_examples_on_n_machines():
     assert run.instance == cfg.instance
     rows = {row.nodes: (row.world_size, row.steps) for row in expect(cfg, run).rows}
     assert (rows[2], rows[4]) == ((16, 2500), (32, 1250))
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (4096, "each machine fetches about 0.00102 of 0.0163 GB of training data, 0.000109 GB of it before its first"),
+        (512 * 3, "about 0.0013"),
+        (
+            512 * 31,
+            "16 machines fetch 1.24 times .* cut its 62 lanes of shards; make global_batch_size a multiple of 64",
+        ),
+    ],
+)
+def test_the_plan_says_what_machines_fetch_from_s3(tmp_path, monkeypatch, batch, said):
+    set_aws(monkeypatch, "planner", "none")
+    data = Simulated(600, shard_rows=100)
+    data.write(tmp_path / "data")
+    with StandInS3(data, tmp_path / "data") as s3:
+        where = [f"data.path={s3.location}", f"s3.endpoint={s3.config.endpoint}", "s3.region=x", "s3.path_style=true"]
+        of_run = ["experiment=albert_pretrain", "run_dir=runs/mine", f"global_batch_size={batch}", *where]
+        cfg, job = plan(["cluster=slurm", "instance=trn1.32xlarge", "nodes=16"], of_run)
+        notes = expect(cfg, cli.load_config(TrainConfig, job.overrides)).assumptions
+    assert re.search(said, "; ".join(notes)), notes
 
 
 def test_the_run_gets_the_instance_of_the_launch_unless_it_has_its_own():

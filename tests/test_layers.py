@@ -24,7 +24,9 @@ PACKAGES = [[f"train.{package}" for package in line.split()] for line in PACKAGE
 TOOLS = "settings bench report publish compare doctor precompile prepare convert shards records predict hub"
 TOOLS = {f"train.{package}" for package in TOOLS.split()}
 # Of train, without torch.
-FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.memory_estimate models.model_sizes "
+FOR_LAUNCH = (
+    "config host cli storage run_folder data.shards.format data.shards.order models.memory_estimate models.model_sizes "
+)
 FOR_LAUNCH += "telemetry.lines"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
