@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json")
-OWNED_S = 0.1  # no lease is shorter, and none is taken before it has been silent for as long
 GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 
 
@@ -81,7 +80,6 @@ class RunFolder:
             self.storage = LocalFolder(self.path)
         self.folder = cast(Folder, Owned(self.storage, self.check_owner))
         self.guard: Callable[[], None] = lambda: None  # a job sets it; other programs write at their own risk
-        self.owned_until_s = 0.0  # by time.monotonic(), until when lines may be appended without another look
         self.is_lost = False  # whether another job owns it: then nothing is written any more
         self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
@@ -122,14 +120,10 @@ class RunFolder:
             raise
 
     def may_append(self) -> bool:
-        """Return whether this machine's files of the run may still be written. Copies of a folder in S3 always may.
-        A line soon after another does not look for the owner again: a job that slept, and may have lost it, does.
-        """
-        if self.is_remote or time.monotonic() < self.owned_until_s:
-            return self.is_remote or not self.is_lost
+        """Return whether this machine's files of the run may still be written. Copies of a folder in S3 always may."""
         try:
-            self.check_owner()
-            self.owned_until_s = time.monotonic() + OWNED_S
+            if not self.is_remote:
+                self.check_owner()
         except LeaseLost:
             return False
         except (InputError, OSError):  # the lease cannot be read now: lines wait if they cannot be written either
