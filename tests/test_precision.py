@@ -84,20 +84,20 @@ def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy):
 
 def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
     """The first scales are too large for the toy: a run that forgot its own would skip steps again."""
-    settings = {"max_steps": 16, "backend": FP16, "checkpoint": {"every": 8}}
+    settings = {"max_steps": 32, "backend": FP16, "checkpoint": {"every": 16}}
     toy.train("whole", **settings)
     with pytest.raises(RuntimeError, match="killed"):
-        toy.losses, toy.scale = 0, lambda call: 1.0 if call <= 10 else killed()
+        toy.losses, toy.scale = 0, lambda call: 1.0 if call <= 18 else killed()
         toy.train("cut", **settings)
     toy.scale = lambda call: 1.0
     toy.train("cut", **settings)
     scales = toy.values("train", "loss_scale", "whole")
-    assert scales[8:] == toy.values("train", "loss_scale", "cut")[-8:]
+    assert scales[16:] == toy.values("train", "loss_scale", "cut")[-16:]
     assert 1 < scales[-1] < 65536
-    assert toy.weights(16, "whole") == toy.weights(16, "cut")
-    files = (toy.folder / name / "checkpoints/step_00000016/optimizer.pt" for name in ("whole", "cut"))
+    assert toy.weights(32, "whole") == toy.weights(32, "cut")
+    files = (toy.folder / name / "checkpoints/step_00000032/optimizer.pt" for name in ("whole", "cut"))
     states = [torch.load(file)["loss_scale"] for file in files]
-    assert states[0] == states[1] and states[0]["_growth_tracker"] > 8
+    assert states[0] == states[1] and states[0]["_growth_tracker"] > 16
 
 
 def killed():

@@ -7,12 +7,12 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from train.config import check
+from train.config import InputError, check
 from train.data.files.errors import naming
 
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte may hold one of a gigabyte
@@ -110,10 +110,11 @@ class BoundedFile(io.RawIOBase):
         return len(content)
 
 
-def check_length(num_chars: int, where: str) -> None:
-    """Raise InputError for a line of so many characters that is too long."""
-    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
-    check(num_chars <= LONGEST_LINE_CHARS, f"{where}: a line of more than {most}")
+def check_length(num_chars: int, where: Callable[[], str]) -> None:
+    """Raise InputError for a line of so many characters that is too long. `where` names it: for most nothing does."""
+    if num_chars > LONGEST_LINE_CHARS:
+        most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
+        raise InputError(f"{where()}: a line of more than {most}")
 
 
 def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
@@ -121,8 +122,7 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
     number = 0
     while line := text.readline(LONGEST_LINE_CHARS + 1):
         number += 1
-        if len(line) > LONGEST_LINE_CHARS:
-            check_length(len(line), f"{name}:{number}")
+        check_length(len(line), lambda at=number: f"{name}:{at}")  # type: ignore[misc]
         yield line
 
 

@@ -182,8 +182,7 @@ class TextFiles(FilesCorpus):
             number += is_whole
             num_chars = len(line) if is_whole else num_chars + len(line)
             is_whole = line.endswith("\n")
-            if num_chars > LONGEST_LINE_CHARS:
-                check_length(num_chars, line_name(path, first, number))
+            check_length(num_chars, lambda at=number: line_name(path, first, at))  # type: ignore[misc]
             if bad := unreadable(line, self.cfg.encoding, DECODING):
                 raise InputError(f"{line_name(path, first, number)}: {bad}")
             yield line
