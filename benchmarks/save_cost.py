@@ -11,6 +11,7 @@ as they arrive at a rank. The counted save is the fifth, which removes the secon
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import pickle
 import tempfile
@@ -90,8 +91,8 @@ class Collectives:
         self.received[group.rank] += sum(value.nbytes for value in values[1:]) if group.rank == 0 else 0
 
     def broadcast_object_list(self, objects: list[Any], *, group: Group) -> None:
-        content = group.exchange(pickle.dumps(objects) if group.rank == 0 else b"")[0]
-        objects[:] = pickle.loads(content)
+        content, values = group.exchange((pickle.dumps(objects), objects) if group.rank == 0 else (b"", []))[0]
+        objects[:] = copy.deepcopy(values)
         self.received[group.rank] += len(content) if group.rank else 0
 
     def all_gather_object(self, objects: list[Any], value: Any, *, group: Group) -> None:

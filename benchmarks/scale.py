@@ -289,7 +289,7 @@ def run_machines(data: Simulated, home: Path, machines: int) -> list[Result]:
         ]
         started = [start("machine", steps=steps, **given, **each) for each in own]
         results = [result_of(process) for process in started]
-    drawn = np.concatenate([np.load(str(each["rows"])) for each in own])
+    drawn = np.concatenate([np.load(str(each["rows"]), allow_pickle=False) for each in own])
     assert len(drawn) == steps * batch and np.bincount(drawn).max() <= EPOCHS
     for each, result in enumerate(results):
         user = f"machine-{each}"

@@ -139,9 +139,11 @@ def test_samples_can_be_left_out_and_never_reach_the_hub(run_dir, prepared):
     assert not (run_dir / samples.NAME).exists()  # those of the first export are gone
 
 
-def test_a_run_is_whole_without_its_samples(run_dir, prepared, capsys):
-    (run_dir / samples.NAME).unlink()
-    (run_dir / samples.NAME).mkdir()
+def test_a_run_is_whole_without_its_samples(run_dir, prepared, capsys, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(samples, "write", fail)
     train_here(run_dir, prepared, "max_steps=7")
     assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "done"
     assert "no samples of what the model has learnt are written" in capsys.readouterr().err

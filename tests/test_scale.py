@@ -56,7 +56,7 @@ def test_100_000_shards_start(tmp_path):
     assert {shard.file for shard in wanted[: len(now)]} == now
 
 
-def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp_path, monkeypatch):
+def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp_path, monkeypatch, caplog):
     """Two machines read two epochs, every sequence of which is compared with its number; the cache of the second is
     smaller than its part, and fetches a shard once an epoch.
     """
@@ -65,7 +65,7 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     log = logging.FileHandler(tmp_path / "log")  # the fetching processes write to it, too
     logger = logging.getLogger("train")
     monkeypatch.setattr(logger, "handlers", [log])
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, "train")
     batch, drawn = 32, []
     with StandInS3(data, tmp_path / "data") as s3:
         for number in (0, 1):
