@@ -177,6 +177,17 @@ def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, 
         large(attempt_s=0.5 if fault.do == "stall" else 5.0, deadline_s=5.0 if kind is Unreachable else 60.0)
 
 
+def test_silence_at_the_end_does_not_hide_the_last_answer(bucket, large, monkeypatch):
+    answers = iter([download.Unreachable("S3 knows no such key")])
+
+    def fetch(downloader, shard, reads):
+        raise next(answers, download.Silent("nothing came"))
+
+    monkeypatch.setattr(Downloader, "fetch", fetch)
+    with pytest.raises(Unreachable, match="S3 knows no such key; then nothing came$"):
+        large(attempt_s=0.5, deadline_s=2.0)
+
+
 def test_a_slow_but_steady_link_is_waited_for(bucket, large, monkeypatch):
     """Each request brings a quarter of the shard, in half of the time after which silence ends an attempt."""
     monkeypatch.setattr(download, "FIRST_BYTES", 100_000)

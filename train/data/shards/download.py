@@ -55,6 +55,10 @@ class Doubtful(RuntimeError):
     """The bucket is missing, or the object does not match the manifest: a few more attempts may help, many will not."""
 
 
+class Silent(Unreachable):
+    """Nothing came for as long as an attempt may wait."""
+
+
 class Client:
     """The connector over the objects of one data set, with the present credentials of boto3, which finds them in more
     ways than the connector and renews them. A new client is needed after a failure: these may have expired.
@@ -198,11 +202,17 @@ class Downloader:
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
         doubts, reads = 0, set[Future[list[bytes]]]()
+        answer = ""  # the last that said more than silence does
 
         def attempt() -> None:
-            nonlocal doubts
+            nonlocal answer, doubts
             try:
                 self.store(shard, self.fetch(shard, reads))
+            except Silent:
+                raise
+            except Unreachable as error:
+                answer = f"{error}; then "
+                raise
             except Doubtful as doubt:
                 doubts += 1
                 if doubts >= self.cfg.refetches:
@@ -226,7 +236,7 @@ class Downloader:
             retrying(attempt)
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
-            raise kind(f"{url}: {error}") from error
+            raise kind(f"{url}: {answer if isinstance(error, Silent) else ''}{error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
         """The content of a shard, read by a thread of its own, or by that of an earlier attempt, in `reads`, if it ends
@@ -256,7 +266,7 @@ class Downloader:
             self.client = None
         if not ended:
             limit = f"nothing came within {self.cfg.attempt_s:g} s (data.attempt_s)"
-            raise Unreachable(f"{limit}; over a slow link raise it, or lower data.downloads")
+            raise Silent(f"{limit}; over a slow link raise it, or lower data.downloads")
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
