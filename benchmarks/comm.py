@@ -9,8 +9,6 @@ with its 30,000 tokens (11.2 million parameters, 45 MB of gradients), in fp32; i
 
     plain           DDP as it is by default
     bf16            backend.grad_compression=bf16
-    powersgd        backend.grad_compression=powersgd, from step 10 on
-    hierarchical    backend.hierarchical_reduction=true, with and without bf16 (with --ranks 2 or more)
     alone           nothing is sent: what the computing takes, for the share of the link
 
 The batch is small so that plain DDP spends a share of its time in the link as fast devices do, and that share is
@@ -42,7 +40,6 @@ from benchmarks import harness
 from benchmarks.harness import ratios, spread, table
 from benchmarks.pretraining import draw, train_step
 from train import prepare
-from train.backend import slow_links
 from train.backend.ddp import DDP
 from train.cli import compose as cli
 from train.config import BackendConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
@@ -56,25 +53,10 @@ from train.tasks.spec import Task
 
 VOCAB_SIZE, TEXT_VOCAB_SIZE = 30_000, 10_000  # of the model, and all that this text can fill
 STEPS = 8  # of a round and contestant
-SKIPPED = 2  # first rounds, which are not timed: PowerSGD begins in the second
-POWERSGD_START, WARM_UP, LR = 10, 16, 2e-4  # steps, steps, peak
+SKIPPED = 1  # first rounds, which are not timed
+WARM_UP, LR = 16, 2e-4  # steps, peak
 HELD_OUT = 32  # batches of each rank
-PLAIN, ALONE = "plain", "alone"
-
-
-def contestants(options: argparse.Namespace) -> dict[str, BackendConfig]:
-    cpu: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
-    powersgd = {"powersgd_rank": options.powersgd_rank, "powersgd_start_step": POWERSGD_START}
-    result = {
-        PLAIN: BackendConfig(**cpu),
-        "bf16": BackendConfig(**cpu, grad_compression="bf16"),
-        "powersgd": BackendConfig(**cpu, grad_compression="powersgd", **powersgd),
-        ALONE: BackendConfig(**cpu),
-    }
-    if options.ranks > 1:
-        result["hierarchical"] = BackendConfig(**cpu, hierarchical_reduction=True)
-        result["hierarchical bf16"] = BackendConfig(**cpu, hierarchical_reduction=True, grad_compression="bf16")
-    return result
+CONTESTANTS = PLAIN, BF16, ALONE = "plain", "bf16", "alone"
 
 
 def sent_bytes() -> int:
@@ -84,10 +66,9 @@ def sent_bytes() -> int:
 
 
 class Contestant:
-    def __init__(self, backend: DDP, cfg: TrainConfig, name: str, settings: BackendConfig, task: Task):
+    def __init__(self, backend: DDP, cfg: TrainConfig, name: str, task: Task):
         self.backend, self.world = copy.copy(backend), backend.world  # one process group for all
-        self.backend.compresses = settings.grad_compression == "bf16"
-        self.backend.flat_sync = slow_links.flat_sync_for(settings, backend.precision)
+        self.backend.compresses = name == BF16
         if name == ALONE:
             self.backend.world = backend.world.beside(None)
         torch.manual_seed(0)
@@ -127,8 +108,7 @@ def rank_main(options: argparse.Namespace) -> None:
     world, task = backend.world, build_task(cfg)
     number = HELD_OUT + options.rounds * STEPS
     batches = draw(task, options.batch, number, rank=world.rank, world_size=world.size)
-    settings = contestants(options)
-    taking_part = {name: Contestant(backend, cfg, name, own, task) for name, own in settings.items()}
+    taking_part = {name: Contestant(backend, cfg, name, task) for name in CONTESTANTS}
     for number, name in harness.turns(options.rounds, list(taking_part)):
         start = HELD_OUT + number * STEPS
         taking_part[name].round(batches[start : start + STEPS])
@@ -165,7 +145,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-PASSED_ON = ("rounds", "ranks", "batch", "seq_len", "layers", "powersgd_rank")
+PASSED_ON = ("rounds", "ranks", "batch", "seq_len", "layers")
 
 
 def report(rows: dict[str, Any], options: argparse.Namespace) -> None:
@@ -191,7 +171,7 @@ def report(rows: dict[str, Any], options: argparse.Namespace) -> None:
 
 def main() -> None:
     # With fewer layers a step computes less; they share their weights.
-    parser = harness.parser(__doc__, rounds=12, ranks=1, batch=1, seq_len=32, layers=12, powersgd_rank=16)
+    parser = harness.parser(__doc__, rounds=12, ranks=1, batch=1, seq_len=32, layers=12)
     parser.add_argument("--rate", default="1gbit", help="of the link in each direction, as tc writes it")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the ranks
     options = parser.parse_args()

@@ -142,9 +142,8 @@ def timed(
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
-    """Bytes that a rank adds up with the others, once a step. Gradients are fp32 whatever the products are computed in,
-    but bf16 with that compression, and where the weights themselves are (bf16_stochastic). PowerSGD's are counted in
-    full, which is more than it sends.
+    """Return the bytes that a rank adds up with the others, once a step. Gradients are fp32 whatever the products are
+    computed in, but bf16 with that compression, and where the weights themselves are (bf16_stochastic).
     """
     trained = shape.trained_parameters(
         cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers

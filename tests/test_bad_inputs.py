@@ -128,7 +128,7 @@ VALUES = [
     ("global_batch_size=null", "the batch has no size"),
     (["global_batch_size=7", "micro_batch_size=2"], "micro_batch_size=2"),
     (["backend=xla", "micro_batch_size=2", "backend.batches_per_execution=3"], "execution=3 does not divide"),
-    (["backend=xla", "backend.grad_compression=bf16"], "leave them out with backend=xla"),
+    (["backend=xla", "backend.grad_compression=bf16"], "leave it out with backend=xla"),
     ("global_batch_size=1000000", "fewer than one batch of 1000000"),
     ("optim.warmup_steps=7", "optim.warmup_steps=7"),
     ("task=classify", "task=classify learns from records"),

@@ -490,7 +490,7 @@ def without_devices(put):
         ({}, without_devices, "there is no /dev/neuron0"),
         ({"device": "cuda"}, None, "not backend.device=cuda"),
         ({"device": "cpu"}, None, "not backend.device=cpu"),
-        ({"grad_compression": "bf16"}, None, "leave them out with backend=neuron"),
+        ({"grad_compression": "bf16"}, None, "leave it out with backend=neuron"),
         ({"precision": "fp16"}, None, "backend.precision=fp16 is not known; choose one of: auto, fp32, bf16"),
         ({"precision": "tf32"}, None, "backend.precision=tf32 is not known"),
     ],

@@ -67,16 +67,6 @@ class GradSync:
         """Reduce the rest. Returns the divisor [1] that makes sums means over the labels of all ranks; 0 if none."""
         return self.count
 
-    def state(self) -> State:
-        """Entries for the optimizer's state in a checkpoint, the same on all ranks. What a rank remembers beside it is
-        dropped here, so that the run that continues and one that resumes do the same.
-        """
-        return {}
-
-    def load(self, state: State) -> None:
-        """Restore the entry "compression" of what `state` returned; empty if the checkpoint has none."""
-        return
-
 
 class Backend(Protocol):
     """What engines and loop need of a device. All ranks call the collectives, in the same order."""

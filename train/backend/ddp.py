@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from train.backend import auto_compile, guards, nonfinite, slow_links
+from train.backend import auto_compile, guards, nonfinite
 from train.backend.auto_compile import Workload
 from train.backend.base import RANK_STRIDE, Backend, GradSync, State, Work
 from train.backend.graphs import Compilers, Graphs
@@ -45,7 +45,6 @@ class DDP(Backend):
     name = "ddp"
     adamw = {"fused": True}
     drops_masks = True  # of batches without padding
-    flat_sync: Callable[..., GradSync] | None = None  # makes what reduces gradients in place of DDP's wrapper
     norms: torch.dtype | None = None  # that norms return; None: as autocast has it
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
     compiler: TorchCompiler | None = None
@@ -70,7 +69,6 @@ class DDP(Backend):
         self.precision = pick_precision(cfg.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compresses = cfg.grad_compression == "bf16"
-        self.flat_sync = slow_links.flat_sync_for(cfg, self.precision)
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
         self.workload = work or Workload()
@@ -161,8 +159,6 @@ class DDP(Backend):
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:
             return GradSync(model, self.device)
-        if self.flat_sync is not None:
-            return self.flat_sync(model, self.device, self.world)
         return DDPSync(model, self.device, self.world.size, accumulation, compresses=self.compresses)
 
     def all_reduce(self, tensors: list[Tensor]) -> None:

@@ -19,13 +19,8 @@ class BackendConfig(Section, prefix="backend."):
     precision: str = "auto"  # fp32 | tf32 | bf16 | fp16 | auto: bf16 if the hardware multiplies it natively, or fp16
     # on GPUs that have only that, or fp32. bf16 and fp16 are autocast, fp16 with a scaled loss; tf32 is fp32 of which
     # CUDA rounds the factors of products to 10 bits
-    grad_compression: str = setting("none", among=("none", "bf16", "powersgd"))  # of gradients between ranks, with
-    # backend=ddp. bf16: half the bytes | powersgd: matrices as products of two narrow ones, a few per cent of the
-    # bytes; what a step leaves out is added to the next
-    powersgd_rank: int = setting(16, least=1)  # columns of the narrow matrices: more are closer to the gradient
-    powersgd_start_step: int = setting(100, least=2)  # PyTorch's own limit. Steps that are reduced in full before; the
-    # warm-up of the rate should be over
-    hierarchical_reduction: bool = False  # add gradients up inside each machine first, then between first ranks
+    grad_compression: str = setting("none", among=("none", "bf16"))  # how ranks of backend=ddp send their gradients:
+    # bf16 is half the bytes
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
     norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # what norms, computed in fp32, return to the layers
     # in bf16; auto: bf16 on GPUs where the model is compiled, which saves a third of the memory that it moves
@@ -54,11 +49,6 @@ class BackendConfig(Section, prefix="backend."):
             self.compile != "none" or self.compile_cache is None,
             "backend.compile_cache is for backend.compile=layers or model; on trn1 set NEURON_COMPILE_CACHE_URL",
         )
-
-    @property
-    def reduces_plainly(self) -> bool:
-        """Whether gradients are reduced as they are."""
-        return self.grad_compression == "none" and not self.hierarchical_reduction
 
     def precisions(self) -> tuple[str, ...]:
         """Values that `precision` may have."""
@@ -111,9 +101,11 @@ class NeuronConfig(BackendConfig):
 
 
 def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
-    """InputError for a reduction of gradients that only backend=ddp has."""
-    keys = "backend.grad_compression and backend.hierarchical_reduction"
-    check(cfg.reduces_plainly, f"{keys} are for backend=ddp; leave them out with backend={name}")
+    """Raise InputError for a reduction of gradients that only backend=ddp has."""
+    check(
+        cfg.grad_compression == "none",
+        f"backend.grad_compression={cfg.grad_compression} is for backend=ddp; leave it out with backend={name}",
+    )
 
 
 @dataclass(kw_only=True)

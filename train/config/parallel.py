@@ -132,8 +132,8 @@ def check_split(setting: str, backend: BackendConfig) -> None:
     """The same, and InputError for reductions that only whole gradients have."""
     check_shards(setting, backend=backend.name, precision=backend.precision)
     check(
-        backend.reduces_plainly,
-        f"{setting} reduces gradients by itself: leave out backend.grad_compression and backend.hierarchical_reduction",
+        backend.grad_compression == "none",
+        f"{setting} reduces gradients by itself: leave out backend.grad_compression={backend.grad_compression}",
     )
 
 

@@ -159,16 +159,6 @@ class DataParallel(Replica):
         with self.backend.autocast():  # a new one for each batch: casts that outlive it would change the next graph
             return statistics(self.model, inputs)
 
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    def local_state_dict(self) -> dict[str, State]:
-        local = super().local_state_dict()
-        return {**local, "optimizer": {**local["optimizer"], **self.sync.state()}}
-
-    def load(self, model: Tensors, optimizer: State) -> None:
-        super().load(model, optimizer)
-        self.sync.load(optimizer.get("compression", {}))
-
 
 class ShardedOptimizer(DataParallel):
     """See `train.parallel.Engine`."""
