@@ -152,7 +152,7 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
 	@$(BIN)/python -m benchmarks.estimate --data data/demo --rounds 1 --steps 15 --cases "2 ranks"
-	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --log-every 3
 	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo
 	@$(BIN)/python -m benchmarks.scale --tiny
 	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000

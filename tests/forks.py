@@ -34,7 +34,6 @@ HEAVY = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.albert.modeling_albert",
-    "torch_xla.experimental.scan",
     "torch_xla.distributed.parallel_loader",
 ]
 forks = multiprocessing.get_context("forkserver")

@@ -170,7 +170,7 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
 
 def test_xla_goes_back_as_well_without_another_graph(toy, monkeypatch):
     """A rate that blows the weights up, once: the gradients after it are no numbers. All graphs are in memory then."""
-    options = {"backend": XLAConfig(device="cpu", layers="unrolled"), "max_steps": 8, "eval_every": None}
+    options = {"backend": XLAConfig(device="cpu"), "max_steps": 8, "eval_every": None}
     toy.train("before", **options)
     before, blown = loop.learning_rate, []
 

@@ -45,13 +45,12 @@ from train.data.batches.loader import MaskedRows
 from train.host import machine, rank_setup
 from train.host.launched import check_launch, launched
 from train.host.versions import read_versions
-from train.models.network import Network
 from train.optim import build_optimizer, set_learning_rate
 from train.parallel.data import Replica
 
 pytest.importorskip("torch_xla")
 
-# One layer: nothing here depends on the depth, and unrolled it compiles in seconds.
+# One layer: nothing here depends on the depth, and it compiles in seconds.
 XLA = ["backend=xla", "model.num_layers=1", "eval_every=null", "export=false", "checkpoint.every=100"]
 TRN1 = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.15.32035+abc", "neuronx-cc": "2.26.6360.0"}
 
@@ -367,7 +366,7 @@ def rank_of_two(folder):
     """What one of two ranks finds, left as JSON."""
     from train.backend import xla
 
-    backend = xla.XLA(XLAConfig(device="cpu", layers="unrolled", timeout_s=60))
+    backend = xla.XLA(XLAConfig(device="cpu", timeout_s=60))
     result = {"world": [backend.world.rank, backend.world.size, backend.world.sum([1.0, float(backend.world.rank)])]}
     backend.seed(7)
     result["drawn"] = torch.rand(4, device=backend.device).tolist()
@@ -500,7 +499,7 @@ class Tied(nn.Module):
 def open_xla(**settings):
     from train.backend.xla import XLA as Backend
 
-    return Backend(XLAConfig(device="cpu", layers="unrolled", **settings))
+    return Backend(XLAConfig(device="cpu", **settings))
 
 
 def open_ddp():
@@ -628,15 +627,6 @@ def test_the_backend_of_xla_watches_the_masks_of_its_model():
     backend.setup_model(model)
     ids = IDS.to(backend.device)
     rejects(r"AlbertModel was given an attention mask \[2, 5\]", model, ids, torch.ones_like(ids))
-
-
-def test_a_looped_encoder_gives_its_last_state_and_no_other():
-    model = encoder("albert", "sdpa")
-    Network(model).loop_layers(lambda layer, depth: lambda hidden, mask: hidden)
-    assert model(input_ids=IDS, output_hidden_states=False).last_hidden_state.shape == (2, 5, 8)
-    for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(RuntimeError, match=f"a looped encoder returns only its last state, not {name}"):
-            model(input_ids=IDS, **{name: True})
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------

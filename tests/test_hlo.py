@@ -124,7 +124,7 @@ def ner(run_dir, prepared, texts):
 def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, texts, tmp_path):
     short = ["max_steps=1", "optim.warmup_steps=0", "eval_every=1", "export=false", "model.num_layers=2"]
     model = [] if architecture == "albert" else [f"model.architecture={architecture}", "model.embedding_size=null"]
-    trainium = ["backend=xla", "backend.layers=unrolled", "backend.precision=bf16"]  # its choices, on the CPU
+    trainium = ["backend=xla", "backend.precision=bf16"]  # its choices, on the CPU
     dropout = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]  # so that random numbers are among them
     arguments = [*task(tmp_path / "run", prepared, texts), *short, *model, *trainium, *dropout]
     env = {"XLA_SAVE_TENSORS_FILE": str(tmp_path / "graphs"), "XLA_SAVE_TENSORS_FMT": "hlo"}

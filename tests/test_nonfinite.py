@@ -56,7 +56,7 @@ class Run:
             from train.backend.xla import XLA
 
             settings, name = XLA_WAYS[way]
-            self.backend = XLA(XLAConfig(device="cpu", layers="unrolled", timeout_s=60, **settings))
+            self.backend = XLA(XLAConfig(device="cpu", timeout_s=60, **settings))
             adamw = self.backend.adamw
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Embedding(13, 6), nn.LayerNorm(6), nn.Linear(6, 13))

@@ -27,6 +27,7 @@ def pipeline(stages, micro_batches, schedule):
         (1, [SHARDED, "backend.precision=fp16"], "shard_optimizer=true does not go with backend.precision=fp16"),
         (1, [FSDP, "backend.grad_compression=bf16"], "parallel=fsdp reduces gradients by itself"),
         (1, [FSDP, "backend.compile=layers"], "backend.compile=layers was never seen to run with parallel=fsdp"),
+        (1, ["backend=xla", "backend.name=ddp"], "settings of backend=xla: use backend=ddp"),
         (1, ["parallel.name=fsdp"], "parallel.name=fsdp has settings of its own: use parallel=fsdp"),
         (1, ["parallel=local_sgd"], "there is no such parallel; choose one of: data, fsdp, pipeline"),
         (3, pipeline(2, 2, "1f1b"), "parallel.stages=2 does not divide the 3 ranks of this run"),

@@ -6,7 +6,6 @@ Counts are taken in processes of their own: within one, a second run finds the g
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from running import lines, run, train_here, train_overrides
 from saved_steps import cut_back
 from transformers import AutoModelForMaskedLM
 
-from train.config import XLAConfig
-
 pytest.importorskip("torch_xla")
 
 # Sums in another order differ in the last bits, and Adam's division can enlarge that: differences of up to 3e-6 were
 # seen in losses of 5, and 1e-5 in gradient norms. The bounds are ten times that.
 LOSS, NORM = 3e-5, 1e-4
-XLA = ["backend=xla"]
-UNROLLED, AGAIN = [*XLA, "backend.layers=unrolled"], "backend.activation_checkpointing=true"
+XLA, AGAIN = ["backend=xla"], "backend.activation_checkpointing=true"
 ONE_STEP = ["max_steps=1", "optim.warmup_steps=1", "export=false"]
 
 
@@ -74,7 +70,7 @@ FUNCTIONALIZATION_OFF = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}  # as Neuron has 
 # One graph to train, two to accumulate, and one to evaluate.
 @pytest.mark.parametrize(
     ("micro", "expected", "env", "options"),
-    [(24, 2, {}, []), (12, 3, FUNCTIONALIZATION_OFF, ["optim=lamb", "backend.layers=unrolled"])],
+    [(24, 2, {}, []), (12, 3, FUNCTIONALIZATION_OFF, ["optim=lamb"])],
     ids=["one", "accumulating, functionalization off, lamb"],
 )
 def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
@@ -98,9 +94,9 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     ("options", "graphs"),
     [
         (["optim=lamb"], 2),
-        (["backend.layers=unrolled", "micro_batch_size=4", "backend.precision=bf16_stochastic"], 3),
+        (["micro_batch_size=4", "backend.precision=bf16_stochastic"], 3),
     ],
-    ids=["lamb", "unrolled, accumulating, bf16 weights"],
+    ids=["lamb", "accumulating, bf16 weights"],
 )
 def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb, prepared, tmp_path, options, graphs):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
@@ -251,8 +247,8 @@ def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepar
 # That a setting takes effect: equal numbers would not show that it was ignored.
 @pytest.mark.parametrize(
     ("options", "calls"),
-    [(XLA, 2), ([*UNROLLED, AGAIN], 6), (["backend=ddp", AGAIN], 6)],  # a loop: forward and backward
-    ids=["looped", "unrolled again", "ddp again"],
+    [(XLA, 3), ([*XLA, AGAIN], 6), (["backend=ddp", AGAIN], 6)],
+    ids=["once", "again", "ddp again"],
 )
 def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path, monkeypatch, options, calls):
     """In a step of depth 3."""
@@ -267,15 +263,6 @@ def test_the_shared_layer_is_called_as_often_as_it_is_traced(prepared, tmp_path,
     monkeypatch.setattr(AlbertLayer, "forward", forward)
     train(tmp_path / "run", prepared, "model.num_layers=3", *ONE_STEP, *options)
     assert len(trained) == calls
-
-
-@pytest.mark.parametrize("layers", ["auto", "unrolled", "scan"])
-def test_on_trainium_layers_are_a_loop_only_if_asked_for_which_warns(log, layers):
-    from train.backend.xla import XLA as Backend
-
-    backend, made = SimpleNamespace(cfg=XLAConfig(layers=layers), is_neuron=True), []
-    Backend._arrange_layers(backend, SimpleNamespace(loop_layers=lambda make: made.append(make) or True))
-    assert bool(made) == ("makes a loop" in log.text) == (layers == "scan")
 
 
 def test_the_prefetch_sizes_reach_the_loader(prepared, tmp_path, monkeypatch):

@@ -28,13 +28,11 @@ import torch_xla.distributed.xla_backend  # registers the process group "xla"
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, rendezvous
 from train.backend.base import RANK_STRIDE, Backend, GradSync, State, all_reduce_flat, round_to_bf16, widen
 from train.backend.graphs import Compilers, GraphBudget, Graphs, ThreadSource
-from train.backend.shared_layer import scanned
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
 from train.host import machine
@@ -149,7 +147,7 @@ class XLA(Backend):
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
+    def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
         self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
         self.model, self.tied = model, guards.tied_names(model)
@@ -160,27 +158,11 @@ class XLA(Backend):
         guards.check_tied(model, self.tied)
         guards.watch_masks(model)
         self.skips = nonfinite.Skips(self.device, self.to_host)
-        self._arrange_layers(model)
+        if self.cfg.activation_checkpointing:
+            model.recompute_layers(checkpoint)
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         return XLASync(self, model)
-
-    def _arrange_layers(self, model: Any) -> None:
-        is_looped = False
-        if self.cfg.layers == "scan" or (self.cfg.layers == "auto" and not self.is_neuron):
-            if self.is_neuron:
-                logger.warning("backend.layers=scan makes a loop that Neuron's compiler does not list; leave it out")
-
-            def make_loop(layer: nn.Module, depth: int) -> Any:
-                return scanned(layer, depth, _scan_impl_pytree, device_type="xla")
-
-            is_looped = model.loop_layers(make_loop)
-            check(
-                is_looped or self.cfg.layers == "auto",
-                "backend.layers=scan needs a model that shares one layer and has no dropout (ALBERT v2); use unrolled",
-            )
-        if self.cfg.activation_checkpointing and not is_looped:  # the loop computes its layer again in any case
-            model.recompute_layers(checkpoint)
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         guards.check_owned(optimizer, parameters)

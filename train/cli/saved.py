@@ -34,8 +34,8 @@ def read_config(folder: Folder) -> TrainConfig:
         schema.task, schema.data = task, task.learns_from
         schema.optim = OPTIMIZERS[saved.optim.name].settings
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[saved.parallel.name]
-        kinds = {"layers": XLAConfig, "allow_fallback": NeuronConfig}  # by a setting that only they have
-        schema.backend = next((kind for key, kind in kinds.items() if key in saved.backend), BackendConfig)
+        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}  # all other names have the settings of each
+        schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
         raise InputError(f"{config_path} is missing: the model's sizes are in there") from error

@@ -36,6 +36,11 @@ class BackendConfig(Section, prefix="backend."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check(
+            type(self) is BackendConfig or self.name == type(self).name,
+            f"backend.name={self.name} does not go with the settings of backend={type(self).name}: use "
+            f"backend={self.name}",
+        )
         check_choice("backend.precision", self.precision, self.precisions())
         check(
             self.compile != "none" or not self.cuda_graphs,
@@ -66,8 +71,6 @@ class XLAConfig(BackendConfig):
     """
 
     name: str = "xla"
-    layers: str = setting("auto", among=("unrolled", "scan", "auto"))  # scan: a shared layer is compiled once | auto:
-    # scan on CPUs, unrolled on Trainium
     batches_per_execution: int = setting(1, above=0)  # micro batches in one graph, at most those of a step
     loader_prefetch: int = setting(8, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # micro batches kept ready on the host
     device_prefetch: int = setting(4, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # and on the device; sent together

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertTransformer
 from transformers.utils.logging import disable_progress_bar
 
@@ -22,7 +21,6 @@ from train.config import HeadSize, check
 from train.models.model_sizes import shape_of
 
 Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
-Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask or None) -> hidden
 HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
 MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a head and pair of tokens, in each layer
 # Architectures that use a mask [B, 1, 1, S] as it is: some add it to the scores, others read 0 and 1 from it. All
@@ -152,28 +150,6 @@ class Network(nn.Module):
         """The layers with weights of their own; none if all share one. InputError if no layer is known."""
         layers = self.known_layers()
         return layers if len(layers) >= self.network.config.num_hidden_layers else []
-
-    def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
-        """Run a shared layer by `make_loop(layer, depth)` instead of by a call for each application. Returns False and
-        does nothing if no layer is shared, or if it draws random numbers.
-        """
-        config = self.network.config
-        encoder = next((module for module in self.network.modules() if isinstance(module, AlbertTransformer)), None)
-        if encoder is None or config.num_hidden_groups != 1 or config.num_hidden_layers < 2:
-            return False
-        if config.hidden_dropout_prob or config.attention_probs_dropout_prob:
-            return False
-        run = make_loop(encoder.albert_layer_groups[0], config.num_hidden_layers)
-
-        def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any) -> BaseModelOutput:
-            wanted = [name for name, value in others.items() if value is True]
-            if wanted:
-                raise RuntimeError(f"a looped encoder returns only its last state, not {', '.join(wanted)}")
-            hidden = encoder.embedding_hidden_mapping_in(hidden_states)
-            return BaseModelOutput(last_hidden_state=run(hidden, attention_mask))
-
-        encoder.forward = forward
-        return True
 
     def export(self, folder: Path) -> None:
         """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
