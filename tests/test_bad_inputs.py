@@ -134,7 +134,6 @@ VALUES = [
     ("task=classify", "task=classify learns from records"),
     ("task.kind=classify", "task.kind=classify"),
     ("task.kind=nosuch", "task.kind=nosuch"),
-    ("optim.lr_scaling=linear", "optim.reference_batch_size"),
     ("optim.head_lr=1", "optim.head_lr=1"),
     ("best.export=true", "checkpoint.best=true"),
     ("best.metric=f2", "best.metric=f2"),

@@ -134,7 +134,7 @@ def test_a_batch_is_divided_into_equal_parts_that_the_instance_takes(tokens, mic
     batch = [f"global_batch_size={4 * micro_batch}", f"micro_batch_size={micro_batch}"]
     sizes = plan(*batch, f"instance.micro_batch_tokens={tokens}", "eval_batch_size=40", world_size=2)
     assert (sizes.micro_batch_size, sizes.accumulation) == (expected, 2 * micro_batch // expected)
-    assert (sizes.global_batch_size, sizes.lr) == (4 * micro_batch, plan(*batch, world_size=2).lr)
+    assert sizes.global_batch_size == 4 * micro_batch
     assert sizes.eval_batch_size == {2048: 4, 100: 1}.get(tokens, 40)
     assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
 
@@ -155,13 +155,6 @@ def test_the_shortest_length_counts():
     # The ALBERT scaling recipe: twice the nodes, half the steps.
     fixed = ("global_batch_size=null", "micro_batch_size=16", "max_steps=null", "max_examples=640000")
     assert [plan(*fixed, world_size=ranks).total_steps for ranks in (16, 32)] == [2500, 1250]
-
-
-def test_the_learning_rate_scales_with_the_batch_when_asked():
-    scaled = ("optim.lr=1e-3", "global_batch_size=128", "optim.reference_batch_size=32")
-    assert plan(*scaled).lr == pytest.approx(1e-3)
-    assert plan(*scaled, "optim.lr_scaling=linear").lr == pytest.approx(4e-3)
-    assert plan(*scaled, "optim.lr_scaling=sqrt").lr == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize(

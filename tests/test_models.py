@@ -100,19 +100,6 @@ def test_special_tokens_outside_of_the_vocabulary_are_left_out():
     assert model_config(whole, vocab_size=V, pad_id=0).eos_token_id == 50282
 
 
-@pytest.mark.parametrize("architecture", ["albert", "bert"])
-def test_positions_begin_as_sinusoids_twice_the_size_of_the_words_which_are_as_large_as_asked(architecture):
-    network = build(architecture, initializer_range=0.1, position_init="sinusoid").network
-    embeddings = network.base_model.embeddings
-    waves, words = embeddings.position_embeddings.weight.detach(), embeddings.word_embeddings.weight.detach()
-    assert words.std() == pytest.approx(0.1, rel=0.1)
-    assert waves.square().mean().sqrt() == pytest.approx(0.2, rel=1e-5)
-    products = waves @ waves.T  # of two positions: a function of their distance alone, greatest at 0
-    assert torch.allclose(products[:-1, :-1], products[1:, 1:], atol=1e-5)
-    assert (products.diagonal()[:, None] >= products - 1e-5).all() and products[0, 0] > 1.2 * products[0, 2]
-    assert embeddings.position_embeddings.weight.requires_grad  # it is where they begin
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -121,7 +108,6 @@ def test_positions_begin_as_sinusoids_twice_the_size_of_the_words_which_are_as_l
         ({"architecture": "roberta", "embedding_size": None, "max_positions": 24}, "than the model's 23 positions"),
         ({"architecture": "gpt2", "embedding_size": None, "intermediate_size": None}, "is not an encoder of text"),
         ({"architecture": "deberta-v2", "embedding_size": None, "initializer_range": 0.0}, "must be above 0"),
-        ({"architecture": "modernbert", "embedding_size": None, "position_init": "sinusoid"}, "no position embeddings"),
         ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),
     ],
 )

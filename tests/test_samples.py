@@ -35,7 +35,6 @@ def of(run: Path) -> Samples:
         (["samples=-1"], "samples=-1 must be"),
         (["samples=33"], "samples=33 must be"),
         (["task.eval_mask_rate=0.99"], f"eval_mask_rate=0.99 leaves nothing of a sequence of {SEQ_LEN} tokens"),
-        (["model.init_from=/", "model.position_init=sinusoid"], "position_init=sinusoid is for a new model.* to null"),
         (["model.pretrained=/", "model.initializer_range=0.1"], "initializer_range=0.1 is for a new model.* to null"),
     ],
 )

@@ -12,7 +12,7 @@ from train.config import check, flatten, leaves
 
 LENGTHS = ("max_steps", "max_examples", "max_epochs")
 SIZES = ("vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range", "position_init"))
+OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range"))
 # By a setting that the user types, those that choose the same thing, which a recipe may have set.
 REPLACED: dict[str, tuple[str, ...]] = {
     "model.init_from": ("model.pretrained", *OF_NEW_MODEL),

@@ -55,7 +55,6 @@ class ModelConfig(Section, prefix="model."):
     num_layers: int | None = setting(None, above=0)  # transformer layers
     num_heads: int | None = setting(None, above=0)  # attention heads of a layer
     initializer_range: float | None = setting(None, above=0)  # standard deviation of random weights
-    position_init: str | None = setting(None, among=("sinusoid",))  # how learnt position embeddings begin; None: random
     hidden_dropout: float | None = setting(None, least=0, below=1)  # share of hidden values that is dropped
     attention_dropout: float | None = setting(None, least=0, below=1)  # share of attention weights that is dropped
 
@@ -80,7 +79,7 @@ class ModelConfig(Section, prefix="model."):
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
     name: str = "adamw"  # name of the optimizer in train.optim.OPTIMIZERS; optim=... sets it
-    lr: float = setting(1e-3, above=0)  # peak; with lr_scaling, at reference_batch_size
+    lr: float = setting(1e-3, above=0)  # peak
     betas: tuple[float, float] = (0.9, 0.999)  # decay of the running means of gradients and of their squares
     eps: float = setting(1e-6, above=0)  # added to the root of the second moment, by which updates are divided
     head_lr: float | None = setting(None, above=0)  # peak of the task's head, whose weights begin random; None: lr
@@ -92,14 +91,8 @@ class OptimConfig(Section, prefix="optim."):
     final_lr_fraction: float = setting(0.0, least=0, most=1)  # share of lr that is left at the last step
     warmup_steps: int | None = setting(None, least=0)  # None: warmup_fraction of the run
     warmup_fraction: float = setting(0.1, least=0, most=1)  # share of the run in which the rate rises
-    lr_scaling: str = setting("none", among=("none", "linear", "sqrt"))  # by global batch / reference_batch_size
-    reference_batch_size: int | None = setting(None, above=0)  # sequences; linear and sqrt need it
 
     def __post_init__(self) -> None:
         super().__post_init__()
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
-        check(
-            self.lr_scaling == "none" or self.reference_batch_size is not None,
-            f"optim.lr_scaling={self.lr_scaling} needs optim.reference_batch_size, the batch optim.lr is for",
-        )

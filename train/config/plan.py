@@ -1,4 +1,4 @@
-"""Batch sizes, length and learning rate that follow from a configuration."""
+"""Batch sizes and length that follow from a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Plan:
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
-    lr: float  # peak, scaled
 
 
 def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
@@ -65,8 +64,6 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         warmup <= total,
         f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or set it to null for a tenth",
     )
-    ratio = global_batch / (optim.reference_batch_size or global_batch)
-    factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[optim.lr_scaling]
     return Plan(
         world_size=world_size,
         replicas=replicas,
@@ -77,7 +74,6 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         warmup_steps=warmup,
-        lr=optim.lr * factor,
     )
 
 

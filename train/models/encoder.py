@@ -43,7 +43,6 @@ SIZES = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-POSITION_BASE, POSITION_SIZE = 100.0, 2.0
 ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
 
 
@@ -143,8 +142,6 @@ def make_network(
     new: frozenset[str] = frozenset()
     if cfg.pretrained is None:
         network = auto.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
-        if cfg.position_init == "sinusoid":
-            init_positions(network)
     else:
         network, new = read_weights(auto, cfg.pretrained, config, attention=attention, new_head=new_head)
     check_reads(network, seq_len)
@@ -180,27 +177,6 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
             module.training = mode
         for hook in hooks:
             hook.remove()
-
-
-@torch.no_grad()
-def init_positions(network: PreTrainedModel) -> None:
-    """Begin the learnt position embeddings [S, E] as sinusoids, twice the size of the word embeddings: attention then
-    finds neighbours within hundreds of steps instead of thousands. InputError if the model has none.
-
-    Of https://arxiv.org/abs/1706.03762, section 3.5, with a base of 100 instead of 10,000. Base and size: by trial
-    (benchmarks/README.md).
-    """
-    embeddings = getattr(network.base_model, "embeddings", None)
-    positions = getattr(embeddings, "position_embeddings", None)
-    if not isinstance(positions, nn.Embedding):
-        kind = network.config.model_type
-        raise InputError(f"model.position_init=sinusoid: {kind} learns no position embeddings; leave it out")
-    count, size = positions.weight.shape
-    frequencies = POSITION_BASE ** -(torch.arange(0, size, 2) / size)
-    angles = torch.arange(count)[:, None] * frequencies
-    waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :size]
-    scale = POSITION_SIZE * network.config.initializer_range * 2**0.5  # the waves' root mean square is 0.5 ** 0.5
-    positions.weight.copy_(scale * waves)
 
 
 def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTrainedConfig:

@@ -42,12 +42,11 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
     """The settings with `pretrained` and `tokenizer` as local folders or Hub ids. InputError for neither."""
     given = cfg.init_from or cfg.pretrained
-    for key in ("initializer_range", "position_init"):
-        value = getattr(cfg, key)
-        check(
-            given is None or value is None,
-            f"model.{key}={value} is for a new model, and the weights are those of {given}; set it to null",
-        )
+    check(
+        given is None or cfg.initializer_range is None,
+        f"model.initializer_range={cfg.initializer_range} is for a new model, and the weights are those of {given}; "
+        "set it to null",
+    )
     weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
     if cfg.init_from is not None:
         weights = located("model.init_from", cfg.init_from, s3, cache, needs="config.json")

@@ -78,8 +78,8 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
     """
     if step < plan.warmup_steps:
-        return plan.lr * (step + 1) / plan.warmup_steps
+        return cfg.lr * (step + 1) / plan.warmup_steps
     begin = 0 if cfg.decay_from_start else plan.warmup_steps
     left = (plan.total_steps - step) / max(1, plan.total_steps - begin)
     share = SCHEDULES[cfg.schedule](min(1.0, max(0.0, left)), cfg)
-    return plan.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)
+    return cfg.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)

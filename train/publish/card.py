@@ -21,7 +21,7 @@ NAME = "README.md"
 HERE = "path/to/this/folder"  # in the snippet, until the card goes to the Hub
 SETTINGS = (  # of config.yaml and environment.json, flat
     ("Optimizer", "optim.name"),
-    ("Peak learning rate", "plan.lr"),
+    ("Peak learning rate", "optim.lr"),
     ("Learning rate of the head", "optim.head_lr"),
     ("Schedule", "optim.schedule"),
     ("Warm-up (steps)", "plan.warmup_steps"),

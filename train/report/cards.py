@@ -79,7 +79,7 @@ def model(run: Run) -> Card | None:
     if known["model"] is None:
         return None
     name, _, shape = known["model"].partition(", ")
-    lr = number(run.environment, "plan.lr") or number(run.config, "optim.lr")
+    lr = number(run.config, "optim.lr")
     parameters, batch, seq_len = (known[key] for key in ("parameters", "global_batch_size", "seq_len"))
     tokens = f" of {seq_len:,.0f} tokens" if seq_len else ""
     notes = [
