@@ -50,7 +50,7 @@ from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
 from train.models.encoder import build_masked_lm
 from train.optim import build_optimizer
-from train.parallel.data import Replica
+from train.parallel import Engine
 
 MODELS = {
     "albert_xxlarge": ModelConfig(embedding_size=128, hidden_size=4096, intermediate_size=16384, num_heads=64),
@@ -68,21 +68,21 @@ DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 # ---- the state -----------------------------------------------------------------------------------------------------
 
 
-def build_state(name: str) -> Replica:
+def build_state(name: str) -> Engine:
     model = build_masked_lm(MODELS[name], vocab_size=VOCAB_SIZE, pad_id=0, seq_len=SEQ_LEN)
     optimizer = build_optimizer(OptimConfig(), model.parameters())
     for moments in optimizer.state.values():
         moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not there yet
         moments["exp_avg_sq"].fill_(1e-6)
-    return Replica(DDP(BackendConfig(device="cpu")), model, optimizer)
+    return Engine(DDP(BackendConfig(device="cpu")), model, optimizer)
 
 
-def content_of(state: Replica) -> dict[str, Any]:
+def content_of(state: Engine) -> dict[str, Any]:
     """What every side saves."""
     return {"model": state.model.state_dict(), "optimizer": state.state()["optimizer"]}
 
 
-def mark_of(state: Replica) -> torch.Tensor:
+def mark_of(state: Engine) -> torch.Tensor:
     """A small weight, whose value tells of which moment a checkpoint is."""
     return min(state.model.parameters(), key=torch.numel).detach()
 
@@ -99,7 +99,7 @@ def done() -> Future[Any]:
 class TorchSave:
     label = "torch.save, synced"
 
-    def __init__(self, state: Replica, folder: Path) -> None:
+    def __init__(self, state: Engine, folder: Path) -> None:
         self.state, self.folder = state, folder
 
     def prepare(self) -> Future[Any]:
@@ -128,7 +128,7 @@ class TorchSave:
 class Ours(TorchSave):
     label = "**ours**"
 
-    def __init__(self, state: Replica, folder: Path) -> None:
+    def __init__(self, state: Engine, folder: Path) -> None:
         super().__init__(state, folder)
         self.store = LocalStore(folder)
 
@@ -391,7 +391,7 @@ def load_table(loads_s: dict[str, list[float]]) -> str:
     return table(("", "load, s", "of torch.load's"), rows)
 
 
-def heading(name: str, state: Replica) -> str:
+def heading(name: str, state: Engine) -> str:
     parameters = sum(weight.numel() for weight in state.model.parameters())
     num_bytes = sum(weight.nbytes for weight in state.model.parameters())  # tied ones count once
     num_bytes += num_bytes_of(state.state()["optimizer"])
@@ -400,7 +400,7 @@ def heading(name: str, state: Replica) -> str:
 
 
 def run(
-    options: argparse.Namespace, state: Replica, folder: Path
+    options: argparse.Namespace, state: Engine, folder: Path
 ) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
     """The rounds of each side, and seconds of loads."""
     rounds: dict[str, list[Round]] = {name: [] for name in options.sides}

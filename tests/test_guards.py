@@ -46,7 +46,7 @@ from train.host import machine, rank_setup
 from train.host.launched import check_launch, launched
 from train.host.versions import read_versions
 from train.optim import build_optimizer, set_learning_rate
-from train.parallel.data import Replica
+from train.parallel import Engine
 
 pytest.importorskip("torch_xla")
 
@@ -382,7 +382,7 @@ def rank_of_two(folder):
     torch.manual_seed(0)
     model = Tied()
     backend.setup_model(model)
-    engine = Replica(backend, model, adamw_of(backend, model))
+    engine = Engine(backend, model, adamw_of(backend, model))
     result["same"] = failure(engine.check_replicas)
     if backend.world.rank == 1:
         model.norm.bias.data += 0.5

@@ -22,7 +22,8 @@ from train.backend import nonfinite
 from train.backend.ddp import DDP
 from train.config import BackendConfig, OptimConfig, XLAConfig
 from train.optim import build_optimizer
-from train.parallel.data import Replica, divide_and_clip
+from train.parallel import Engine
+from train.parallel.data import divide_and_clip
 
 pytest.importorskip("torch_xla")
 
@@ -75,7 +76,7 @@ class Run:
                 loss = (self.sync.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum()
                 self.backend.scaler.scale(loss).backward()
                 del scale, loss
-        divisor = self.sync.finish()
+        divisor = self.sync.reduce()
         self.backend.unscale(self.optimizer, self.parameters)
         norm = divide_and_clip(self.parameters, divisor, 1.0)
         self.backend.optimizer_step(self.optimizer, self.parameters, norm)
@@ -237,7 +238,7 @@ def rank_of_two(folder):
         kept, counts = same(before, begun.everything()), begun.backend.skips.counts()
         begun.step(1.0, 1.0)
         went_on = not same(before, begun.everything())
-        Replica(begun.backend, begun.model, begun.optimizer).check_replicas()
+        Engine(begun.backend, begun.model, begun.optimizer).check_replicas()
         result[way] = [kept, counts, went_on, begun.backend.skips.counts(), compiled() - num_graphs]
         result[way].append(begun.backend.scaler.get_scale())
         backend = begun.backend

@@ -24,7 +24,7 @@ from train.checkpoints.saver import AsyncSaver, SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.optim import build_optimizer
-from train.parallel.data import Replica
+from train.parallel import Engine
 from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 
@@ -56,7 +56,7 @@ def saver_of(store, *, check_owner=lambda: None, **settings):
 
 
 def replica(model, optimizer):
-    return Replica(backend(), model, optimizer)
+    return Engine(backend(), model, optimizer)
 
 
 def built(*, width=16, adamw=None):

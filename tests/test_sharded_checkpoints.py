@@ -27,7 +27,8 @@ from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import BackendConfig, CheckpointConfig, Failure
-from train.parallel.data import Replica, ShardedOptimizer, shared_out
+from train.parallel import Engine
+from train.parallel.data import ShardedOptimizer, shared_out
 from train.parallel.fsdp import FSDP, rows_of
 from train.parallel.pieces import piece
 from train.storage.folders import open_folder
@@ -106,7 +107,7 @@ def test_the_parts_that_a_rank_asks_for_hold_its_rows_and_moments_whatever_the_n
         assert FSDP.sources(engine, 0, 4, other) is None is ShardedOptimizer.sources(engine, 0, 4, other)
 
 
-class Divided(Replica):
+class Divided(Engine):
     """Two rows of one weight, on a rank of its own each."""
 
     def check_replicas(self):

@@ -41,7 +41,7 @@ class Reducing:
             with self.sync.micro_batch(is_last=micro == len(scales or (1,))):
                 rows = torch.randn(1, SIDE, generator=torch.Generator().manual_seed(100 * number + self.rank))
                 (self.sync.module(rows.to(self.device)).square().sum() * scale).backward()
-        divisor = self.sync.finish()
+        divisor = self.sync.reduce()
         gradient = torch.cat([weight.grad.flatten() for weight in self.model.parameters()]).clone()
         self.model.zero_grad(set_to_none=True)
         return gradient, divisor

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from train.backend.auto_compile import Workload
-from train.backend.base import Backend, GradSync, State
+from train.backend.base import Backend, State
+from train.backend.grad_sync import GradSync
 from train.config import BackendConfig, InstanceConfig, S3Config, check
 from train.host import machine
 from train.host.launched import launched

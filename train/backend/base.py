@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import gc
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.backend.grad_sync import GradSync
 from train.backend.graphs import Compilers, Graphs
 from train.backend.nonfinite import Skips
 from train.config import InputError
@@ -46,30 +48,8 @@ class Work:
         return taken_s
 
 
-class GradSync:
-    """Adds the gradients of a replicated model over the ranks, once a step. This one is for a single rank."""
-
-    module: nn.Module  # the model as forward passes call it
-    count: Tensor  # [1], on the device
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.module, self.device = model, device
-
-    def begin(self, count: float) -> None:
-        """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
-        self.count = torch.tensor([float(count)]).to(self.device)
-
-    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """The context of one micro batch, forward and backward. Only the last one of a step reduces the gradients."""
-        return nullcontext()
-
-    def finish(self) -> Tensor:
-        """Reduce the rest. Returns the divisor [1] that makes sums means over the labels of all ranks; 0 if none."""
-        return self.count
-
-
-class Backend(Protocol):
-    """What engines and loop need of a device. All ranks call the collectives, in the same order."""
+class Backend(ABC):
+    """The device of a rank, and its collectives. All ranks call these in the same order."""
 
     name: str
     device: torch.device
@@ -82,19 +62,21 @@ class Backend(Protocol):
     compiles: str = "none"  # what torch.compile makes kernels of: none | layers | model
     may_compile: bool = False  # whether backend.compile is an option here that the run does not use
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
-    world: World  # the ranks, over the hosts
-    work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
-    span: Work  # likewise from the first to the last pass of a step, for engines whose ranks wait for one another there
-    compilers: Compilers
     skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step were another graph
-    scaler: torch.amp.GradScaler  # of losses before backward passes; it does nothing unless the precision is fp16
 
-    def begin(self) -> None:
-        """Set what all backends begin with; called first."""
-        self.world, self.work, self.span, self.compilers = World(), Work(), Work(), Compilers()
+    def __init__(self) -> None:
+        """Set what all backends begin with; a backend calls it first."""
+        self.world = World()  # the ranks, over the hosts
+        self.work = Work()  # seconds of this rank's own work; where the device cannot be asked, those of the host
+        self.span = Work()  # the same from the first to the last pass of a step, where ranks wait for one another
+        self.compilers = Compilers()
+        # It scales losses before backward passes, and does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
-    def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         """Put the model on the device, weights tied. `accumulation`: micro batches a step; `lengths`: their shapes."""
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -102,40 +84,55 @@ class Backend(Protocol):
         return loss
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
-        """With backend.compile=auto run a first micro batch, which leaves nothing behind. If it fails on any rank, all
-        go on uncompiled.
+        """Run a first micro batch with backend.compile=auto, which leaves nothing behind. If it fails on any rank, all
+        continue uncompiled.
         """
         return
 
-    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        """What sums the gradients of a model that is set up and is the same on all ranks."""
+    @abstractmethod
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Begin, before the first step. Raises RuntimeError unless the optimizer holds exactly these parameters."""
 
+    # ---- the other ranks -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        """Return what adds up the gradients of a model that is set up and is the same on all ranks."""
+
+    @abstractmethod
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
 
     def mesh(self) -> DeviceMesh:
-        """The devices of all ranks, for engines that split tensors over them. InputError where there is none."""
+        """Return the devices of all ranks, for engines that split tensors over them. Raises InputError where there is
+        none.
+        """
         raise InputError(
             f"backend={self.name} has no collectives of torch.distributed that could split a model's state over ranks; "
             "choose parallel=data without shard_optimizer"
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """A group of some ranks; all ranks make each, in order. InputError if collectives join all ranks only."""
+        """Return a group of some ranks; all ranks make each, in order. Raises InputError if collectives join all ranks
+        only.
+        """
         raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
-    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Called before the first step. RuntimeError unless the optimizer holds exactly these parameters."""
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches with their inputs on the device."""
+        """Yield the batches with their inputs on the device."""
 
+    @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
-        """Inside, forward passes run in the run's precision."""
+        """Return the context in which forward passes run in the run's precision."""
 
+    @abstractmethod
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen what is stored in bf16."""
 
+    @abstractmethod
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         """Step, unless `norm` [] is NaN or infinite: then nothing changes, on all ranks. Clear the gradients."""
 
@@ -143,37 +140,48 @@ class Backend(Protocol):
         """Bring weights and optimizer to the device after a rollback, before the next step begins."""
         return
 
+    @abstractmethod
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the host. Waits for the device."""
+        """Return copies on the host. Waits for the device."""
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Copy each tensor to the buffer of its shape and type. Waits for the device."""
         for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
             buffer.copy_(copy)
 
+    # ---- what the device tells -------------------------------------------------------------------------------------
+
+    @abstractmethod
     def graphs(self) -> Graphs:
-        """What was compiled and executed; zeros where nothing is."""
+        """Return what was compiled and executed; zeros where nothing is."""
 
     def notices(self) -> list[str]:
-        """What the device did since the last call that the run folder should tell; asked for after each step and each
-        evaluation. RuntimeError for what the settings forbid.
+        """Return what the device did since the last call that the run folder should tell; asked for after each step and
+        each evaluation. Raises RuntimeError for what the settings forbid.
         """
         return []
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        """What traces steps. Files that the device's tools write beside the trace go to `folder`."""
+        """Return what traces steps. Files that the device's tools write beside the trace go to `folder`."""
         return torch.profiler.profile()
 
     def profile_text(self) -> str:
-        """What the device says of the steps so far, in Markdown; nothing where PyTorch's profiler sees it all."""
+        """Return what the device says of the steps so far, in Markdown; "" where PyTorch's profiler sees it all."""
         return ""
 
+    # ---- random numbers and files ----------------------------------------------------------------------------------
+
+    @abstractmethod
     def seed(self, seed: int) -> None:
-        """Random numbers of this rank (dropout): a function of seed and rank."""
+        """Seed the random numbers of this rank (dropout) by a function of seed and rank."""
 
-    def rng_state(self) -> State: ...
+    @abstractmethod
+    def rng_state(self) -> State:
+        """Return the state of this rank's random numbers, on the host."""
 
-    def set_rng_state(self, state: State) -> None: ...
+    @abstractmethod
+    def set_rng_state(self, state: State) -> None:
+        """Put a state of random numbers back, maybe of another device."""
 
     def save(self, state: State, file: BinaryIO) -> None:
         """Write tensors and plain containers that are on the host, for `load`; in a thread beside the training."""

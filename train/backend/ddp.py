@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from train.backend import auto_compile, guards, nonfinite
 from train.backend.auto_compile import Workload
-from train.backend.base import RANK_STRIDE, Backend, GradSync, State, Work
+from train.backend.base import RANK_STRIDE, Backend, State, Work
+from train.backend.grad_sync import GradSync
 from train.backend.graphs import Compilers, Graphs
 from train.backend.precision import AUTOCAST, norms_of, pick_precision
 from train.backend.rendezvous import join
@@ -40,7 +41,7 @@ logger = logging.getLogger("train")
 
 
 class DDP(Backend):
-    """See `train.backend.Backend`."""
+    """A CPU or a CUDA device. Gradients are reduced by DistributedDataParallel."""
 
     name = "ddp"
     adamw = {"fused": True}
@@ -57,7 +58,7 @@ class DDP(Backend):
         collects: bool = False,
         work: Workload | None = None,
     ) -> None:
-        self.begin()
+        super().__init__()
         world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
         is_cuda = self.device.type == "cuda"
@@ -240,7 +241,7 @@ class DDP(Backend):
 
 
 class DDPSync(GradSync):
-    """Averages gradients during the last backward pass and adds up the count beside them."""
+    """Averages of gradients, made by DistributedDataParallel in the last backward pass, and the sum of the count."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, world_size: int, accumulation: int, *, compresses: bool
@@ -265,7 +266,7 @@ class DDPSync(GradSync):
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self.replica.no_sync()
 
-    def finish(self) -> Tensor:
+    def reduce(self) -> Tensor:
         self.adding.wait()
         return self.count / self.world_size  # as the gradients are
 

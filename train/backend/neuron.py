@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.backend import guards
-from train.backend.base import Work
+from train.backend.base import Backend, Work
 from train.backend.ddp import DDP
 from train.config import BackendConfig, InputError, NeuronConfig, S3Config, check
 from train.config.backend import NEURON_TIMEOUT_S
@@ -38,7 +38,7 @@ COLLECTIVES = "cpu:gloo,neuron:neuron"
 
 
 class Neuron(DDP):
-    """See `train.backend.Backend`. Opening the device is its own, everything after that is DDP's."""
+    """A NeuronCore. Opening the device is its own, everything after that is DDP's."""
 
     name = "neuron"
     # On a trn2, with a pre-release, the plain implementation took 1,324 ms a step where this one took 126, and failed
@@ -53,7 +53,7 @@ class Neuron(DDP):
     continues_dropout = False
 
     def __init__(self, cfg: BackendConfig) -> None:
-        self.begin()
+        Backend.__init__(self)
         settings = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
         check_machine(cfg)
         self.allow_fallback = settings.allow_fallback
@@ -103,7 +103,7 @@ class Neuron(DDP):
         return set() if listed is None else {str(each) for each in listed()}
 
     def notices(self) -> list[str]:
-        """Each operator that ran on the CPU, once; RuntimeError if that is not allowed."""
+        # Each operator that ran on the CPU is told of once.
         new = sorted(self.fallback_ops() - self.lacking)
         self.lacking = self.lacking.union(new)
         message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
@@ -112,7 +112,7 @@ class Neuron(DDP):
         return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:
-        """See `Backend`. The collectives of FSDP are tried first, with numbers from 1: what is not written is 0."""
+        # The collectives of FSDP are tried first, with numbers from 1: what is not written is 0.
         number, size = self.world.rank + 1, self.world.size
         numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
         own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
@@ -123,7 +123,7 @@ class Neuron(DDP):
         return super().mesh()
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """See `Backend`. What a pipeline does with the group is tried first, by its members."""
+        # What a pipeline does with the group is tried first, by its members.
         group = super().subgroup(ranks)
         if self.world.rank in ranks and len(ranks) > 1:
             place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
@@ -138,7 +138,7 @@ class Neuron(DDP):
         return group
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        """The runtime's own trace goes to `folder`; that of single instructions takes some 5 GB of the device."""
+        # The runtime's own trace goes to the folder; that of single instructions takes some 5 GB of the device.
         profiling = importlib.import_module("torch_neuronx.profiling")
         config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]

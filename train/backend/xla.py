@@ -31,7 +31,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, rendezvous
-from train.backend.base import RANK_STRIDE, Backend, GradSync, State, all_reduce_flat, round_to_bf16, widen
+from train.backend.base import RANK_STRIDE, Backend, State, all_reduce_flat, round_to_bf16, widen
+from train.backend.grad_sync import GradSync
 from train.backend.graphs import Compilers, GraphBudget, Graphs, ThreadSource
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
@@ -50,7 +51,7 @@ HINT = (  # on a graph too many
 
 
 class XLA(Backend):
-    """See `train.backend.Backend`."""
+    """A device of PyTorch/XLA, whose steps are graphs."""
 
     name = "xla"
     pin_memory = False
@@ -59,7 +60,7 @@ class XLA(Backend):
     adamw = {"capturable": True}
 
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
-        self.begin()
+        super().__init__()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
         self.collects = collects  # graphs only: every number that comes back is 0
@@ -136,12 +137,12 @@ class XLA(Backend):
             )
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
-        """Add the tensors up over the ranks, in place. On CPUs gloo gets copies: it does not add XLA tensors."""
         if not self.reduces_on_host:
             bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB") or 0) or BUCKET_MB
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()
+        # gloo gets copies: it does not add XLA tensors.
         for tensor, total in zip(tensors, all_reduce_flat(self.to_host(tensors)), strict=True):
             tensor.copy_(total)
 
@@ -282,7 +283,7 @@ class XLA(Backend):
 
 
 class XLASync(GradSync):
-    """Adds gradients and count together once the last backward pass is traced. See `train.backend.GradSync`."""
+    """Sums of gradients and count, made together once the last backward pass is traced."""
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
         super().__init__(model, backend.device)
@@ -295,7 +296,7 @@ class XLASync(GradSync):
         if not is_last and self.micro % self.per_execution == 0:
             torch_xla.sync()
 
-    def finish(self) -> Tensor:
+    def reduce(self) -> Tensor:
         if self.backend.world.size > 1:
             gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
             self.backend.all_reduce([self.count, *reversed(gradients)])  # those of the last layers are ready first

@@ -24,7 +24,7 @@ from train.storage.schema import BadContent, shown
 
 if TYPE_CHECKING:
     from train.backend import Backend, State
-    from train.parallel import Checkpointed
+    from train.parallel import Engine
 
 logger = logging.getLogger("train")
 
@@ -112,7 +112,7 @@ def fetch_everywhere(
 
 def load(
     store: Store,
-    engine: Checkpointed,
+    engine: Engine,
     backend: Backend,
     identity: dict[str, Any],
     settings: dict[str, Any],

@@ -33,7 +33,7 @@ from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.parallel import Checkpointed
+    from train.parallel import Engine
     from train.ranks import World
     from train.run_folder.folder import RunFolder
 
@@ -65,7 +65,7 @@ class AsyncSaver:
         self,
         cfg: CheckpointConfig,
         store: Store,
-        engine: Checkpointed,
+        engine: Engine,
         backend: Backend,
         draft: Manifest,
         folder: RunFolder,

@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.backend import guards
 from train.backend.base import split_like
 from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
-from train.optim import build_optimizer, load_state, parameter_groups, part_of, set_learning_rate
+from train.optim import build_optimizer, parameter_groups, part_of
+from train.parallel.engine import Engine
 
 if TYPE_CHECKING:
-    from train.backend import Backend, GradSync
+    from train.backend import Backend
+    from train.backend.grad_sync import GradSync
     from train.data.batches.loader import Batch
-    from train.parallel import LossFunction, State, Statistics
+    from train.parallel.engine import LossFunction, State, Statistics
     from train.parallel.pieces import Tensors
 
 
@@ -38,64 +39,8 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
     return DataParallel(optim, backend, *args, **options)
 
 
-class Replica:
-    """A model that every rank holds whole, and its optimizer: their state for checkpoints, and what all engines do."""
-
-    parameters: list[nn.Parameter]
-    loss_sum: Tensor
-
-    def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.backend, self.model, self.optimizer = backend, model, optimizer
-
-    def ready(self) -> None:
-        self.backend.ready(self.optimizer, self.parameters)
-
-    def optimizer_step(self, norm: Tensor) -> None:
-        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
-
-    def take_loss(self) -> float:
-        taken = float(self.backend.to_host([self.loss_sum])[0])
-        # The tensor stays and is filled from the host: a new one, or zeros made on the device, would change the graph.
-        self.loss_sum.copy_(torch.zeros(1))
-        return taken
-
-    def check_replicas(self) -> None:
-        """Compare a few small weights, on the hosts."""
-        weights = guards.smallest(self.model.parameters())
-        sums = [float(copy.double().sum()) for copy in self.backend.to_host(weights)]
-        guards.check_same(self.backend.world.gather(sums))
-
-    def state(self) -> dict[str, State]:
-        state = self.local_state_dict()
-        return state if self.backend.world.rank == 0 else {}
-
-    def local_state_dict(self) -> dict[str, State]:
-        """The state, as far as this rank holds it."""
-        moments = self.optimizer.state_dict()
-        groups = [{"params": group["params"]} for group in moments["param_groups"]]
-        scaler = self.backend.scaler
-        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
-        # With keep_vars these are the parameters themselves: tied names share one.
-        return {
-            "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups, **scale},
-        }
-
-    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
-        return None
-
-    def load(self, model: Tensors, optimizer: State) -> None:
-        self.model.load_state_dict(model)
-        load_state(self.optimizer, optimizer)
-        if "loss_scale" in optimizer:
-            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
-
-    def gather_full_model(self) -> None:
-        """Do nothing: the model of every rank is whole."""
-
-
-class DataParallel(Replica):
-    """See `train.parallel.Engine`."""
+class DataParallel(Engine):
+    """A model that every rank holds whole, trained on its share of each batch."""
 
     def __init__(
         self,
@@ -124,10 +69,6 @@ class DataParallel(Replica):
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, count: float, lr: float) -> None:
-        set_learning_rate(self.optimizer, lr)
-        self.sync.begin(count)
-
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
         with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph here
@@ -146,13 +87,7 @@ class DataParallel(Replica):
         self.backend.scaler.scale(loss_sum).backward()
         self.loss_sum += loss_sum.detach()
 
-    def reduce_and_clip(self) -> Tensor:
-        divisor = self.sync.finish()
-        self.backend.unscale(self.optimizer, self.parameters)
-        return self.clip(divisor)
-
     def clip(self, divisor: Tensor) -> Tensor:
-        """Divide and clip the gradients. Returns their norm in between, []."""
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
@@ -161,7 +96,7 @@ class DataParallel(Replica):
 
 
 class ShardedOptimizer(DataParallel):
-    """See `train.parallel.Engine`."""
+    """Data parallelism in which each rank updates its share of the weights and sends it to the others."""
 
     def build_optimizer(self, optim: OptimConfig, head: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [group["params"] for group in parameter_groups(optim, self.parameters, head)]

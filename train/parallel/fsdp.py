@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from train.backend import guards
-from train.backend.base import GradSync
+from train.backend.grad_sync import GradSync
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
 from train.parallel.data import DataParallel, scale
@@ -26,7 +26,7 @@ from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.parallel import State
+    from train.parallel.engine import State
 
 EMPTY = torch.empty(0)
 
@@ -40,7 +40,7 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
 
 
 class FSDP(DataParallel):
-    """See `train.parallel.Engine`."""
+    """A model of which every rank holds its rows of each weight, gradient and moment."""
 
     def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
@@ -68,7 +68,7 @@ class FSDP(DataParallel):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        """Do nothing: no weight is on two ranks."""
+        return  # no weight is on two ranks
 
     def state(self) -> dict[str, State]:
         local = self.local_state_dict()
@@ -134,7 +134,7 @@ class FSDP(DataParallel):
 
 
 class ShardSync(GradSync):
-    """Adds each part of the gradients up on the rank that holds it, and the count. See `train.backend.GradSync`."""
+    """Sums of the gradients, each part on the rank that holds it, and of the count."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
         super().__init__(model, device)
@@ -152,7 +152,7 @@ class ShardSync(GradSync):
             module.set_requires_gradient_sync(is_last or not self.reduce_once, recurse=False)
         return nullcontext()
 
-    def finish(self) -> Tensor:
+    def reduce(self) -> Tensor:
         self.adding.wait()
         return self.count
 

@@ -13,11 +13,11 @@ from train.backend.guards import replace
 from train.config import OptimConfig, PipelineConfig, check
 from train.models.chain import Chain
 from train.optim import load_state, parameter_groups, part_of
-from train.parallel.data import Replica
+from train.parallel.engine import Engine
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.parallel import LossFunction, State, Statistics
+    from train.parallel.engine import LossFunction, State, Statistics
     from train.parallel.pieces import Tensors
 
 
@@ -60,7 +60,7 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
     replace(model, {name: metas[parameter] for name, parameter in absent.items()})
 
 
-class PipelineState(Replica):
+class PipelineState(Engine):
     """The state of a whole model and its optimizer, of which each rank of a pipeline holds a part."""
 
     cfg: PipelineConfig
@@ -90,9 +90,9 @@ class PipelineState(Replica):
         return {name: weight for name, weight in named if name in self.numbers and self.stage in self.holders[name]}
 
     def state(self) -> dict[str, State]:
-        """The state of the weights that this stage is the first to hold; all that is no weight is of the first one."""
         if self.data_rank != 0:
             return {}
+        # A weight is in the part of the first stage that holds it, and all that is no weight in that of stage 0.
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
         state = self.model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
         weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
@@ -107,7 +107,6 @@ class PipelineState(Replica):
         return {stages[0] for stages in self.holders.values() if rank % self.cfg.stages in stages}
 
     def load(self, model: Tensors, optimizer: State) -> None:
-        """Restore what this rank holds of a whole state."""
         own = {name: model[name] for name, value in self.model.state_dict().items() if value.device.type != "meta"}
         self.model.load_state_dict(own, strict=False)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -116,7 +115,6 @@ class PipelineState(Replica):
         load_state(self.optimizer, part_of(optimizer, mine, total=len(self.numbers)))
 
     def gather_full_model(self) -> None:
-        """Put the weights of all stages into the model of rank 0, on the host those that it does not hold."""
         if self.data_rank != 0:
             return
         world = self.backend.world
@@ -126,13 +124,13 @@ class PipelineState(Replica):
             if source and world.rank in (0, source):
                 tensor = torch.empty(weight.shape, dtype=weight.dtype) if world.rank == 0 else weight
                 world.recv_from([tensor], source)
-                full[weight] = nn.Parameter(tensor, weight.requires_grad)
+                full[weight] = nn.Parameter(tensor, weight.requires_grad)  # on the host
         if world.rank == 0:
             named = list(self.model.named_parameters(remove_duplicate=False))
             replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self) -> None:
-        """Compare a few small weights of each stage, and of those that several stages hold, over all their holders."""
+        # A few of each stage, and of those that several stages hold, are compared over all their holders.
         held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
         few = guards.smallest(held.values())
         few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)

@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from train.backend.base import all_reduce_flat
+from train.backend.grad_sync import GradSync
 from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
 from train.models.chain import Chain
 from train.models.network import Network
-from train.optim import build_optimizer, set_learning_rate
+from train.optim import build_optimizer
 from train.parallel.data import scale
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.data.batches.loader import Batch
-    from train.parallel import LossFunction, Statistics
+    from train.parallel.engine import LossFunction, Statistics
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -59,7 +60,7 @@ class Stage(PipelineStage):
 
 
 class Pipeline(PipelineState):
-    """See `train.parallel.Engine`."""
+    """A rank of a pipeline: some of the layers, and the schedule of their passes."""
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class Pipeline(PipelineState):
         own = self.own()
         self.parameters = list(own.values())
         self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
-        self.pipeline, self.sums = self._groups(own)
+        self.pipeline, sums = self._groups(own)
+        self.sync = PipelineSync(model, backend.device, sums, counts=self.stage == 0)
         self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]  # once in the norm
         self.parts = {
             number: Part(backend, self.chain, self.layers[number], model, loss)
@@ -118,10 +120,6 @@ class Pipeline(PipelineState):
         return pipeline, sums
 
     # ---- a step ----------------------------------------------------------------------------------------------------
-
-    def begin_step(self, count: float, lr: float) -> None:
-        set_learning_rate(self.optimizer, lr)
-        self.count = count
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         losses: list[Tensor] = []
@@ -160,24 +158,19 @@ class Pipeline(PipelineState):
         return SCHEDULES[self.cfg.schedule](*stages, self.cfg.micro_batches, **options)
 
     @torch.no_grad()
-    def reduce_and_clip(self) -> Tensor:
-        """As `divide_and_clip`, by the norm over all stages. Every rank adds up the same numbers in the same
-        order: weights that several ranks hold stay equal to the bit, and all ranks skip the same steps.
-        """
-        for group, weights, is_shared in self.sums:
-            all_reduce(weights, group, is_shared=is_shared)
+    def clip(self, divisor: Tensor) -> Tensor:
+        # The norm is over all stages. Every rank adds up the same numbers in the same order: weights that several ranks
+        # hold stay equal to the bit, and all ranks skip the same steps.
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         counted = [weight.grad for weight in self.counted if weight.grad is not None]
-        sums = torch.zeros(self.cfg.stages + 1, dtype=torch.float64, device=self.backend.device)
+        squares = torch.zeros(self.cfg.stages, dtype=torch.float64, device=self.backend.device)
         if self.data_rank == 0:
-            sums[self.stage] = nn.utils.get_total_norm(counted).double().square()
-        if self.stage == 0:
-            sums[-1] = self.count
-        dist.all_reduce(sums)
-        return scale(gradients, sums[:-1].sum().sqrt(), sums[-1], self.max_grad_norm).float()
+            squares[self.stage] = nn.utils.get_total_norm(counted).double().square()
+        dist.all_reduce(squares)
+        return scale(gradients, squares.sum().sqrt(), divisor, self.max_grad_norm).float()
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
-        """One batch after the other goes through the parts. The last rank of each pipeline has the statistics."""
+        # One batch after the other goes through the parts. The last rank of each pipeline has the statistics.
         first, stages, output = self.data_rank * self.cfg.stages, self.cfg.stages, None
         shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
         for number, part in self.parts.items():
@@ -195,6 +188,27 @@ class Pipeline(PipelineState):
         """Send or receive hidden states as the schedules do, by the communicator that they have made over NCCL."""
         for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
             sending.wait()
+
+
+class PipelineSync(GradSync):
+    """Sums of each gradient over the ranks that hold its weight, and of the count over the first stages."""
+
+    def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
+        """`sums`: groups that hold weights, these, and whether several stages do. `counts`: this is a first stage."""
+        super().__init__(model, device)
+        self.sums, self.counts = sums, counts
+
+    def begin(self, count: float) -> None:
+        # All ranks of a pipeline have the same rows. In float64, as the norms by which gradients are clipped.
+        self.count = torch.tensor([count if self.counts else 0.0], dtype=torch.float64).to(self.device)
+        self.adding = dist.all_reduce(self.count, async_op=True)
+
+    @torch.no_grad()
+    def reduce(self) -> Tensor:
+        for group, weights, is_shared in self.sums:
+            all_reduce(weights, group, is_shared=is_shared)
+        self.adding.wait()
+        return self.count
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:

@@ -1,0 +1,46 @@
+"""The interface through which an engine adds the gradients of a step up over the ranks, and the table of its classes.
+
+Losses are sums over labels. Gradients are reduced once a step and then divided once, by the labels of all ranks: in the
+engine's `clip` (train/parallel), in the same pass that clips them. What `reduce` returns is the number to divide by.
+
+    class         where                         reduces                                       over ranks  returns
+    GradSync      one rank                      never                                         -           its labels
+    DDPSync       parallel=data on ddp, neuron  in the last backward pass, by buckets         average     labels / ranks
+    XLASync       parallel=data on xla          in `reduce`, in the graph of the update       sum         labels
+    ShardSync     parallel=fsdp                 in the last backward pass, or in every one    sum         labels
+    PipelineSync  parallel=pipeline             in `reduce`, over the holders of each weight  sum         labels
+
+Averages are DDP's own: it divides by the number of ranks, so the number of labels is divided by it too.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class GradSync:
+    """The reduction of gradients, once a step. This one is for a single rank."""
+
+    module: nn.Module  # the model as forward passes call it
+    count: Tensor  # [1], on the device
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.module, self.device = model, device
+
+    def begin(self, count: float) -> None:
+        """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
+        self.count = torch.tensor([float(count)]).to(self.device)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro batch, forward and backward. `is_last`: of this step."""
+        return nullcontext()
+
+    def reduce(self) -> Tensor:
+        """Reduce what is not reduced yet. Returns the divisor [1] that makes sums of gradients means over the labels of
+        all ranks; 0 if there are none.
+        """
+        return self.count
