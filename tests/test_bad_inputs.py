@@ -93,8 +93,7 @@ TYPED = [
     ("model/foo=bar", "model/foo is not a setting"),
     ("hydra/launcher=joblib", "hydra/launcher is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
-    ("backend.loader_prefetch=3", "backend.loader_prefetch is not a setting of the backend chosen here; it is one of"),
-    ("backend.allow_fallback=false", "not a setting of the backend chosen here; it is one of backend=neuron"),
+    ("backend.batches_per_execution=3", "not a setting of the backend chosen here; it is one of backend=xla"),
     # ---- options of groups
     *(
         (f"model={value}", f"model={value}: there is no such model")
@@ -122,7 +121,6 @@ VALUES = [
     ("model.hidden_dropout=1.5", "model.hidden_dropout=1.5 must be below 1"),
     ("data.prefetch=1000000000", "data.prefetch=1000000000 must be at most 1,000"),
     (["backend=xla", "backend.precision=fp16"], "fp16 is not known; choose one of: auto, fp32, bf16"),
-    (["backend=xla", "backend.loader_prefetch=1000000000"], "backend.loader_prefetch=1000000000 must be at most"),
     # ---- values that only other values rule out
     ("max_steps=null", "the run has no length"),
     ("global_batch_size=null", "the batch has no size"),

@@ -212,7 +212,7 @@ import os, time
 from train.doctor import collectives
 
 collectives.GRACE_S = 3
-with collectives.deadline(f"an exchange of rank {os.environ['RANK']}", 0.1, "backend.join_timeout_s"):
+with collectives.deadline(f"an exchange of rank {os.environ['RANK']}", 0.1, "backend.timeout_s"):
     time.sleep(600)
 """
 
@@ -221,5 +221,5 @@ def test_of_ranks_that_hang_without_an_error_the_first_one_names_it(tmp_path):
     (tmp_path / "script.py").write_text(HANGS)
     done = run_forked(launch(str(tmp_path / "script.py"), [], ranks=2), os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
-    assert "error: an exchange of rank 0: no end within 0.1 s (backend.join_timeout_s)\n" in done.stderr
+    assert "error: an exchange of rank 0: no end within 0.1 s (backend.timeout_s)\n" in done.stderr
     assert "an exchange of rank 1" not in done.stderr

@@ -95,7 +95,7 @@ def be_alone(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 3) -> None:
 def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(monkeypatch, log, rank: int, absent: str):
     be_alone(monkeypatch, rank)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.0)
-    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 3 s \\(backend.join_timeout_s\\)$"):
+    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 3 s$"):
         join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=3.0)  # enough to open the store in
     said = log.messages
     assert said and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)

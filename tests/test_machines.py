@@ -198,7 +198,7 @@ def test_a_rank_that_is_rejected_ends_those_of_the_other_machine(
 ):
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(REJECTED)
-    arguments = train_overrides(tmp_path / "run", prepared, "backend.join_timeout_s=60")
+    arguments = train_overrides(tmp_path / "run", prepared)
     agents = machines.torchrun(script, arguments, env={}, log=log, changes={rejected: [setting]})
     assert ended(agents) == [1, 1]
     for number in (0, 1):

@@ -197,7 +197,7 @@ def test_work_is_timed_until_the_device_has_done_it(versions, monkeypatch):
 def test_operators_that_fell_back_to_the_cpu_are_named_once_with_what_a_step_loses_to_them(
     versions, prepared, tmp_path, monkeypatch, kind
 ):
-    package, forward, steps = sys.modules["torch_neuronx"], torch.nn.Embedding.forward, []
+    package, forward = sys.modules["torch_neuronx"], torch.nn.Embedding.forward
 
     def fall_back(module, ids):
         if torch.is_grad_enabled() == (kind == "train"):
@@ -216,24 +216,17 @@ def test_operators_that_fell_back_to_the_cpu_are_named_once_with_what_a_step_los
         assert 0 < float(told[1]) < 60
     log = (tmp_path / "run/log/rank_0000.txt").read_text()
     assert [log.count(line["reason"]) for line in (named, *costs)] == [1, *[1] * len(costs)]
-    package.fallen_back.clear()
-    update = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append("step"), update(*given))[1])
-    with pytest.raises(RuntimeError, match=r"aten::sort.stable .backend.allow_fallback=false"):
-        train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false", "log_every=100")
-    assert len(steps) == (1 if kind == "train" else 3)  # the evaluation is after the third
 
 
 def test_what_ran_on_the_cpu_before_the_first_step_is_no_fallback(versions, prepared, tmp_path):
     sys.modules["torch_neuronx"].fallen_back.append("aten::normal_")
-    train(tmp_path / "run", prepared, *NEURON, "backend.allow_fallback=false")
+    train(tmp_path / "run", prepared, *NEURON)
+    assert lines(tmp_path / "run", "fault") == []
 
 
-def test_a_package_that_does_not_tell_of_fallbacks_trains_unless_they_are_forbidden(versions, prepared, tmp_path):
+def test_a_package_that_does_not_tell_of_fallbacks_trains(versions, prepared, tmp_path):
     del sys.modules["torch_neuronx"].get_fallback_ops, sys.modules["torch_neuronx"].clear_op_tracking
     train(tmp_path / "run", prepared, *NEURON)
-    with pytest.raises(InputError, match="leave out backend.allow_fallback"):
-        train(tmp_path / "strict", prepared, *NEURON, "backend.allow_fallback=false")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from train.ranks import World
 
 logger = logging.getLogger("train")
-HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's device_prefetch is 4)
+HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
 
 
 def check_same_data(ids: list[str]) -> None:

@@ -157,7 +157,7 @@ class Backend(ABC):
 
     def notices(self) -> list[str]:
         """Return what the device did since the last call that the run folder should tell; asked for after each step and
-        each evaluation. Raises RuntimeError for what the settings forbid.
+        each evaluation.
         """
         return []
 

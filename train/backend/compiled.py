@@ -52,7 +52,7 @@ class TorchCompiler:
         `work`: what backend.compile=auto decides by.
         """
         self.compiles_with, self.work = compiles_with, work or Workload()
-        self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
+        self.what, self.cuda_graphs = cfg.compile, cfg.cuda_graphs
         self.facts, self.cache = facts, cache
         self.is_on = True  # until a first graph of backend.compile=auto has failed
         self.is_trial = cfg.compile == AUTO  # until the first micro batch has shown that graphs can be compiled
@@ -96,7 +96,7 @@ class TorchCompiler:
 
     def expect(self, lengths: int) -> None:
         """Set the number of graphs that batches of so many lengths need."""
-        self.budget.limit = self.max_graphs or self.graphs_per_length * lengths
+        self.budget.limit = self.graphs_per_length * lengths
         self.budget.start()
 
     def optimised(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ class DDP(Backend):
             rank_setup.pin(pci_address(self.device))
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
-            self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S, cfg)
+            self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S)
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
@@ -93,11 +93,11 @@ class DDP(Backend):
         self.may_compile = self.compiler is None
         self.drops_masks = self.compiler is None  # else each form of a batch is one more graph
 
-    def join_ranks(self, collectives: str, timeout_s: float, cfg: BackendConfig) -> None:
+    def join_ranks(self, collectives: str, timeout_s: float) -> None:
         """Join the other ranks, with these collectives; the watchdog then knows of ranks that compile."""
         device = f"{self.name} on {self.device.type}, {self.precision}"
         self.timeout_s = timeout_s
-        store = join(collectives, device, timeout_s=timeout_s, join_timeout_s=cfg.join_timeout_s)
+        store = join(collectives, device, timeout_s=timeout_s)
         if self.compiler is not None:
             self.compilers = Compilers(self.compiler.is_busy, store)
 

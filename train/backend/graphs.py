@@ -63,7 +63,7 @@ class GraphBudget:
         if used <= max(self.limit, self.reported):
             return
         self.reported = used
-        message = f"graph {used} was compiled, {self.limit} are expected (backend.max_graphs); " + (
+        message = f"graph {used} was compiled, {self.limit} are expected; " + (
             self.shapes.last_change() or f"no input changed its shape: {self.hint}"
         )
         if self.is_fatal:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from train.backend import guards
 from train.backend.base import Backend, Work
 from train.backend.ddp import DDP
-from train.config import BackendConfig, InputError, NeuronConfig, S3Config, check
+from train.config import BackendConfig, NeuronConfig, S3Config, check
 from train.config.backend import NEURON_TIMEOUT_S
 from train.host import machine, rank_setup
 from train.host.launched import launched
@@ -54,9 +54,8 @@ class Neuron(DDP):
 
     def __init__(self, cfg: BackendConfig) -> None:
         Backend.__init__(self)
-        settings = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})
+        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # checks it
         check_machine(cfg)
-        self.allow_fallback = settings.allow_fallback
         launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
         nodes = launch.world_size // launch.local_world_size
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
@@ -72,7 +71,7 @@ class Neuron(DDP):
         self.device = torch.device(DEVICE)
         self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)
         if self.world.is_distributed:
-            self.join_ranks(COLLECTIVES, timeout_s, cfg)  # before anything touches the device
+            self.join_ranks(COLLECTIVES, timeout_s)  # before anything touches the device
             ones = torch.ones(1, device=self.device)
             self.all_reduce([ones])
             guards.check_world(
@@ -98,8 +97,6 @@ class Neuron(DDP):
     def fallback_ops(self) -> set[str]:
         """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
         listed = getattr(self.package, "get_fallback_ops", None)
-        if listed is None and not self.allow_fallback:
-            raise InputError("this torch_neuronx does not tell what runs on the CPU: leave out backend.allow_fallback")
         return set() if listed is None else {str(each) for each in listed()}
 
     def notices(self) -> list[str]:
@@ -107,8 +104,6 @@ class Neuron(DDP):
         new = sorted(self.fallback_ops() - self.lacking)
         self.lacking = self.lacking.union(new)
         message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
-        if new and not self.allow_fallback:
-            raise RuntimeError(f"{message} (backend.allow_fallback=false)")
         return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:

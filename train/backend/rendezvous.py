@@ -26,6 +26,7 @@ import torch.distributed as dist
 import train
 from train.cli.console import without_stdout
 from train.config import Failure, InputError, check
+from train.config.backend import JOIN_TIMEOUT_S
 from train.host.launched import Launched, launched
 
 logger = logging.getLogger("train")
@@ -42,7 +43,7 @@ KEPT: list[dist.Store] = []  # of rank 0: without a client here its server ends,
 Result = TypeVar("Result")
 
 
-def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> dist.Store:
+def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
     """Wait for the other ranks (see `wait_for_ranks`) and make the default process group with this timeout."""
     launch, store = launched(), wait_for_ranks(device, join_timeout_s)
     make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
@@ -72,7 +73,7 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
     try:
         return here.poll(here.arrive)
     except Absent as absent:
-        raise Failure(f"{absent} did not reach {here.where} within {timeout_s:g} s (backend.join_timeout_s)") from None
+        raise Failure(f"{absent} did not reach {here.where} within {timeout_s:g} s") from None
     except dist.DistError as error:
         raise Failure(f"the ranks cannot join at {here.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
 

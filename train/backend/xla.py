@@ -35,7 +35,7 @@ from train.backend.base import RANK_STRIDE, Backend, State, all_reduce_flat, rou
 from train.backend.grad_sync import GradSync
 from train.backend.graphs import Compilers, GraphBudget, Graphs, ThreadSource
 from train.config import BackendConfig, XLAConfig, check
-from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
+from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEOUT_S
 from train.host import machine
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla sets this on Neuron, as ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB, unless it is set
+HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready; those of the device are sent together
 MOST_NAMED = 8  # machines
 HINT = (  # on a graph too many
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
@@ -84,18 +85,17 @@ class XLA(Backend):
     def _join(self) -> None:
         """Join the other ranks, before anything asks the device runtime for their number: its first answer stays."""
         timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
-        join_timeout_s = self.cfg.join_timeout_s
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
         if self.reduces_on_host:  # on CPUs each XLA process is a world of its own, so gloo joins them
-            store = rendezvous.join("gloo", device, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
+            store = rendezvous.join("gloo", device, timeout_s=timeout_s)
             self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
             # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
-            store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, join_timeout_s)
+            store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, JOIN_TIMEOUT_S)
             self.compilers = Compilers(self.is_compiling, store)
-            dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=join_timeout_s))
+            dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
             self.world.group = rendezvous.connect(
-                partial(dist.new_group, backend="gloo"), timeout_s=timeout_s, connect_timeout_s=join_timeout_s
+                partial(dist.new_group, backend="gloo"), timeout_s=timeout_s, connect_timeout_s=JOIN_TIMEOUT_S
             )
 
     def is_compiling(self) -> bool:
@@ -150,7 +150,7 @@ class XLA(Backend):
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
-        self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
+        self.budget.limit = (training + 1) * lengths  # and one for evaluation
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)
@@ -191,8 +191,8 @@ class XLA(Backend):
         device_loader = pl.MpDeviceLoader(
             source,
             self.device,
-            loader_prefetch_size=self.cfg.loader_prefetch,
-            device_prefetch_size=self.cfg.device_prefetch,
+            loader_prefetch_size=HOST_PREFETCH,
+            device_prefetch_size=DEVICE_PREFETCH,
         )
         try:
             iterator, seed = iter(device_loader), xm.get_rng_state()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config.checks import Section, check, check_choice, setting
-from train.config.data import MAX_MICRO_BATCHES_AHEAD
 
 DEVICES = CUDA, NEURON = "cuda", "neuron"  # that a machine may have
 DEFAULT_TIMEOUT_S = 600.0  # of a collective operation
+JOIN_TIMEOUT_S = 600.0  # of ranks that join: machines of a job start within minutes, or not at all
 NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for each other's compilers
 
 
@@ -29,10 +29,7 @@ class BackendConfig(Section, prefix="backend."):
     cuda_graphs: bool = False  # send a compiled graph's kernels to a GPU in one call; with compile
     compile_cache: str | None = None  # a folder or s3://bucket/prefix that keeps compiled graphs for other machines and
     # for a run that starts again; as trusted as the code itself. None: only this machine's own disk
-    max_graphs: int | None = setting(None, above=0)  # for steps and evaluations; each one more is a warning, and on
-    # CPUs through XLA it stops the run; None: as many as needed
     timeout_s: float | None = setting(None, above=0)  # a longer collective is an error; None: 600, on Trainium 7,200
-    join_timeout_s: float = setting(DEFAULT_TIMEOUT_S, above=0)  # ranks that have not joined by then are an error
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +69,6 @@ class XLAConfig(BackendConfig):
 
     name: str = "xla"
     batches_per_execution: int = setting(1, above=0)  # micro batches in one graph, at most those of a step
-    loader_prefetch: int = setting(8, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # micro batches kept ready on the host
-    device_prefetch: int = setting(4, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # and on the device; sent together
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +83,6 @@ class NeuronConfig(BackendConfig):
     """Native PyTorch on Trainium 2 and 3. Not run on hardware."""
 
     name: str = "neuron"
-    allow_fallback: bool = True  # false: an operator that runs on the CPU, which is slow, ends the run
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import ClassVar
 from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
+PARTS_PER_RANK = 2  # of an interleaved pipeline, which then waits about half as long and sends twice as much
 SPLITTING = ("auto", "ddp", "neuron")  # backends that run a step whose parts are on several ranks
 
 
@@ -152,15 +153,10 @@ class PipelineConfig(ParallelConfig):
     schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # gpipe: all forward passes, then all
     # backward passes | 1f1b: a backward pass as soon as it can be, which keeps the activations of `stages` micro
     # batches at most | interleaved: 1f1b with several parts of the model on each rank, which waits less and sends more
-    parts_per_rank: int = setting(2, least=2)  # with schedule=interleaved
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_interleaved = self.schedule == "interleaved"
-        check(
-            is_interleaved or self.parts_per_rank == 2,
-            f"parallel.parts_per_rank={self.parts_per_rank} is for parallel.schedule=interleaved; leave it out",
-        )
         # PyTorch's interleaved schedule starts passes whose input is not there yet for fewer micro batches than stages,
         # and for some other numbers that are no multiple, without an error.
         check(
@@ -175,7 +171,7 @@ class PipelineConfig(ParallelConfig):
 
     @property
     def num_parts(self) -> int:
-        return self.stages * (self.parts_per_rank if self.schedule == "interleaved" else 1)
+        return self.stages * (PARTS_PER_RANK if self.schedule == "interleaved" else 1)
 
     @property
     def num_stages(self) -> int:
@@ -199,7 +195,7 @@ class PipelineConfig(ParallelConfig):
     def check_layers(self, num_layers: int) -> None:
         keys = f"parallel.stages={self.stages}"
         if self.num_parts != self.stages:
-            keys += f" with parallel.parts_per_rank={self.parts_per_rank}"
+            keys += f" with parallel.schedule={self.schedule}"
         layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
         check(
             self.num_parts <= num_layers,
@@ -207,11 +203,11 @@ class PipelineConfig(ParallelConfig):
         )
 
     def held(self, world_size: int) -> Held:
-        """1f1b keeps `stages` micro batches at most, interleaved a share of (stages - 1) / (stages x parts_per_rank)
+        """1f1b keeps `stages` micro batches at most, interleaved a share of (stages - 1) / (stages x parts of a rank)
         more (https://arxiv.org/abs/2205.05198, section 4.2.3).
         """
         kept = {"gpipe": float(self.micro_batches), "1f1b": float(self.stages)}.get(
-            self.schedule, self.stages + (self.stages - 1) / self.parts_per_rank
+            self.schedule, self.stages + (self.stages - 1) / PARTS_PER_RANK
         )
         return Held(
             layers=1 / self.stages,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.parallel.pieces import Tensors
 
 
-LAYOUT = ("name", "stages", "schedule", "parts_per_rank")  # the settings by which stages hold weights
+LAYOUT = ("name", "stages", "schedule")  # the settings by which stages hold weights
 
 
 class Part(nn.Module):
