@@ -123,7 +123,7 @@ def test_the_log_counts_the_rows_of_an_epoch_that_fill_no_batch(train, tmp_path)
 @pytest.mark.parametrize(("lower", "wanted"), [(True, 2), (False, 6)])
 def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(train, tmp_path, monkeypatch, lower, wanted):
     evaluate, rises = Classification.evaluate, count(1)
-    declared = {**classify.SPEC.metrics, "brier": Metric(lower_is_better=lower)}
+    declared = (*classify.SPEC.metrics, Metric("brier", higher_is_better=not lower))
     monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, metrics=declared))
     monkeypatch.setattr(Classification, "metrics", (*Classification.metrics, "brier"))
     monkeypatch.setattr(Classification, "evaluate", lambda *given: {**evaluate(*given), "brier": float(next(rises))})

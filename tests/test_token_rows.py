@@ -71,16 +71,29 @@ def test_columns_keep_their_numbers_or_are_rejected(table):
         values = (np.arange(ROWS) % 3 / 2).astype(kind).tolist()
         data = token_rows(add(values, datasets.Value(kind)), columns={"own": "own"})
         drawn = data.draw(np.array([[7, 9, PADDING]]))["inputs"]["own"]
-        assert drawn.dtype == dtype and drawn.tolist() == [[values[7], values[9], IGNORE_INDEX]]
+        assert drawn.dtype == dtype and drawn[0, :2].tolist() == [values[7], values[9]]
+        assert drawn[0, 2].isnan() if dtype.is_floating_point else drawn[0, 2] == IGNORE_INDEX
     lists = add([[0.5] * length for length in table["length"]], datasets.List(datasets.Value("float32")))
     drawn = token_rows(lists, columns={"own": "own"}).draw(np.array([[7]]))["inputs"]["own"]
-    assert drawn.dtype == torch.float32 and set(drawn.ravel().tolist()) == {0.5, IGNORE_INDEX}
+    assert drawn.dtype == torch.float32 and drawn.nan_to_num(9.0).unique().tolist() == [0.5, 9.0]
     for values, kind, message in (
         (["a"] * ROWS, datasets.Value("string"), "column own holds string: an input of the model must be numbers"),
         ([1, None] * (ROWS // 2), datasets.Value("int64"), "column own holds empty values"),
         ([[1], [None]] * (ROWS // 2), datasets.List(datasets.Value("int64")), "column own holds empty values"),
     ):
         rejects(message, token_rows, add(values, kind), columns={"own": "own"})
+
+
+def test_targets_of_several_numbers_are_as_wide_as_they_are_and_any_number_counts(table):
+    """-100 too, which stands for no label where labels are whole numbers."""
+    pairs = [[row / 4, float(IGNORE_INDEX)] for row in range(ROWS)]
+    kind = datasets.List(datasets.Value("float32"), length=2)
+    joined = datasets.concatenate_datasets([table.add_column("pair", pairs, feature=kind)] * 2)
+    for data, rows in ((joined, [7, ROWS + 8]), (joined.select(range(5, 60)), [2, ROWS + 3])):
+        drawn = token_rows(data, columns={"labels": "pair"}).draw(np.array([[*rows, PADDING]]))
+        labels = drawn["inputs"]["labels"]
+        assert labels.dtype == torch.float32 and labels[0, :2].tolist() == [pairs[7], pairs[8]]
+        assert labels[0, 2].isnan().all() and drawn["count"] == [4.0]
 
 
 def test_a_row_takes_the_first_length_it_fits_into(table):

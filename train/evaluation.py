@@ -39,8 +39,7 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     metrics, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
     best, step = attempt.cfg.best, recorder.progress.step
-    declared = best_metric(attempt.cfg)
-    score = metrics[best.metric] if declared and declared.lower_is_better else -metrics[best.metric]
+    score = -best_metric(attempt.cfg).sign * metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
 
         def write() -> str | None:  # returns a failure: a full disk is no reason to stop training

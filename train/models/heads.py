@@ -48,11 +48,20 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def build_with_head(
-    head: str, cfg: ModelConfig, *, labels: Sequence[str], vocab_size: int, pad_id: int, seq_len: int
+    head: str,
+    cfg: ModelConfig,
+    *,
+    labels: Sequence[str],
+    vocab_size: int,
+    pad_id: int,
+    seq_len: int,
+    problem_type: str = "single_label_classification",
 ) -> PaddedEncoder:
-    """A model of AutoModelFor<head> for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and
-    sequences of at most `seq_len`. model.hidden_dropout is the head's dropout as well. InputError if they do not fit,
-    or if the checkpoint has a head for other labels.
+    """Return a model of AutoModelFor<head> for a tokenizer of `vocab_size` pieces and sequences of at most `seq_len`.
+
+    `labels` names the outputs in their order. `problem_type` says what a SequenceClassification head learns, in
+    transformers' terms. model.hidden_dropout is the head's dropout as well. Raises InputError if they do not fit, or
+    if the checkpoint has a head for other labels.
     """
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
@@ -66,7 +75,7 @@ def build_with_head(
     else:
         config.num_labels = 2  # start and end; a checkpoint may have labels of its own
     if head == "SequenceClassification":
-        config.problem_type = "single_label_classification"
+        config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
     model = PaddedEncoder(*make_network(auto, cfg, config, seq_len, what=f"AutoModelFor{head}", new_head=cfg.new_head))
     model.head_share = 0.0 if head == "SequenceClassification" else 1.0

@@ -90,7 +90,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
             dataset_config=run.config.get("data.name"),
             dataset_split=split,
             dataset_revision=run.config.get("data.revision"),
-            metric_type=((known := run.metric(metric)) and known.hub_name) or metric,
+            metric_type=run.metric(metric).hub_name or metric,
             metric_name=metric,
             metric_value=round(value, 6),
         )
@@ -125,7 +125,7 @@ def exported_evaluation(run: Run) -> Line | None:
     known = [line for line in lines if number(line, metric) is not None]
     if not (run.config.get("best.export") and known):
         return lines[-1] if lines else None
-    return max(known, key=lambda line: run.direction(metric) * line[metric])
+    return max(known, key=lambda line: run.metric(metric).sign * line[metric])
 
 
 # ---- names that may be published -----------------------------------------------------------------------------------

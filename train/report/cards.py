@@ -10,7 +10,7 @@ from typing import NamedTuple
 from train.report.comparison import is_same_work, times
 from train.report.data import Records
 from train.report.run import Run, Summary, divergence, newest_summary, number
-from train.report.texts import duration, figure, plural, printable, spoken
+from train.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
 MOST_CHARS = 300  # of a reason
@@ -95,7 +95,8 @@ def quality(run: Run) -> Card:
     """The last value of the task's most telling metric, with what tells whether that is good."""
     summary, records = run.summary, run.records or Records()
     scores, spec = summary["scores"], TASKS.get(str(summary["task"]))
-    wanted = (*(spec.headline if spec else ()), str(run.config.get("best.metric")), "loss")
+    declared = [metric.name for metric in spec.metrics] if spec else []
+    wanted = (*declared, str(run.config.get("best.metric")), "loss")
     name = next((name for name in wanted if name in scores), None)
     if name is None:
         return Card("not evaluated")
@@ -105,17 +106,17 @@ def quality(run: Run) -> Card:
     if best is not None and best[0] != value:
         notes.append(f"best {figure(best[0])} at step {best[1]:,}, last at step {step:,}")
     not_its_own = tuple(f"{split.name}_" for split in records.evaluated if split.name != "validation")
-    others = [each for each in scores if (metric := run.metric(each)) and metric.is_headline]
+    others = [each for each in scores if (metric := run.metric(each)).sign and metric.is_shown_beside]
     others = [each for each in others if each != name and not each.startswith((*not_its_own, "best_"))][:MOST_OTHERS]
-    notes.append(", ".join(f"{spoken(each)} {figure(scores[each]['last'][0])}" for each in others))
+    notes.append(", ".join(f"{run.metric(each).title} {figure(scores[each]['last'][0])}" for each in others))
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
     if "masked_accuracy" in scores and (table := summary["neighbour_accuracy"]) is not None:
         notes.append(f"a table of neighbours is right in {table:.0%} of the tokens")
-    title = f"Validation {spoken(name)}"
+    metric = run.metric(name)
+    title = f"Validation {metric.title}"
     if value is None:
         return Card("no number", notes, tone="bad", title=title)
-    sign = run.direction(name)
-    return Card(figure(value), notes, sign * value if sign else None, title=title)
+    return Card(figure(value), notes, metric.sign * value if metric.sign else None, title=title)
 
 
 def against_entropy(loss: float, entropy: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from train.config.checks import LARGEST_FLOAT
 from train.report.run import Run, divergence
-from train.report.texts import as_text, count, factor, percent, printable, shortened, spoken
+from train.report.texts import as_text, count, factor, percent, printable, shortened
 
 SAME_EXAMPLES = 0.01  # share by which as many sequences may differ: a batch does not divide every epoch
 WORK = ("task.", "model.", "optim.", "seed")  # settings that decide what is learnt
@@ -40,7 +40,8 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
         return "quality unknown (no evaluation of both)"
     value, base = here[name]["last"][0], there[name]["last"][0]
     both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
-    both = f"{spoken(name)} {both}"
+    metric = run.metric(name)
+    both = f"{metric.title} {both}"
     if value is None or base is None:
         return f"quality: no number ({both})"
     if validated_on(run) != validated_on(baseline):
@@ -48,9 +49,8 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     apart = abs(value - base) / (abs(base) or abs(value) or 1.0)
     if apart <= tolerance:
         how_far = f"{percent(apart)} apart" if apart else "the same"
-        return f"equal quality ({spoken(name)} {how_far}, tolerance {percent(tolerance)})"
-    sign = run.direction(name)
-    which = "other" if not sign else "better" if sign * (value - base) > 0 else "worse"
+        return f"equal quality ({metric.title} {how_far}, tolerance {percent(tolerance)})"
+    which = "other" if not metric.sign else "better" if metric.sign * (value - base) > 0 else "worse"
     return f"unequal quality ({both}, {percent(apart)} {which}, tolerance {percent(tolerance)})"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from train.report.comparison import times
 from train.report.lines import number, points
 from train.report.run import Run, last_finite
-from train.report.texts import LONG, file_name, shortened, spoken
+from train.report.texts import LONG, file_name, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,9 +82,9 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
     """Yield the panels of these runs, with what readers look for first: loss, throughput, quality."""
     yield from (LOSS, THROUGHPUT)
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
-        unit, file, direction = spoken(name), file_name("validation", name), runs[0].direction(name)
-        limits: dict[str, Any] = {"spikes": direction < 0, "at_most": (1.0, 100.0) if direction > 0 else ()}
-        yield Panel(file, f"Validation {unit}", unit, name, kind="eval", from_zero=False, **limits)
+        metric, file = runs[0].metric(name), file_name("validation", name)
+        limits: dict[str, Any] = {"spikes": metric.sign < 0, "at_most": (1.0, 100.0) if metric.sign > 0 else ()}
+        yield Panel(file, f"Validation {metric.title}", metric.title, name, kind="eval", from_zero=False, **limits)
     yield from PANELS
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -65,16 +65,11 @@ class Run:
     def drawn(self, kind: str) -> list[Line]:
         return self.evaluations if kind == "eval" else self.train
 
-    def metric(self, name: str) -> Metric | None:
-        """Return what the task declares of a metric; None if this version does not know it."""
+    def metric(self, name: str) -> Metric:
+        """Return what the task declares of a metric, under a name that can be shown."""
         prefix = "data.more_validation."
         splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
-        return metric_of(self.config.get("task.kind"), name, splits)
-
-    def direction(self, name: str) -> int:
-        """Return 1 if higher values of a metric are better, -1 if lower ones are, 0 if that is not known."""
-        metric = self.metric(name)
-        return 0 if metric is None else -1 if metric.lower_is_better else 1
+        return replace(metric_of(str(self.config.get("task.kind")), name, splits), name=printable(name))
 
     @property
     def name(self) -> str:
@@ -139,7 +134,7 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
-        sign = run.direction(name)
+        sign = run.metric(name).sign
         best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
         if reached:
             end = next(line for line in reversed(evaluations) if name in line)

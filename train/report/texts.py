@@ -29,10 +29,6 @@ def as_text(value: object) -> str:
     return printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
 
 
-def spoken(metric: str) -> str:
-    return printable(metric.replace("_", " "))
-
-
 def file_name(prefix: str, name: str) -> str:
     """The name of a figure's file: the same in every report. A hash tells names apart that no file can have."""
     plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]

@@ -7,6 +7,7 @@ without torch: the module that computes is imported when a run has the task.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -34,14 +35,16 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
     return spec
 
 
-def metric_of(kind: Any, name: str, splits: Iterable[str] = ()) -> Metric | None:
-    """Return a metric of a kind of task, also of further validation splits; None if no such task declares it."""
-    known = TASKS[kind].metrics if kind in TASKS else {}
-    plain = next((name.removeprefix(f"{split}_") for split in splits if name.startswith(f"{split}_")), name)
-    return known.get(name, known.get(plain))
+def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
+    """Return what a kind of task declares of a metric, which further validation splits put their name before. One that
+    no task declares has no direction.
+    """
+    declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
+    names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
+    return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))
 
 
-def best_metric(cfg: TrainConfig) -> Metric | None:
+def best_metric(cfg: TrainConfig) -> Metric:
     """Return what the task declares of best.metric."""
     splits = cfg.data.more_validation if isinstance(cfg.data, RecordsConfig) else ()
     return metric_of(cfg.task.kind, cfg.best.metric, splits)
@@ -60,7 +63,7 @@ def build_task(cfg: TrainConfig) -> Task:
         f"best.metric={cfg.best.metric} must be one of this task's metrics: {', '.join(task.metrics)}",
     )
     check(
-        best_metric(cfg) is not None,
+        best_metric(cfg).sign != 0,
         f"best.metric={cfg.best.metric} has no direction: the metrics of the task's SPEC lack it",
     )
     return task

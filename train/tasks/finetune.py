@@ -80,6 +80,11 @@ class TextTask(ABC):
     def of_run(cls, cfg: TrainConfig) -> Task:
         return FineTuning(cfg, cls(cfg.task, Sizes.of(cfg)))
 
+    @property
+    def outputs(self) -> Sequence[str]:
+        """The names of the outputs of the head, in their order."""
+        return self.labels
+
     # ---- in a run --------------------------------------------------------------------------------------------------
 
     def begin(self, train_table: TokenRows) -> None:
@@ -161,8 +166,8 @@ class FineTuning(Task):
         self.seq_len = self.lengths[-1]
         self.labels = task.labels = self.tables.facts["labels"]
         self.remarks = list(remarks(self.sizes.tokenizer, self.tables.facts))
-        if self.labels:
-            check_labels(self.sizes.model, self.sizes.config, self.labels)
+        if task.outputs:
+            check_labels(self.sizes.model, self.sizes.config, task.outputs)
         self.splits: list[Split] = []
         self.eval_rows = 0
         for name in ("validation", *cfg.data.more_validation):
@@ -219,8 +224,9 @@ class FineTuning(Task):
         return Prefetcher()
 
     def build_model(self) -> PaddedEncoder:
-        head = spec_of(self.cfg.task).head
-        return build_with_head(head, self.sizes.model, labels=self.labels, **self.sizes.fit)
+        spec, sizes = spec_of(self.cfg.task), self.sizes
+        outputs, problem = self.task.outputs, spec.problem_type
+        return build_with_head(spec.head, sizes.model, labels=outputs, problem_type=problem, **sizes.fit)
 
     def train_data(self) -> TokenRows:
         return self.train_table
@@ -230,7 +236,7 @@ class FineTuning(Task):
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, PaddedEncoder)
-        return model.train_flops(self.cfg.task.head_size(seq_len, len(self.labels)), seq_len)
+        return model.train_flops(self.cfg.task.head_size(seq_len, len(self.task.outputs)), seq_len)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return self.task.loss(logits_of(model, inputs), inputs)

@@ -45,11 +45,11 @@ class Predictor:
         most = None if origin.run is None else MOST_TOKENS  # texts are cut as the run cut them
         sizes = Sizes.read(ModelConfig(pretrained=origin.source, tokenizer=origin.source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
-        task = task or default_task(origin.source, names)
+        task = task or default_task(origin.source, names, getattr(sizes.config, "problem_type", None))
         spec = spec_of(task)
         check(spec.head in names, f"{origin.source}: the run's task is {task.kind}, but the model is a {names}")
         assert spec.prediction is not None
-        self.prediction, self.head, self.sizes = spec.prediction, spec.head, sizes
+        self.spec, self.prediction, self.sizes = spec, spec.prediction, sizes
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.labels_of(origin.source, sizes.config)
         self.num_rows, self.has_target = 0, False
@@ -68,7 +68,10 @@ class Predictor:
         """Read the weights. `options`: the values of the flags in the task's Prediction."""
         task, source, seq_len = self.task, self.origin.source, self.sizes.seq_len
         task.use(self.origin, options or dict.fromkeys(self.prediction.options))
-        model = build_with_head(self.head, self.sizes.model, labels=task.labels, **self.sizes.fit)
+        spec, sizes = self.spec, self.sizes
+        model = build_with_head(
+            spec.head, sizes.model, labels=task.outputs, problem_type=spec.problem_type, **sizes.fit
+        )
         new = ", ".join(sorted(model.new)[:3])
         check(not model.new, f"{source} holds no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
@@ -142,15 +145,17 @@ class Predictor:
         return f"no row has a label that the model knows: {', '.join(labels[:SHOWN_LABELS])}{more}"
 
 
-def default_task(source: str, architectures: str) -> TaskConfig:
-    """The settings of the first task in the table whose head a model without a run has. InputError if there is none."""
+def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:
+    """Return the settings of the first task in the table whose head a model without a run has, of one for its problem
+    if there is such a task. Raises InputError if there is none.
+    """
     specs = [spec for spec in TASKS.values() if spec.prediction is not None]
-    fitting = next((spec for spec in specs if spec.head in architectures), None)
-    heads = ", ".join(spec.head for spec in specs)
+    fitting = [spec for spec in specs if spec.head in architectures]
+    fitting.sort(key=lambda spec: spec.problem_type != problem_type)
+    heads = ", ".join(dict.fromkeys(spec.head for spec in specs))
     check(
-        fitting is not None,
+        bool(fitting),
         f"{source} has no head that predicts (its config.json names the architecture {architectures}); give a model "
         f"with one of: {heads}",
     )
-    assert fitting is not None
-    return fitting.settings()
+    return fitting[0].settings()

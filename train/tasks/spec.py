@@ -46,12 +46,23 @@ class Prediction:
 class Metric:
     """A number of an evaluation, as the task that computes it declares it."""
 
-    lower_is_better: bool = False
-    hub_name: str | None = None  # its id on the Hub; None: its name
-    is_headline: bool = True  # the report's card may show it beside the task's headline
+    name: str
+    higher_is_better: bool | None = True  # None: no task declares it, and nothing is called the best by it
+    hub_name: str = ""  # its id on the Hub; "": its name
+    is_shown_beside: bool = True  # a report's card may show it beside the metric that it leads with
+
+    @property
+    def sign(self) -> int:
+        """1 if higher values are better, -1 if lower ones are, 0 if that is not known."""
+        return 0 if self.higher_is_better is None else 1 if self.higher_is_better else -1
+
+    @property
+    def title(self) -> str:
+        """The name in words."""
+        return self.name.replace("_", " ")
 
 
-LOSS = Metric(lower_is_better=True, is_headline=False)
+LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,8 @@ class TaskSpec:
     module: str  # its TASK is a class: a `Task`, or a `train.tasks.finetune.TextTask`. It imports torch
     head: str  # transformers loads an export as AutoModelFor<head>
     card: CardText
-    metrics: Mapping[str, Metric]  # of evaluations, by name; further splits put their name before it
-    headline: tuple[str, ...] = ("loss",)  # the metric that a report leads with: the first of these that a run has
+    metrics: tuple[Metric, ...]  # of evaluations; a report leads with the first that a run has
+    problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
     prediction: Prediction | None = None  # None: its models do not predict
 
 

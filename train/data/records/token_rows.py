@@ -19,7 +19,7 @@ from train.data.shards.order import PADDING
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from pyarrow import ChunkedArray
+    from pyarrow import ChunkedArray, DataType
 
 FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # by Arrow's names
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
@@ -48,6 +48,11 @@ class Lists:
         return lists
 
 
+def is_list(kind: DataType) -> bool:
+    """Return whether a column holds lists whose lengths differ, as those of tokens do."""
+    return hasattr(kind, "value_type") and not hasattr(kind, "list_size")
+
+
 def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
     """Return the type of the input that a column becomes: int64 of whole numbers and booleans, its own of floats.
     Raises InputError for anything else, and for empty values.
@@ -58,6 +63,13 @@ def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
     check(not any(part.null_count for part in (column, *parts)), f"column {name} holds empty values")
     is_float = any(kind in FLOATS for kind in kinds)
     return np.dtype(FLOATS[kinds.pop()] if is_float else np.int64)
+
+
+def values_of(column: ChunkedArray) -> np.ndarray:
+    """Return the numbers of a column [rows], or of lists that all have C of them [rows, C]."""
+    if not hasattr(column.type, "list_size"):
+        return column.to_numpy()
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(-1, column.type.list_size)
 
 
 class TokenRows:
@@ -91,8 +103,9 @@ class TokenRows:
         self.second_at = arrow.column("second_at").to_numpy()
         named = {name: arrow.column(column) for name, column in columns.items()}
         self.dtypes = {name: input_dtype(column, columns[name]) for name, column in named.items()}
-        self.lists = {name: Lists(column) for name, column in named.items() if hasattr(column.type, "value_type")}
-        self.values = {name: column.to_numpy() for name, column in named.items() if name not in self.lists}
+        self.fill = {name: np.nan if dtype.kind == "f" else IGNORE_INDEX for name, dtype in self.dtypes.items()}
+        self.lists = {name: Lists(column) for name, column in named.items() if is_list(column.type)}
+        self.values = {name: values_of(column) for name, column in named.items() if name not in self.lists}
         longest = int(self.row_lengths.max(initial=0))
         check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
@@ -102,11 +115,12 @@ class TokenRows:
 
     def draw(self, items: np.ndarray) -> Batch:
         """The batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket of S tokens:
-        input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B] or of lists [K, B, S], all int64 but
-        for columns of floats, which keep their precision.
+        input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B], of lists [K, B, S], of lists that
+        all have the size C [K, B, C], all int64 but for columns of floats, which keep their precision.
 
-        PADDING is row 0 with IGNORE_INDEX in its columns. "count" is the labels (the rows, where there are no
-        `labels`), or the sum of their weights; "tokens" the tokens without padding.
+        PADDING is row 0 with IGNORE_INDEX in its columns, or NaN in those of floats, of which any number may be a
+        target. "count" is the labels (the rows, where there are no `labels`), or the sum of their weights; "tokens" the
+        tokens without padding.
         """
         plain, bucket = parts_of(items)
         is_padding = (plain == PADDING).ravel()
@@ -128,9 +142,10 @@ class TokenRows:
             "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(np.int64),
         }
         for name, values in self.values.items():
-            inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows].astype(self.dtypes[name]))
+            inputs[name] = values[rows].astype(self.dtypes[name], copy=False)
+            inputs[name][is_padding] = self.fill[name]
         for name, lists in self.lists.items():
-            inputs[name] = np.full((len(rows), seq_len), IGNORE_INDEX, self.dtypes[name])
+            inputs[name] = np.full((len(rows), seq_len), self.fill[name], self.dtypes[name])
             for number, values_of_row in enumerate(lists.take(rows)):
                 if not is_padding[number]:
                     inputs[name][number, : len(values_of_row)] = values_of_row
@@ -144,7 +159,7 @@ class TokenRows:
         """[rows] float64: what each row counts."""
         if labels is None:
             return (~is_padding).astype(np.float64)
-        has_label = labels != IGNORE_INDEX
+        has_label = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORE_INDEX
         if self.weights is None:
             return has_label.reshape(len(labels), -1).sum(1).astype(np.float64)
         return np.where(has_label, np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)], 0.0)

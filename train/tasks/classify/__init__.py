@@ -31,11 +31,7 @@ SPEC = TaskSpec(
     settings=ClassifyConfig,
     module="train.tasks.classify.task",
     head="SequenceClassification",
-    metrics={
-        "loss": LOSS,
-        "accuracy": Metric(),
-        **{f"f1_{mean}": Metric(hub_name="f1") for mean in ("macro", "weighted")},
-    },
+    metrics=(Metric("f1_macro", hub_name="f1"), Metric("f1_weighted", hub_name="f1"), Metric("accuracy"), LOSS),
     card=CardText(
         pipeline="text-classification",
         sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",
@@ -46,7 +42,6 @@ SPEC = TaskSpec(
             ("Class weights from the data", "task.balanced"),
         ),
     ),
-    headline=("f1_macro",),
     prediction=Prediction(
         does="labels texts",
         inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},

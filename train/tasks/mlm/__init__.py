@@ -34,16 +34,16 @@ SPEC = TaskSpec(
     settings=MLMConfig,
     module="train.tasks.mlm.task",
     head="MaskedLM",
-    metrics={
-        **{name: replace(LOSS, hub_name="loss") for name in ("loss", "mlm_loss", "sop_loss")},
-        **{name: Metric(hub_name="accuracy") for name in ("masked_accuracy", "sop_accuracy")},
-        "perplexity": Metric(lower_is_better=True),
-    },
+    metrics=(
+        # With sentence-order prediction the loss is of both.
+        *(replace(LOSS, name=name, hub_name="loss") for name in ("mlm_loss", "loss", "sop_loss")),
+        Metric("perplexity", higher_is_better=False),
+        *(Metric(name, hub_name="accuracy") for name in ("masked_accuracy", "sop_accuracy")),
+    ),
     card=CardText(
         pipeline="fill-mask",
         sentence="It fills in masked tokens, and is a starting point for fine-tuning.",
         example='f"It fills in {pipe.tokenizer.mask_token} tokens."',
         settings=(("Masked tokens", "task.mask_rate"),),
     ),
-    headline=("mlm_loss", "loss"),  # with sentence-order prediction the loss is of both
 )

@@ -24,12 +24,11 @@ SPEC = TaskSpec(
     settings=NERConfig,
     module="train.tasks.ner.task",
     head="TokenClassification",
-    metrics={"loss": LOSS, **{name: Metric() for name in ("precision", "recall", "f1", "accuracy")}},
+    metrics=(*map(Metric, ("f1", "accuracy", "precision", "recall")), LOSS),
     card=CardText(
         pipeline="token-classification",
         sentence="It tags each word of a text with one of {labels} tags: {names}.",
         example='"Anna lives in Bonn ."',
     ),
-    headline=("f1", "accuracy"),
     prediction=Prediction(does="tags words", inputs={"tokens": "words to tag, separated by spaces"}),
 )

@@ -33,18 +33,17 @@ SPEC = TaskSpec(
     settings=QAConfig,
     module="train.tasks.qa.task",
     head="QuestionAnswering",
-    metrics={
-        "loss": LOSS,
-        **{f"{group}exact_match": Metric(hub_name="exact_match") for group in ("", "has_answer_", "best_")},
-        **{f"{group}f1": Metric(hub_name="f1") for group in ("", "has_answer_", "no_answer_", "best_")},
-    },
+    metrics=(
+        *(Metric(f"{group}f1", hub_name="f1") for group in ("", "has_answer_", "no_answer_", "best_")),
+        *(Metric(f"{group}exact_match", hub_name="exact_match") for group in ("", "has_answer_", "best_")),
+        LOSS,
+    ),
     card=CardText(
         pipeline="question-answering",
         sentence="It finds the answer to a question in a context, as a span of it.",
         example='question="Who wrote it?", context="It was written by somebody."',
         settings=(("Window stride (tokens)", "task.stride"),),
     ),
-    headline=("f1",),
     prediction=Prediction(
         does="answers questions",
         inputs={"question": "to answer from --context", "context": "in which the answer is"},
