@@ -21,7 +21,7 @@ from train.config import InputError
 from train.report.run import read_run
 from train.tasks import TASKS, Metric, classify
 from train.tasks.classify.task import Classification
-from train.tasks.finetune import FineTuning
+from train.tasks.finetune import TextTask
 
 TWEETS = ROOT / "tests" / "data" / "tweets.csv"
 
@@ -125,7 +125,7 @@ def test_the_task_declares_which_direction_of_a_metric_is_the_better_one(train, 
     evaluate, rises = Classification.evaluate, count(1)
     declared = (*classify.SPEC.metrics, Metric("brier", higher_is_better=not lower))
     monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, metrics=declared))
-    monkeypatch.setattr(Classification, "metrics", (*Classification.metrics, "brier"))
+    monkeypatch.setattr(Classification, "metric_names", (*Classification.metric_names, "brier"))
     monkeypatch.setattr(Classification, "evaluate", lambda *given: {**evaluate(*given), "brier": float(next(rises))})
     given = ["checkpoint.best=true", "best.metric=brier", "eval_every=2", "checkpoint.every=2", "max_steps=6"]
     train(tmp_path / "run", *given)
@@ -158,7 +158,7 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
     def full(*_: object, **__: object) -> None:
         raise InputError("cannot write predictions: no space left")
 
-    monkeypatch.setattr(FineTuning, "write_evaluation", full)
+    monkeypatch.setattr(TextTask, "write_evaluation", full)
     assert train(tmp_path / "run", "max_steps=2") == ("done", 2)
     (fault,) = lines(tmp_path / "run", "fault")
     assert "not written: cannot write predictions: no space left" in fault["reason"]

@@ -31,7 +31,7 @@ RATING = {  # a task whose targets are numbers: the files of a package
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig
-from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
+from train.tasks.spec import LOSS, Metric, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -48,8 +48,11 @@ SPEC = TaskSpec(
     head="SequenceClassification",
     problem_type="regression",
     metrics=(Metric("mse", higher_is_better=False), LOSS),
-    card=CardText(pipeline="text-classification", sentence="It rates a text.", example='"A text."'),
-    prediction=Prediction(does="rates texts", inputs={"text": "to rate"}),
+    pipeline="text-classification",
+    sentence="It rates a text.",
+    example='"A text."',
+    does="rates texts",
+    inputs={"text": "to rate"},
 )
 """,
     "train/tasks/rating/task.py": """
@@ -58,11 +61,11 @@ import torch
 from datasets import Value
 
 from train.data.files.errors import BadRow
+from train.data.records.featurizer import Featurizer
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import TextTask, mean_loss
-from train.tasks.texts import TextFeaturizer
 
 
 def read_score(value, texts, is_learnt):
@@ -72,7 +75,7 @@ def read_score(value, texts, is_learnt):
         raise BadRow(f"{value!r:.40} is no number") from None
 
 
-class RatingFeaturizer(TextFeaturizer):
+class RatingFeaturizer(Featurizer):
     kind = RowKind(
         "rating",
         columns={"text": STRING, "label": Value("float32")},
@@ -92,7 +95,7 @@ class RatingFeaturizer(TextFeaturizer):
 class Rating(TextTask):
     columns = {"labels": "score"}
     outputs = ["rating"]
-    metrics = ("loss", "mse")
+    metric_names = ("loss", "mse")
     csv_columns = ["id", "prediction"]
 
     def __init__(self, cfg, sizes):
@@ -104,7 +107,7 @@ class Rating(TextTask):
         is_known, scores = ~inputs["labels"].isnan(), logits.float().squeeze(-1)
         return scores, torch.where(is_known, scores - inputs["labels"].nan_to_num(), 0.0).square()
 
-    def loss(self, logits, inputs):
+    def loss_of(self, logits, inputs):
         return self.errors(logits, inputs)[1].sum()
 
     def statistics(self, logits, inputs):

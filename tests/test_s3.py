@@ -17,7 +17,6 @@ from rejections import rejects
 from services.fault_proxy import Fault
 from services.process import free_port
 
-from train import predict
 from train.config import InputError, NotPermitted, RecordsConfig, TrainConfig, Unreachable
 from train.data.records.table_folder import find_facts
 from train.data.shards.format import read_manifest
@@ -415,7 +414,7 @@ def config_of(task, data):
 
 def threshold(folder):
     run = config_of(QAConfig(unanswerable=True), RecordsConfig(path="x"))
-    return threshold_of(predict.Origin("x", (run, folder), run.data), None)
+    return threshold_of((run, folder), None)
 
 
 READERS = {

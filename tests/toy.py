@@ -73,7 +73,7 @@ class Rows:
 
 
 class ToyTask(Task):
-    """See `train.tasks.Task`."""
+    """A line through points."""
 
     shard_rows, train_rows, eval_rows = (ROWS,), ROWS, EVAL_ROWS
     metrics, data_id, seq_len = ("loss", "error"), "toy", 2

@@ -37,14 +37,14 @@ from train.host.launched import launched
 from train.storage.atomic_io import open_whole
 from train.storage.folders import Folder, disk_errors, is_s3, local_path, open_folder
 from train.tasks import TASKS, spec_of
-from train.tasks.spec import Origin, Prediction
+from train.tasks.spec import TaskSpec
 
 if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
-PREDICTIONS = [spec.prediction for spec in TASKS.values() if spec.prediction is not None]
-INPUTS = {name: text for prediction in PREDICTIONS for name, text in prediction.inputs.items()}  # and flags' help
-OPTIONS = {name: text for prediction in PREDICTIONS for name, text in prediction.options.items()}
+SPECS = [spec for spec in TASKS.values() if spec.inputs]
+INPUTS = {name: text for spec in SPECS for name, text in spec.inputs.items()}  # and flags' help
+OPTIONS = {name: text for spec in SPECS for name, text in spec.options.items()}
 ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
 COLUMNS = [item.name for item in fields(ColumnsConfig)]
 Row = dict[str, Any]
@@ -53,17 +53,18 @@ Row = dict[str, Any]
 # ---- which model, and how its data is read -------------------------------------------------------------------------
 
 
-def find(options: argparse.Namespace, s3: S3Config) -> Origin:
-    """The model that the flags name, and how its rows are read. InputError if there is none with a head."""
+def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
+    """Return the model that the flags name, without its weights. Raises InputError if there is none with a head."""
     from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
     from train.models.source import located
+    from train.tasks.predictor import Predictor
 
     run = find_run(options.model, s3)
     data = RecordsConfig(path="")
     if run is not None:
         cfg, _ = run
         check(
-            spec_of(cfg.task).prediction is not None,
+            bool(spec_of(cfg.task).inputs),
             f"{options.model} is a run of task={cfg.task.kind}: its model has no head that can be asked",
         )
         assert isinstance(cfg.data, RecordsConfig)
@@ -72,7 +73,7 @@ def find(options: argparse.Namespace, s3: S3Config) -> Origin:
     columns = {name: value or getattr(ColumnsConfig(), name) for name, value in flags_given.items()}
     data = replace(data, columns=replace(data.columns, **columns), cache_dir=options.cache_dir)
     source = located("MODEL", options.model, s3, cache_dir(data), needs="config.json")
-    return Origin(source, run, data)
+    return Predictor(source, data, run=run, seq_len=options.seq_len)
 
 
 def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
@@ -95,14 +96,14 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
 
-    origin, prediction, given = trained.origin, trained.prediction, inputs_given(options)
-    ok = options.input is not None or fits(prediction, given)
-    check(ok, f"{options.model} {prediction.does}: give {flags(required(prediction))}, or --input")
-    if origin.run is not None:
-        trained_on = origin.run[0].data
+    spec, given = trained.spec, inputs_given(options)
+    ok = options.input is not None or fits(spec, given)
+    check(ok, f"{options.model} {spec.does}: give {flags(required(spec))}, or --input")
+    if trained.run is not None:
+        trained_on = trained.run[0].data
         assert isinstance(trained_on, RecordsConfig)
-        for name in prediction.optional:
-            has = getattr(origin.data.columns, name) is not None if options.input else name in given
+        for name in spec.optional:
+            has = getattr(trained.data.columns, name) is not None if options.input else name in given
             was = getattr(trained_on.columns, name) is not None
             check(
                 has == was,
@@ -111,8 +112,8 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
             )
     if options.input is None:
         return iter([{"id": "0", **trained.task.row_of(given)}])
-    form = options.format or ("auto" if is_named(options.input) else origin.data.format)
-    data = replace(origin.data, format=form)
+    form = options.format or ("auto" if is_named(options.input) else trained.data.format)
+    data = replace(trained.data, format=form)
     return read_texts(data, trained.task.featurizer.kind, options.input, s3, labels=trained.task.labels)
 
 
@@ -120,7 +121,7 @@ def inputs_given(options: argparse.Namespace) -> dict[str, str]:
     """The texts that the flags hold, by their columns. InputError for one that is empty or no text."""
     from train.data.files.errors import unreadable
 
-    optional = {name for prediction in PREDICTIONS for name in prediction.optional}
+    optional = {name for spec in SPECS for name in spec.optional}
     given = {name: text for name in INPUTS if (text := getattr(options, name)) is not None}
     for name, text in given.items():
         bad = unreadable(text, "utf-8") or (None if text.strip() or name in optional else "it is empty")
@@ -128,13 +129,13 @@ def inputs_given(options: argparse.Namespace) -> dict[str, str]:
     return given
 
 
-def required(prediction: Prediction) -> list[str]:
-    return [name for name in prediction.inputs if name not in prediction.optional]
+def required(spec: TaskSpec) -> list[str]:
+    return [name for name in spec.inputs if name not in spec.optional]
 
 
-def fits(prediction: Prediction, given: Iterable[str]) -> bool:
-    """Whether a task's models read these inputs and no others."""
-    return set(required(prediction)) <= set(given) <= set(prediction.inputs)
+def fits(spec: TaskSpec, given: Iterable[str]) -> bool:
+    """Return whether a task's models read these inputs and no others."""
+    return set(required(spec)) <= set(given) <= set(spec.inputs)
 
 
 def flags(names: Iterable[str]) -> str:
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL, s3:// too")
-    firsts = {next(iter(prediction.inputs)) for prediction in PREDICTIONS}
+    firsts = {next(iter(spec.inputs)) for spec in SPECS}
     for name, text in INPUTS.items():
         (what if name in firsts else parser).add_argument(flags([name]), metavar="TEXT", help=text)
     for name, text in OPTIONS.items():
@@ -225,8 +226,8 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
     given = [name for name in INPUTS if getattr(options, name) is not None]
-    ok = any(fits(prediction, given) for prediction in PREDICTIONS) if options.input is None else not given
-    ways = [" ".join(f"[{flags([n])}]" if n in p.optional else flags([n]) for n in p.inputs) for p in PREDICTIONS]
+    ok = any(fits(spec, given) for spec in SPECS) if options.input is None else not given
+    ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in SPECS]
     check(ok, f"{flags(given)}: these flags do not go together; give {', or '.join(ways)}, or --input alone")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
     if options.format is not None:
@@ -239,11 +240,9 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     from train.backend.ddp import DDP
     from train.data.text.coverage import unknown_share
     from train.tasks.finetune import json_lines
-    from train.tasks.predictor import Predictor
 
-    origin = find(options, s3)
+    predictor = find(options, s3)
     backend = DDP(BackendConfig(device=options.device, precision=options.precision))
-    predictor = Predictor(origin, options.seq_len)
     chunks = in_chunks(read_rows(options, predictor, s3))
     first = next(chunks, None)  # what is wrong with the columns shows before weights are read
     if first is None:

@@ -62,7 +62,7 @@ def card(path: Path, name: str) -> str:
     blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
     if task is not None:
         location = hub_id(run, "hub.push_to") or HERE
-        call = [f'pipe = pipeline("{task.card.pipeline}", model="{location}")', f"pipe({task.card.example})"]
+        call = [f'pipe = pipeline("{task.pipeline}", model="{location}")', f"pipe({task.example})"]
         code = ["```python", "from transformers import pipeline", "", *call, "```"]
         blocks += ["## How to use it", "\n".join(code)]
     return "\n\n".join([f"---\n{metadata(run, records, name)}\n---", *filter(None, blocks)]) + "\n"
@@ -81,7 +81,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     dataset, task = data_name(run), task_of(run)
-    pipeline = task.card.pipeline if task else None
+    pipeline = task.pipeline if task else None
     evaluated = [
         EvalResult(
             task_type=pipeline or str(run.config.get("task.kind")),
@@ -175,7 +175,7 @@ def about(run: Run, records: Records) -> str:
     pretrains = task is not None and task.settings.learns_from is ShardsConfig
     model = f"Its training continued from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
     model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
-    sentence = task.card.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
+    sentence = task.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
     return f"{sentence}\n{model}{parameters}."
 
 
@@ -203,7 +203,7 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
     known, task = {**run.config, **run.environment}, task_of(run)
     yield "Epochs", count(number(run.train[-1], "epoch") if run.train else None)
     yield from ((label, figures[label]) for label in TRAINED)
-    for label, key in [*SETTINGS, *(task.card.settings if task else ())]:
+    for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
         value = known.get(key)
         if value not in (None, False, 0, []):
             yield label, f"{value:g}" if isinstance(value, float) else str(value)

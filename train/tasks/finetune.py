@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from train.backend import compiles_each_length
 from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
-from train.data.records.kinds import Featurizer
+from train.data.records.featurizer import Featurizer
 from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
@@ -33,13 +33,14 @@ from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
 from train.tasks import spec_of
 from train.tasks.predictor import Predictor
-from train.tasks.spec import Origin, Task
+from train.tasks.spec import Task
 from train.tasks.texts import Sizes, resolved_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+Run = tuple[TrainConfig, Folder]  # settings and folder
 Entry = dict[str, Any]  # a row of input by its columns, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
 CANDIDATES = 4  # examples that the model answers for each sample that is shown
@@ -61,83 +62,6 @@ def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, di
     return {name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True)) for name, *values in rows}
 
 
-class TextTask(ABC):
-    """What a model with a head learns from rows of texts, and what it answers: in a run as in train.predict."""
-
-    columns: Mapping[str, str]  # of the features, by the inputs of a batch
-    eval_columns: Mapping[str, str] = {}  # those that only statistics need
-    metrics: tuple[str, ...]
-    csv_columns: list[str]  # of predictions
-    featurizer: Featurizer
-    shortest: int = 8  # the least tokens of a batch
-
-    def __init__(self, cfg: Any, sizes: Sizes) -> None:
-        """`cfg`: the task's settings."""
-        self.cfg, self.sizes = cfg, sizes
-        self.labels: list[str] = []  # in the order of their numbers; the run's, or the trained model's
-
-    @classmethod
-    def of_run(cls, cfg: TrainConfig) -> Task:
-        return FineTuning(cfg, cls(cfg.task, Sizes.of(cfg)))
-
-    @property
-    def outputs(self) -> Sequence[str]:
-        """The names of the outputs of the head, in their order."""
-        return self.labels
-
-    # ---- in a run --------------------------------------------------------------------------------------------------
-
-    def begin(self, train_table: TokenRows) -> None:
-        """Take from the training data what the loss depends on."""
-        return
-
-    @abstractmethod
-    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """The loss summed over the labels of a batch."""
-
-    @abstractmethod
-    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, n] float32: what metrics and predictions need of each row of a batch."""
-
-    @abstractmethod
-    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
-        """The metrics of the features of some examples."""
-
-    @abstractmethod
-    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """What an evaluation that is the best writes beside its metrics."""
-
-    # ---- in train.predict ------------------------------------------------------------------------------------------
-
-    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
-        """The labels of a trained model. InputError if the task cannot use them."""
-        return []
-
-    def use(self, origin: Origin, options: Mapping[str, Any]) -> None:
-        """Take what predictions depend on from the model's run, and from the flags of the task's Prediction."""
-        return
-
-    def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
-        """The row that the texts of flags mean, by column."""
-        return dict(texts)
-
-    @abstractmethod
-    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
-        """A line for each row."""
-
-    @abstractmethod
-    def known(self, row: Entry, prediction: Entry) -> tuple[Any, Any] | None:
-        """The right answer of a row that has one, and the model's."""
-
-    @abstractmethod
-    def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
-        """The metrics of what `known` returned for some rows."""
-
-    @abstractmethod
-    def sample(self, row: Entry, prediction: Entry) -> Sample:
-        """A row whose right answer is known and the prediction for it, for the report."""
-
-
 @dataclass(frozen=True)
 class Split:
     """The part of a table of validation data that is used."""
@@ -151,23 +75,109 @@ class Split:
         return rows[self.first : self.first + len(self.features)]
 
 
-class FineTuning(Task):
-    """See `train.tasks.Task`."""
+class TextTask(Task):
+    """What a model with a head learns from rows of texts, and what it answers: in a run as in train.predict."""
 
+    columns: Mapping[str, str]  # of the features, by the inputs of a batch
+    eval_columns: Mapping[str, str] = {}  # those that only statistics need
+    metric_names: tuple[str, ...]  # of an evaluation of one split
+    csv_columns: list[str]  # of predictions
+    featurizer: Featurizer
+    shortest: int = 8  # the least tokens of a batch
     lengths: tuple[int, ...]
 
-    def __init__(self, cfg: TrainConfig, task: TextTask) -> None:
+    def __init__(self, cfg: Any, sizes: Sizes) -> None:
+        """`cfg`: the task's settings."""
+        self.cfg, self.sizes = cfg, sizes
+        self.labels: list[str] = []  # in the order of their numbers; the run's, or the trained model's
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """Return the names of the outputs of the head, in their order."""
+        return self.labels
+
+    def build_model(self) -> PaddedEncoder:
+        spec, model, names = spec_of(self.cfg), self.sizes.model, self.outputs
+        return build_with_head(spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit)
+
+    def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
+        """Return features as batches, with further inputs by the columns that hold them."""
+        pad_id = self.sizes.tokenizer.pad_token_id
+        return TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
+
+    # ---- learning: what a task of its own has ----------------------------------------------------------------------
+
+    def begin(self, train_table: TokenRows) -> None:
+        """Take from the training data what the loss depends on."""
+        return
+
+    @abstractmethod
+    def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the loss summed over the labels of a batch."""
+
+    @abstractmethod
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what metrics and predictions need of each row of a batch, [B, n] float32."""
+
+    @abstractmethod
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        """Return the metrics of the features of some examples, by `metric_names`."""
+
+    @abstractmethod
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+        """Return what an evaluation that is the best writes beside its metrics."""
+
+    # ---- predictions: what a task of its own has -------------------------------------------------------------------
+
+    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
+        """Return the labels of a trained model. Raises InputError if the task cannot use them."""
+        return []
+
+    def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
+        """Take what predictions depend on from how rows are read, from the model's run if it has one, and from the
+        flags that TaskSpec.options names.
+        """
+        return
+
+    def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
+        """Return the row that the texts of flags mean, by column."""
+        return dict(texts)
+
+    @abstractmethod
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+        """Yield a line for each row."""
+
+    @abstractmethod
+    def known(self, row: Entry, prediction: Entry) -> tuple[Any, Any] | None:
+        """Return the right answer of a row that has one, and the model's."""
+
+    @abstractmethod
+    def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
+        """Return the metrics of what `known` returned for some rows."""
+
+    @abstractmethod
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
+        """Return a row whose right answer is known and the prediction for it, for the report."""
+
+    # ---- a run -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of_run(cls, cfg: TrainConfig) -> Task:
+        task = cls(cfg.task, Sizes.of(cfg))
+        task.open(cfg)
+        return task
+
+    def open(self, cfg: TrainConfig) -> None:
+        """Open the data of a run. Raises InputError for data that cannot be used."""
         assert isinstance(cfg.data, RecordsConfig)
-        self.cfg, self.data, self.task, self.sizes = cfg, cfg.data, task, task.sizes
-        self.tables = open_tables(cfg, task.featurizer)
-        given = {"seq_len": self.sizes.seq_len, "shortest": task.shortest}
-        self.lengths = resolved_lengths(cfg, self.tables, **given)
-        self.sizes = task.sizes = replace(self.sizes, lengths=self.lengths)
+        self.run_cfg, self.data, self.tables = cfg, cfg.data, open_tables(cfg, self.featurizer)
+        self.lengths = resolved_lengths(cfg, self.tables, seq_len=self.sizes.seq_len, shortest=self.shortest)
+        self.sizes = replace(self.sizes, lengths=self.lengths)
         self.seq_len = self.lengths[-1]
-        self.labels = task.labels = self.tables.facts["labels"]
+        self.labels = self.tables.facts["labels"]
         self.remarks = list(remarks(self.sizes.tokenizer, self.tables.facts))
-        if task.outputs:
-            check_labels(self.sizes.model, self.sizes.config, task.outputs)
+        if self.outputs:
+            check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits: list[Split] = []
         self.eval_rows = 0
         for name in ("validation", *cfg.data.more_validation):
@@ -176,28 +186,19 @@ class FineTuning(Task):
                 features = features.select(drawn(features, cfg.eval_examples, cfg.seed, len(self.splits)))
             self.splits.append(Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows))
             self.eval_rows += len(features)
-        self.train_table = self._rows(self.tables.features("train"), task.columns)
+        self.train_table = self.token_rows(self.tables.features("train"), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
-        self.eval_table = self._rows(every, {**task.columns, **task.eval_columns})
+        self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
         if len(self.lengths) > 1:  # one length is a plain order
             is_mixed = self.data.lengths == "auto" and not compiles_each_length(cfg.backend, cfg.instance)
             of_rows = self.train_table.bucket_of, self.eval_table.bucket_of
             self.buckets = Buckets(self.lengths, *of_rows, is_mixed=is_mixed)
-        self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in task.metrics)
+        self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in self.metric_names)
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
         self.shard_rows = [self.train_rows]
         self.details = self._details()
-        train = self.details["splits"]["train"]
-        notes = dict(train["notes"])
-        tokens = {"unknown_tokens": notes.pop("text_tokens", 0)}
-        tokens["tokens_cut"] = train["tokens"] + notes.get("tokens_cut", 0)
-        of = {name: tokens.get(name, train["examples"]) or 1 for name in notes}
-        self.facts = {"padding_share": train["padding_share"]}
-        self.facts |= {f"{name}_share": number / of[name] for name, number in notes.items()}
-        task.begin(self.train_table)
-
-    def _rows(self, table: Dataset, columns: Mapping[str, str]) -> TokenRows:
-        return TokenRows(table, pad_id=self.sizes.tokenizer.pad_token_id, lengths=self.lengths, columns=columns)
+        self.facts = shares(self.details["splits"]["train"])
+        self.begin(self.train_table)
 
     def _details(self) -> dict[str, Any]:
         """What is known of the data, with the share of padding that this run's lengths come to."""
@@ -211,7 +212,6 @@ class FineTuning(Task):
         return {"kind": facts["kind"], "labels": facts["labels"], "lengths": list(self.lengths), "splits": splits}
 
     def summary(self) -> str:
-        """Return in words what batches are padded to, and what of the texts is cut."""
         lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}), of which in training "
         line += f"{self.facts['padding_share']:.1%} are padding"
@@ -223,11 +223,6 @@ class FineTuning(Task):
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         return Prefetcher()
 
-    def build_model(self) -> PaddedEncoder:
-        spec, sizes = spec_of(self.cfg.task), self.sizes
-        outputs, problem = self.task.outputs, spec.problem_type
-        return build_with_head(spec.head, sizes.model, labels=outputs, problem_type=problem, **sizes.fit)
-
     def train_data(self) -> TokenRows:
         return self.train_table
 
@@ -236,20 +231,20 @@ class FineTuning(Task):
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, PaddedEncoder)
-        return model.train_flops(self.cfg.task.head_size(seq_len, len(self.task.outputs)), seq_len)
+        return model.train_flops(self.cfg.head_size(seq_len, len(self.outputs)), seq_len)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return self.task.loss(logits_of(model, inputs), inputs)
+        return self.loss_of(logits_of(model, inputs), inputs)
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return self.task.statistics(logits_of(model, inputs), inputs)
+        return self.statistics(logits_of(model, inputs), inputs)
 
-    def evaluate(self, split: Split, rows: np.ndarray) -> dict[str, float]:
-        """The metrics of a split, from the statistics of all."""
-        return self.task.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
+    def metrics_of(self, split: Split, rows: np.ndarray) -> dict[str, float]:
+        """Return the metrics of a split, from the statistics of all."""
+        return self.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        values = ((split, self.evaluate(split, rows).items()) for split in self.splits)
+        values = ((split, self.metrics_of(split, rows).items()) for split in self.splits)
         return {f"{split.prefix}{name}": value for split, items in values for name, value in items}
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
@@ -257,10 +252,10 @@ class FineTuning(Task):
         splits = {}
         for split in self.splits:
             examples = self.tables.examples(split.name)
-            files, tables = self.task.results(split.name, examples, split.features, split.of(rows))
+            files, tables = self.results(split.name, examples, split.features, split.of(rows))
             for name, content in files.items():
                 folder.write(f"predictions/{name}", content)
-            splits[split.name] = {**self.evaluate(split, rows), **tables}
+            splits[split.name] = {**self.metrics_of(split, rows), **tables}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
@@ -271,21 +266,28 @@ class FineTuning(Task):
         folder.write("model/config.json", model.network.config.to_json_string().encode())
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
         assert isinstance(model, PaddedEncoder)
         model.export(folder)
         shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Some validation examples, as `python -m train.predict` answers them."""
-        predictor = Predictor(Origin(str(export), (self.cfg, run), self.data), self.cfg.seq_len)
-        examples, target = self.tables.examples("validation"), predictor.task.featurizer.kind.target
+        predictor = Predictor(str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len)
+        examples, target = self.tables.examples("validation"), self.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=self.labels))
         if not rows:
             return []
         predictor.load()  # on the CPU in float32: the run's backend has the devices and their graphs
         pairs = zip(rows, predictor.predict(rows, batch_size=8), strict=True)
         return mixed([predictor.task.sample(*pair) for pair in pairs], most)
+
+
+def shares(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return padding and what was counted of a split, as shares of its examples or tokens."""
+    notes = dict(facts["notes"])
+    tokens = {"unknown_tokens": notes.pop("text_tokens", 0), "tokens_cut": facts["tokens"] + notes.get("tokens_cut", 0)}
+    of = {name: tokens.get(name, facts["examples"]) or 1 for name in notes}
+    return {"padding_share": facts["padding_share"]} | {f"{name}_share": n / of[name] for name, n in notes.items()}
 
 
 def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:

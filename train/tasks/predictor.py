@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, concatenate_datasets
 
-from train.config import ModelConfig, TaskConfig, check
+from train.config import ModelConfig, RecordsConfig, TaskConfig, TrainConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.kinds import TOKENS
 from train.data.records.table_facts import column, cut_words
-from train.data.records.token_rows import TokenRows
-from train.models.heads import build_with_head, logits_of
+from train.models.heads import logits_of
 from train.tasks import TASKS, class_of, spec_of
-from train.tasks.spec import Origin
 from train.tasks.texts import EAGER_CPU_STEP, MOST_LENGTHS, MOST_TOKENS, Sizes
 
 if TYPE_CHECKING:
+    from train.storage.folders import Folder
     from train.tasks.finetune import TextTask
 
 TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times as much memory
@@ -34,29 +33,33 @@ CPU = torch.device("cpu")
 
 
 class Predictor:
-    """A model of a run, a folder of transformers or a Hub id, and its task."""
+    """A model with a head, in the format of transformers or of the Hub, and its task."""
 
-    def __init__(self, origin: Origin, seq_len: int | None) -> None:
-        """Read all but the weights. `seq_len` None: the run's, or the longest. InputError for a model of no task."""
-        self.origin = origin
+    def __init__(
+        self, source: str, data: RecordsConfig, *, run: tuple[TrainConfig, Folder] | None, seq_len: int | None
+    ) -> None:
+        """Read all but the weights. Raises InputError for a model of no task.
+
+        Args:
+            source: folder in the format of transformers, or Hub id.
+            data: how rows are read.
+            run: settings and folder of the run that trained the model; None for a model that did not come from a run.
+            seq_len: None: the run's, or the longest.
+        """
+        self.source, self.data, self.run = source, data, run
         task = None
-        if origin.run is not None:
-            task, seq_len = origin.run[0].task, seq_len or origin.run[0].seq_len
-        most = None if origin.run is None else MOST_TOKENS  # texts are cut as the run cut them
-        sizes = Sizes.read(ModelConfig(pretrained=origin.source, tokenizer=origin.source), seq_len, most=most)
+        if run is not None:
+            task, seq_len = run[0].task, seq_len or run[0].seq_len
+        most = None if run is None else MOST_TOKENS  # texts are cut as the run cut them
+        sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
-        task = task or default_task(origin.source, names, getattr(sizes.config, "problem_type", None))
-        spec = spec_of(task)
-        check(spec.head in names, f"{origin.source}: the run's task is {task.kind}, but the model is a {names}")
-        assert spec.prediction is not None
-        self.spec, self.prediction, self.sizes = spec, spec.prediction, sizes
+        task = task or default_task(source, names, getattr(sizes.config, "problem_type", None))
+        self.spec = spec = spec_of(task)
+        check(spec.head in names, f"{source}: the run's task is {task.kind}, but the model is a {names}")
         self.task: TextTask = class_of(spec)(task, sizes)
-        self.task.labels = self.task.labels_of(origin.source, sizes.config)
+        self.task.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
-        self.num_tokens, self.cut = (
-            0,
-            Counter[str](),
-        )  # tokens read; rows cut and tokens lost, as TextFeaturizer's notes
+        self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; rows cut and tokens lost, as Featurizer's notes
         self.known: list[tuple[Any, Any]] = []  # the right answers of rows that have one, and the model's
 
     def load(
@@ -65,19 +68,16 @@ class Predictor:
         device: torch.device = CPU,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Read the weights. `options`: the values of the flags in the task's Prediction."""
-        task, source, seq_len = self.task, self.origin.source, self.sizes.seq_len
-        task.use(self.origin, options or dict.fromkeys(self.prediction.options))
-        spec, sizes = self.spec, self.sizes
-        model = build_with_head(
-            spec.head, sizes.model, labels=task.outputs, problem_type=spec.problem_type, **sizes.fit
-        )
+        """Read the weights. `options`: the values of the flags that the task's TaskSpec.options names."""
+        task, seq_len = self.task, self.task.sizes.seq_len
+        task.use(self.data, self.run, options or dict.fromkeys(self.spec.options))
+        model = task.build_model()
         new = ", ".join(sorted(model.new)[:3])
-        check(not model.new, f"{source} holds no weights for {new}: its head was not trained")
+        check(not model.new, f"{self.source} holds no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast
         step = max(EAGER_CPU_STEP, -(-seq_len // MOST_LENGTHS))
         lengths = (*range(-(-min(task.shortest, seq_len) // step) * step, seq_len, step), seq_len)
-        self.sizes = task.sizes = replace(self.sizes, lengths=lengths)
+        task.sizes = replace(task.sizes, lengths=lengths)
 
     def predict(
         self, rows: list[dict[str, Any]], *, batch_size: int, on_batch: Callable[[int], Any] = lambda _: None
@@ -85,7 +85,7 @@ class Predictor:
         """The model's answer to each row, in their order. `on_batch` gets the number of sequences read."""
         features, tokens_cut = self.features(rows)
         statistics = self.statistics(features, batch_size, on_batch)
-        check(bool(np.isfinite(statistics).all()), f"{self.origin.source} computes NaN: its weights are damaged")
+        check(bool(np.isfinite(statistics).all()), f"{self.source} computes NaN: its weights are damaged")
         answers = list(self.task.predictions(rows, features, statistics))
         pairs = (self.task.known(row, answer) for row, answer in zip(rows, answers, strict=True))
         self.known += [pair for pair in pairs if pair is not None]
@@ -101,7 +101,7 @@ class Predictor:
         featurizer, parts, tokens_cut = self.task.featurizer, [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
-            texts = {key: [row[key] for row in part] for key in self.prediction.inputs if key in part[0]}
+            texts = {key: [row[key] for row in part] for key in self.spec.inputs if key in part[0]}
             columns = featurizer.features(texts, [*range(first, first + len(part))], split="new")
             parts.append(Dataset.from_dict(columns, features=Features(TOKENS | featurizer.kind.tokens)))
             tokens_cut.append(featurizer.tokens_cut)
@@ -110,8 +110,7 @@ class Predictor:
     @torch.inference_mode()
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
         """[rows, n] float32. The longest are read first: little padding, and what exceeds memory fails at once."""
-        pad_id, columns = self.sizes.tokenizer.pad_token_id, {**self.task.columns, **self.task.eval_columns}
-        table = TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
+        table = self.task.token_rows(features, {**self.task.columns, **self.task.eval_columns})
         order = np.argsort(-table.row_lengths, kind="stable")
         batches = []
         for first in range(0, len(order), batch_size):
@@ -129,7 +128,7 @@ class Predictor:
 
     def cut_rows(self) -> str:
         """Return a line on the rows so far that were cut; empty if none was."""
-        seq_len = self.sizes.seq_len
+        seq_len = self.task.sizes.seq_len
         return cut_words(rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len)
 
     def metrics(self) -> str:
@@ -149,7 +148,7 @@ def default_task(source: str, architectures: str, problem_type: str | None) -> T
     """Return the settings of the first task in the table whose head a model without a run has, of one for its problem
     if there is such a task. Raises InputError if there is none.
     """
-    specs = [spec for spec in TASKS.values() if spec.prediction is not None]
+    specs = [spec for spec in TASKS.values() if spec.inputs]
     fitting = [spec for spec in specs if spec.head in architectures]
     fitting.sort(key=lambda spec: spec.problem_type != problem_type)
     heads = ", ".join(dict.fromkeys(spec.head for spec in specs))

@@ -1,13 +1,14 @@
-"""What is known of a task before torch is imported, and the protocol between the loop and the task of a run."""
+"""What is known of a task before torch is imported, and the interface between the loop and the task of a run."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from train.config import RecordsConfig, TaskConfig, TrainConfig
+from train.config import TaskConfig, TrainConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,26 +24,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CardText:
-    """What a model card says of a task."""
-
-    pipeline: str  # transformers' pipeline that runs an export
-    sentence: str  # what the model does; {labels} is the number of labels, {names} their names
-    example: str  # the arguments of the pipeline, as Python code
-    settings: tuple[tuple[str, str], ...] = ()  # name and key of the task's settings that the card lists
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """How `python -m train.predict` asks a model of this task. A run and a row of input hold the same columns."""
-
-    does: str  # as in "labels texts": it follows the name of the model in a message
-    inputs: Mapping[str, str]  # columns of ColumnsConfig that the model reads, each with the help text of its flag
-    optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it learnt with them
-    options: Mapping[str, str] = field(default_factory=dict)  # further flags that take a number, with their help
-
-
-@dataclass(frozen=True)
 class Metric:
     """A number of an evaluation, as the task that computes it declares it."""
 
@@ -53,41 +34,43 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """1 if higher values are better, -1 if lower ones are, 0 if that is not known."""
+        """Return 1 if higher values are better, -1 if lower ones are, 0 if that is not known."""
         return 0 if self.higher_is_better is None else 1 if self.higher_is_better else -1
 
     @property
     def title(self) -> str:
-        """The name in words."""
+        """Return the name in words."""
         return self.name.replace("_", " ")
 
 
 LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """A task's entry in `train.tasks.TASKS`."""
+    """A task's entry in `train.tasks.TASKS`: all that is known of it without torch."""
 
     settings: type[TaskConfig]  # a class of its own; its `learns_from` says which data the task reads
-    module: str  # its TASK is a class: a `Task`, or a `train.tasks.finetune.TextTask`. It imports torch
+    module: str  # its TASK is the class of the task, which imports torch
     head: str  # transformers loads an export as AutoModelFor<head>
-    card: CardText
-    metrics: tuple[Metric, ...]  # of evaluations; a report leads with the first that a run has
     problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
-    prediction: Prediction | None = None  # None: its models do not predict
+    metrics: tuple[Metric, ...]  # of evaluations; a report leads with the first that a run has
+
+    # What a model card says.
+    pipeline: str  # transformers' pipeline that runs an export
+    sentence: str  # what the model does; {labels} is the number of labels, {names} their names
+    example: str  # the arguments of the pipeline, as Python code
+    card_settings: tuple[tuple[str, str], ...] = ()  # name and key of the task's settings that the card lists
+
+    # How `python -m train.predict` asks a model. A run and a row of input hold the same columns.
+    does: str = ""  # as in "labels texts": it follows the name of the model in a message
+    inputs: Mapping[str, str] = field(default_factory=dict)  # columns of ColumnsConfig that the model reads, each with
+    # the help text of its flag; empty: its models do not predict
+    optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it learnt with them
+    options: Mapping[str, str] = field(default_factory=dict)  # further flags that take a number, with their help
 
 
-@dataclass(frozen=True)
-class Origin:
-    """A model to predict with. `run`: its settings and folder; None for a model that did not come from a run."""
-
-    source: str  # folder in the format of transformers, or Hub id
-    run: tuple[TrainConfig, Folder] | None
-    data: RecordsConfig  # how rows are read
-
-
-class Task(Protocol):
+class Task(ABC):
     """Batches, the loss as a sum, and what an evaluation computes."""
 
     shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
@@ -102,6 +85,11 @@ class Task(Protocol):
     remarks: Sequence[str] = ()  # on the data, for the log
     details: dict[str, Any] = {}  # of the data, for run_dir/data.json; empty: no such file
 
+    @classmethod
+    def of_run(cls, cfg: TrainConfig) -> Task:
+        """Return the task of a run, its data opened and checked. Raises InputError if it cannot learn from it."""
+        return cls(cfg)  # type: ignore[call-arg]  # a task without other users takes the settings of the run
+
     def summary(self) -> str:
         """Return a line for the log on how the data becomes batches; empty if there is nothing to say."""
         return ""
@@ -114,40 +102,55 @@ class Task(Protocol):
         """Return how many shards of each lane to shuffle together. InputError if this machine cannot hold them."""
         return order.window_shards
 
+    @abstractmethod
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Begin to bring the data that `order` needs to this machine. InputError if that is impossible."""
 
-    def build_model(self) -> Network: ...
+    @abstractmethod
+    def build_model(self) -> Network:
+        """Return the model with the weights that training begins with."""
 
-    def train_data(self) -> Drawable: ...
+    @abstractmethod
+    def train_data(self) -> Drawable:
+        """Return the training examples."""
 
-    def eval_data(self) -> Drawable: ...
+    @abstractmethod
+    def eval_data(self) -> Drawable:
+        """Return the validation examples, those of further splits behind them."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Loss summed over the labels of a micro batch (a scalar); the engine divides by the global count."""
+        """Return the loss [] summed over the labels of a micro batch; the engine divides by the global count."""
 
     def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
         """Replace the loss of logits by `compiled(loss)`, where logits are so many that it takes time."""
         return
 
+    @abstractmethod
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, n] float32: the values of each example of a batch that the metrics need."""
+        """Return the values [B, n] float32 of each example of a batch that the metrics need."""
 
+    @abstractmethod
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        """Metrics by their usual names, from the statistics [eval_rows, n] in the order of the data."""
+        """Return metrics by their usual names, from the statistics [eval_rows, n] in the order of the data."""
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
         """Write predictions and tables of an evaluation that is better than all before, if there are any; rank 0."""
         return
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
-        """FLOPs to train on one example of `seq_len` tokens, padding included; None: unknown."""
+        """Return the FLOPs to train on one example of `seq_len` tokens, padding included; None: unknown."""
+        return None
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         """Write to the run folder what its checkpoints need to be exported without the data; rank 0."""
         return
+        return
 
-    def export(self, model: nn.Module, folder: Path) -> None: ...
+    @abstractmethod
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """At most so many validation examples with the answers of the exported model; rank 0. They cost little."""
+        """Return at most so many validation examples, in little time, with the exported model's answers; rank 0."""
+        return []

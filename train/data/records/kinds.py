@@ -1,20 +1,16 @@
-"""The interface between a task and its data: which rows it learns from, and which rows of tokens it makes of them."""
+"""The rows that a task learns from, and their values."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from datasets import List, Value
 
 from train.config import ColumnsConfig
 from train.data.files.errors import BadRow, unreadable
-
-if TYPE_CHECKING:
-    import numpy as np
-    from transformers import PreTrainedTokenizerFast
 
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
 TOKENS = {  # columns of every row of tokens
@@ -46,21 +42,6 @@ class RowKind:
         """The column of each key that is read, in the data."""
         named = {key: getattr(columns, key) for key in ("id", *self.columns)}
         return {key: column for key, column in named.items() if column is not None}
-
-
-class Featurizer(Protocol):
-    """What a task makes of rows. `settings` is all that decides it: seq_len, and whatever else, JSON's types."""
-
-    kind: RowKind
-    settings: dict[str, Any]
-    tokenizer: PreTrainedTokenizerFast
-    tokens_cut: np.ndarray  # of the rows that `features` read last: the tokens of each that it left out
-
-    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """TOKENS and kind.tokens for a batch of rows with these numbers; there may be more or fewer than rows."""
-
-    def notes(self, split: str) -> dict[str, float]:
-        """What `features` counted: truncated, ..."""
 
 
 class Row:

@@ -21,7 +21,7 @@ from train.storage.folders import (
 from train.storage.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 
 if TYPE_CHECKING:
-    from train.data.records.kinds import Featurizer
+    from train.data.records.featurizer import Featurizer
 
 NAME = "tables.json"
 FORMAT = 2

@@ -29,8 +29,9 @@ import numpy as np
 from train.cli import progress
 from train.cli.progress import Phase
 from train.config import RecordsConfig, TrainConfig, check
+from train.data.records.featurizer import Featurizer
 from train.data.records.formats import load_saved
-from train.data.records.kinds import TOKENS, Featurizer
+from train.data.records.kinds import TOKENS
 from train.data.records.raw import read_raw
 from train.data.records.rows import Dropped
 from train.data.records.sources import is_named, settings_of, version

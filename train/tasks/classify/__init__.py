@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig, check, setting
-from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
+from train.tasks.spec import LOSS, Metric, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -32,19 +32,15 @@ SPEC = TaskSpec(
     module="train.tasks.classify.task",
     head="SequenceClassification",
     metrics=(Metric("f1_macro", hub_name="f1"), Metric("f1_weighted", hub_name="f1"), Metric("accuracy"), LOSS),
-    card=CardText(
-        pipeline="text-classification",
-        sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",
-        example='"A text."',
-        settings=(
-            ("Label smoothing", "task.label_smoothing"),
-            ("Class weights", "task.class_weights"),
-            ("Class weights from the data", "task.balanced"),
-        ),
+    pipeline="text-classification",
+    sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",
+    example='"A text."',
+    card_settings=(
+        ("Label smoothing", "task.label_smoothing"),
+        ("Class weights", "task.class_weights"),
+        ("Class weights from the data", "task.balanced"),
     ),
-    prediction=Prediction(
-        does="labels texts",
-        inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
-        optional=("text_pair",),
-    ),
+    does="labels texts",
+    inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
+    optional=("text_pair",),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from train.config import check
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
+from train.data.records.featurizer import Featurizer
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
@@ -24,7 +25,7 @@ from train.models.heads import names_of_head
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import ClassifyConfig
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
-from train.tasks.texts import Sizes, TextFeaturizer
+from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -48,13 +49,12 @@ CLASSIFY_ROWS = RowKind(
 )
 
 
-class ClassifyFeaturizer(TextFeaturizer):
-    """Texts to tokens, truncated to `seq_len`; in a pair the longer text is truncated. See `Featurizer`."""
+class ClassifyFeaturizer(Featurizer):
+    """Texts to tokens, truncated to `seq_len`; in a pair the longer text is truncated."""
 
     kind = CLASSIFY_ROWS
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """The features of rows of `text`, `text_pair` (for pairs) and `label`, which becomes 0 in rows to predict."""
         texts = rows["text"], rows.get("text_pair")
         encoded = self.encode(*texts, truncation="longest_first").encodings
         self.count_cut(split, encoded, *texts)
@@ -62,10 +62,12 @@ class ClassifyFeaturizer(TextFeaturizer):
 
 
 class Classification(TextTask):
-    """See `TextTask`. A prediction is {"id", "label" (if there is one), "prediction", "probabilities": {label: p}}."""
+    """One of several labels for a text. A prediction is {"id", "label" (if there is one), "prediction",
+    "probabilities": {label: p}}.
+    """
 
     columns = {"labels": "label"}
-    metrics = ("loss", "accuracy", "f1_macro", "f1_weighted")
+    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted")
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -81,8 +83,8 @@ class Classification(TextTask):
         train_table.weights = class_weights(self.cfg, self.labels, counts)
         self.weights = None if train_table.weights is None else torch.from_numpy(train_table.weights)
 
-    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """The loss summed over the texts. Divided by the sum of their weights ("count") it is torch's weighted mean."""
+    def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        # Divided by the sum of the texts' weights ("count") it is torch's weighted mean.
         if self.weights is not None:
             self.weights = self.weights.to(logits.device)  # once
         return F.cross_entropy(

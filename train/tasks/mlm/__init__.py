@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from train.config import HeadSize, ShardsConfig, TaskConfig, setting
-from train.tasks.spec import LOSS, CardText, Metric, TaskSpec
+from train.tasks.spec import LOSS, Metric, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -40,10 +40,8 @@ SPEC = TaskSpec(
         Metric("perplexity", higher_is_better=False),
         *(Metric(name, hub_name="accuracy") for name in ("masked_accuracy", "sop_accuracy")),
     ),
-    card=CardText(
-        pipeline="fill-mask",
-        sentence="It fills in masked tokens, and is a starting point for fine-tuning.",
-        example='f"It fills in {pipe.tokenizer.mask_token} tokens."',
-        settings=(("Masked tokens", "task.mask_rate"),),
-    ),
+    pipeline="fill-mask",
+    sentence="It fills in masked tokens, and is a starting point for fine-tuning.",
+    example='f"It fills in {pipe.tokenizer.mask_token} tokens."',
+    card_settings=(("Masked tokens", "task.mask_rate"),),
 )

@@ -46,11 +46,7 @@ NO_PAIRS = "no validation sequence has two segments of one document; set task.so
 
 
 class MaskedLMTask(Task):
-    """See `train.tasks.Task`."""
-
-    @classmethod
-    def of_run(cls, cfg: TrainConfig) -> MaskedLMTask:
-        return cls(cfg)
+    """Masked language modelling, with or without sentence-order prediction."""
 
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, MLMConfig) and isinstance(cfg.data, ShardsConfig)
@@ -191,7 +187,6 @@ class MaskedLMTask(Task):
         return model.train_flops(self.head, seq_len)
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the model and its tokenizer, for AutoModelForMaskedLM.from_pretrained(folder)."""
         assert isinstance(model, MaskedLM)
         model.export(folder)
         shutil.copytree(self.folder / "tokenizer", folder, dirs_exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig, setting
-from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
+from train.tasks.spec import LOSS, Metric, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -25,10 +25,9 @@ SPEC = TaskSpec(
     module="train.tasks.ner.task",
     head="TokenClassification",
     metrics=(*map(Metric, ("f1", "accuracy", "precision", "recall")), LOSS),
-    card=CardText(
-        pipeline="token-classification",
-        sentence="It tags each word of a text with one of {labels} tags: {names}.",
-        example='"Anna lives in Bonn ."',
-    ),
-    prediction=Prediction(does="tags words", inputs={"tokens": "words to tag, separated by spaces"}),
+    pipeline="token-classification",
+    sentence="It tags each word of a text with one of {labels} tags: {names}.",
+    example='"Anna lives in Bonn ."',
+    does="tags words",
+    inputs={"tokens": "words to tag, separated by spaces"},
 )

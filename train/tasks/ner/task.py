@@ -23,6 +23,7 @@ from train.config import check
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import TAG
+from train.data.records.featurizer import Featurizer
 from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
@@ -30,7 +31,7 @@ from train.models.heads import names_of_head
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, table_of
 from train.tasks.ner import NERConfig
-from train.tasks.texts import Sizes, TextFeaturizer
+from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ def ner_rows(scheme: str) -> RowKind:
     )
 
 
-class NERFeaturizer(TextFeaturizer):
-    """Words to tokens, truncated to `seq_len`: the first token of a word has its tag. See `Featurizer`.
+class NERFeaturizer(Featurizer):
+    """Words to tokens, truncated to `seq_len`: the first token of a word has its tag.
 
     Words are joined by spaces, as any tokenizer saw text when its model was trained.
     """
@@ -82,7 +83,6 @@ class NERFeaturizer(TextFeaturizer):
         self.kind = ner_rows(scheme)
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """The features of rows of `tokens` and `tags`, which become 0 in rows to predict."""
         sentences = rows["tokens"]
         tags = rows.get("tags", [[0] * len(words) for words in sentences])
         texts = [" ".join(words) for words in sentences]
@@ -119,7 +119,7 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
 
 
 class TokenClassification(TextTask):
-    """See `TextTask`. A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text",
+    """A tag for each word. A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text",
     "first", "last", "probability"}]}: `first` and `last` are numbers of words, `probability` the mean of theirs.
     """
 
@@ -135,16 +135,14 @@ class TokenClassification(TextTask):
         """Take tags as entities, or as they are."""
         self.has_entities = scheme == "entities"
         self.featurizer = NERFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme)
-        self.metrics = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
+        self.metric_names = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
         self.csv_columns = ["id", "tokens", "prediction", *(["entities"] if self.has_entities else [])]
 
-    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """The loss summed over the words."""
+    def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         flat = logits.flatten(0, 1).float()
         return F.cross_entropy(flat, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """See `statistics`."""
         return statistics(logits, inputs["labels"], self.sizes.lengths[-1])
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
@@ -164,7 +162,9 @@ class TokenClassification(TextTask):
     def tagged(
         self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
-        """See `tagged`. Words without a token are in no entity, or have no tag."""
+        """Yield the tags of each sentence's words, and their probabilities. Words without a token are in no entity, or
+        have no tag.
+        """
         return tagged(rows, features, sentences, self.labels, unread="O" if self.has_entities else "")
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:

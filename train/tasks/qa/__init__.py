@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config import HeadSize, TaskConfig, check, setting
-from train.tasks.spec import LOSS, CardText, Metric, Prediction, TaskSpec
+from train.tasks.spec import LOSS, Metric, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -38,15 +38,11 @@ SPEC = TaskSpec(
         *(Metric(f"{group}exact_match", hub_name="exact_match") for group in ("", "has_answer_", "best_")),
         LOSS,
     ),
-    card=CardText(
-        pipeline="question-answering",
-        sentence="It finds the answer to a question in a context, as a span of it.",
-        example='question="Who wrote it?", context="It was written by somebody."',
-        settings=(("Window stride (tokens)", "task.stride"),),
-    ),
-    prediction=Prediction(
-        does="answers questions",
-        inputs={"question": "to answer from --context", "context": "in which the answer is"},
-        options={"null_threshold": "odds above which there is no answer"},
-    ),
+    pipeline="question-answering",
+    sentence="It finds the answer to a question in a context, as a span of it.",
+    example='question="Who wrote it?", context="It was written by somebody."',
+    card_settings=(("Window stride (tokens)", "task.stride"),),
+    does="answers questions",
+    inputs={"question": "to answer from --context", "context": "in which the answer is"},
+    options={"null_threshold": "odds above which there is no answer"},
 )

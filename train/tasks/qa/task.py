@@ -16,16 +16,15 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 
-from train.config import InputError
+from train.config import InputError, RecordsConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import canonical_json
-from train.tasks.finetune import Entry, Results, TextTask, json_lines, mean_loss
+from train.tasks.finetune import Entry, Results, Run, TextTask, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
-from train.tasks.spec import Origin
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
@@ -83,7 +82,7 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
 
 
 class QuestionAnswering(TextTask):
-    """See `TextTask`. A prediction is {"id", "answer", "score", "n_best"}."""
+    """The span of a context that answers a question. A prediction is {"id", "answer", "score", "n_best"}."""
 
     columns = {"start": "start", "end": "end"}
     eval_columns = {"context_first": "context_first", "context_end": "context_end"}
@@ -95,18 +94,17 @@ class QuestionAnswering(TextTask):
         self.shortest = cfg.n_best  # tokens: fewer would keep fewer candidates
         # The odds above which there is no answer; v1 has none, and its models always answer.
         self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
-        self.metrics = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
+        self.metric_names = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
 
     @property
     def k(self) -> int:
         """The number of scores that are kept of a window."""
         return min(self.shortest, self.sizes.lengths[0])
 
-    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return losses_of(logits, inputs).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """See `statistics`."""
         return statistics(logits, inputs, self.k)
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
@@ -134,10 +132,10 @@ class QuestionAnswering(TextTask):
 
     # ---- predictions -----------------------------------------------------------------------------------------------
 
-    def use(self, origin: Origin, options: Mapping[str, Any]) -> None:
-        self.threshold = threshold_of(origin, options["null_threshold"])
+    def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
+        self.threshold = threshold_of(run, options["null_threshold"])
         # As many scores as the run kept of a window; its shortest length is an upper limit.
-        lengths = [] if origin.data.lengths == "auto" else origin.data.lengths
+        lengths = [] if data.lengths == "auto" else data.lengths
         self.shortest = min([self.cfg.n_best, *lengths])
 
     def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
@@ -169,13 +167,14 @@ class QuestionAnswering(TextTask):
 TASK = QuestionAnswering
 
 
-def threshold_of(origin: Origin, given: float | None) -> float | None:
-    """The odds above which there is no answer: the given ones, those of the settings, or those that were best for F1 on
-    the run's validation data. None: the model always answers. InputError if the run's evaluation has none.
+def threshold_of(run: Run | None, given: float | None) -> float | None:
+    """Return the odds above which there is no answer: the given ones, those of the settings, or those that were best
+    for F1 on the run's validation data. None: the model always answers. Raises InputError if the run's evaluation has
+    none.
     """
-    if given is not None or origin.run is None:
+    if given is not None or run is None:
         return given
-    cfg, folder = origin.run
+    cfg, folder = run
     assert isinstance(cfg.task, QAConfig)
     if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
         return cfg.task.null_threshold

@@ -10,10 +10,10 @@ from datasets import List, Value
 
 from train.config import check
 from train.data.files.errors import BadRow
+from train.data.records.featurizer import Featurizer
 from train.data.records.formats import answers_of
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
 from train.tasks.qa import QAConfig
-from train.tasks.texts import TextFeaturizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -59,8 +59,8 @@ def qa_rows(task: QAConfig) -> RowKind:
     )
 
 
-class QAFeaturizer(TextFeaturizer):
-    """Windows of [CLS] question [SEP] context [SEP]. See `train.data.records.kinds.Featurizer`."""
+class QAFeaturizer(Featurizer):
+    """Windows of [CLS] question [SEP] context [SEP]."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
         """InputError for a tokenizer that does not begin with [CLS], and for windows without space to overlap."""
@@ -83,9 +83,7 @@ class QAFeaturizer(TextFeaturizer):
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """The windows of rows of `question`, `context` and `answers`. The first answer is the one to learn; if there is
-        none, or the window does not hold it, start and end are [CLS].
-        """
+        # The first answer is learnt; where there is none, or the window does not hold it, start and end are [CLS].
         answers = rows.get("answers", [{"text": []}] * len(indices))
         if "answers" in rows and not self.task.unanswerable:  # rows that were read from files have answers
             bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)

@@ -1,0 +1,105 @@
+"""Rows of texts to rows of tokens: what a task's own features have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from train.data.text.coverage import drops, num_dropped
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import BatchEncoding, PreTrainedTokenizerFast
+
+    from train.data.records.kinds import RowKind
+
+
+class Featurizer(ABC):
+    """What a task makes of rows: token ids from the encodings of a fast tokenizer, and counts of what was done to the
+    texts of each split.
+
+    "[SEP]" in a text is text. If the vocabulary has such a piece nevertheless, it becomes the unknown token.
+    """
+
+    kind: RowKind
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
+        """`settings`: all that decides beside seq_len what becomes of rows, in JSON's types."""
+        self.tokenizer = tokenizer
+        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings}
+        names = ("cls", "sep", "pad", "mask")
+        reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
+        unknown = tokenizer.unk_token_id
+        self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
+        self._notes: dict[str, Counter[str]] = {}
+        self.dropping: Tokenizer | None = None  # a copy that cuts no text, if it drops what it does not know
+        if drops(tokenizer.backend_tokenizer):
+            self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            self.dropping.no_truncation()
+        self.missed = np.zeros(2, np.int64)  # characters that it dropped of whole texts, and these with the tokens left
+        self.tokens_cut = np.zeros(0, np.int64)  # of the rows that were read last: tokens behind seq_len
+
+    @abstractmethod
+    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+        """Return TOKENS and kind.tokens for a batch of rows with these numbers; there may be more or fewer than rows.
+        What new rows lack, as the target, is 0.
+        """
+
+    def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
+        for part in texts if self.dropping else ():
+            assert self.dropping is not None
+            whole = [each if isinstance(each, str) else " ".join(each) for each in part or ()]  # a text, or its words
+            encodings = self.dropping.encode_batch(whole, add_special_tokens=False)
+            missing = num_dropped(whole, encodings)
+            self.missed += missing, missing + sum(map(len, encodings))
+        return self.tokenizer(
+            *texts, max_length=self.settings["seq_len"], split_special_tokens=True, verbose=False, **options
+        )
+
+    def count_cut(self, split: str, encodings: Sequence[Encoding], *texts: list[str] | None) -> None:
+        """Count the rows that were cut and the tokens they lost. `encodings` are of `texts`, one list for each part."""
+        cut = [number for number, encoding in enumerate(encodings) if encoding.overflowing]
+        self.tokens_cut = np.zeros(len(encodings), np.int64)
+        if cut:
+            parts = [[part[number] for number in cut] for part in texts if part is not None]
+            whole = self.tokenizer(*parts, split_special_tokens=True, verbose=False).encodings
+            lost = [len(one.ids) - len(encodings[number].ids) for number, one in zip(cut, whole, strict=True)]
+            self.tokens_cut[cut] = lost
+        self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
+
+    def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
+        """TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""
+        unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
+        text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
+        if self.dropping is not None:
+            unknown, text_tokens = self.missed.tolist()
+            self.missed[:] = 0
+        self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
+        return {
+            "input_ids": [self.ids(encoding) for encoding in encodings],
+            "second_at": [second_at(encoding) for encoding in encodings],
+            "length": [len(encoding.ids) for encoding in encodings],
+            "row": list(rows),
+        }
+
+    def ids(self, encoding: Encoding) -> list[int]:
+        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [token if is_special else self.stand_ins.get(token, token) for token, is_special in pairs]
+
+    def count(self, split: str, **numbers: int) -> None:
+        self._notes.setdefault(split, Counter()).update(numbers)
+
+    def notes(self, split: str) -> dict[str, float]:
+        """Return what was counted: truncated, ..."""
+        return {name: float(number) for name, number in self._notes.get(split, Counter()).items()}
+
+
+def second_at(encoding: Encoding) -> int:
+    """The first token of segment 1; the length if the tokenizer (RoBERTa's) has no segments or the text is single."""
+    segments = encoding.type_ids
+    return segments.index(1) if 1 in segments else len(segments)
