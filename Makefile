@@ -2,7 +2,7 @@
 # make demo    pretrain a small ModernBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
-# make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them, and MLflow's server
+# make mlflow-server   for tests: MLflow's server, in .venv/mlflow
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
 # make test-gpu    what trains, on GPUs, which ranks share where there are fewer
@@ -20,7 +20,7 @@ RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 TEST_ARGS ?=
 PEERS = $(VENV)/peers
-ENGINES = $(VENV)/engines
+MLFLOW = $(VENV)/mlflow
 NEWEST = $(VENV)/newest
 LOWEST = $(VENV)/lowest
 # Engines, loop, checkpoints, tasks and compilation.
@@ -34,7 +34,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm engines test test-services test-gpu test-newest test-lowest docs lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm mlflow-server test test-services test-gpu test-newest test-lowest docs lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -62,19 +62,12 @@ demo-slurm: setup
 	@test -f data/demo/manifest.json || $(BIN)/python -m train.prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
 	@PYTHONPATH=.:tests $(BIN)/python -m services.demo_slurm $(SLURM_DIR) experiment=demo $(SLURM_ARGS)
 
-# Each in an environment of its own: their dependencies are not ours. pcluster imports pkg_resources.
-engines: $(ENGINES)/.ready $(ENGINES)/mlflow/.ready
+# In an environment of its own: its dependencies are not ours.
+mlflow-server: $(MLFLOW)/.ready
 
-$(ENGINES)/.ready: $(VENV)/.ready
-	@$(PYTHON) -m venv $(ENGINES)/parallelcluster
-	@$(ENGINES)/parallelcluster/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) aws-parallelcluster==3.16.1 'setuptools<81'
-	@$(PYTHON) -m venv $(ENGINES)/skypilot
-	@$(ENGINES)/skypilot/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) skypilot==0.14.1
-	@touch $@
-
-$(ENGINES)/mlflow/.ready: $(VENV)/.ready
-	@$(PYTHON) -m venv $(ENGINES)/mlflow
-	@$(ENGINES)/mlflow/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mlflow==3.17.2
+$(MLFLOW)/.ready: $(VENV)/.ready
+	@$(PYTHON) -m venv $(MLFLOW)
+	@$(MLFLOW)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) mlflow==3.17.2
 	@touch $@
 
 # Two for each core: half of the tests' time is waiting for processes that they start.

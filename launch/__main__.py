@@ -19,12 +19,11 @@ from typing import Any
 
 from launch import code, commands, submit
 from launch.calibration import read_calibration
-from launch.config import LaunchConfig
-from launch.engines import INSTANCE, ExternalEngine
+from launch.config import INSTANCE_TYPE, LaunchConfig
 from launch.estimate import HEADER, Estimate, cells, estimate, notes_of_data
 from launch.plan import make_job, run_overrides
 from launch.record import Job, Record
-from launch.schedulers import SETTINGS, engine, scheduler
+from launch.schedulers import SETTINGS, scheduler
 from launch.values import columns, line, paragraph
 from train.cli import compose as cli
 from train.cli.command import guarded
@@ -75,7 +74,7 @@ def reject_subcommand(name: str) -> int:
 def with_unknown_type(own: list[str]) -> list[str]:
     """The arguments, in which a type that conf/instance does not have is one of EC2 of which nothing is known yet."""
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
-    if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE, names[-1]) is None:
+    if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
         return own
     others = [each for each in own if not each.startswith("instance=")]
     settings = [each for each in others if not each.startswith("-")]
@@ -111,7 +110,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3, job.sha256)
-    starts = engine(cfg, bundle) or scheduler(job.scheduler)
+    starts = scheduler(job.scheduler)
     command = starts.request(job, record)
     expected = None if cfg.prepare else expect(cfg, run)
     plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
@@ -125,9 +124,6 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         notes = [textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
         print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
     print(*paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
-    if isinstance(starts, ExternalEngine):
-        print("\n".join(starts.write(job) if cfg.submit else ["nothing was written; submit=true does it"]))
-        return cli.DONE
     if not cfg.submit:
         print("nothing was started; submit=true does it")
         return cli.DONE
@@ -180,7 +176,7 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
         line("cluster", ", ".join(f"{key}={value}" for key, value in shown.items())),
         line("code", f"{job.code.file}, {bundle_bytes / 1e3:.0f} kB, git {job.code.revision or 'none'}"),
         *paragraph("variables", "\n".join(f"{name}={value}" for name, value in sorted(job.environment.items()))),
-        *([line("command", shlex.join(request))] if request else []),
+        line("command", shlex.join(request)),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from train.config import InstanceConfig, Section, check, setting
 
 OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # by the families of EC2's types
+INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # a name of EC2's, as trn1.32xlarge
 MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: of one machine
 
 

@@ -1,16 +1,13 @@
-"""The tables of schedulers and of engines. A new one is a module and a line here."""
+"""The table of schedulers. A new one is a module and a line here."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TypeVar
 
-from launch.config import ClusterConfig, LaunchConfig, LocalConfig
+from launch.config import ClusterConfig, LocalConfig
 from launch.ec2.config import Ec2Config
-from launch.engines import ExternalEngine
-from launch.parallelcluster import ParallelCluster
 from launch.record import Job
-from launch.skypilot import SkyPilot
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler
 from train.config import InputError
@@ -21,12 +18,7 @@ SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the 
     "slurm": (SlurmConfig, "launch.slurm.scheduler"),
     "ec2": (Ec2Config, "launch.ec2.scheduler"),
 }
-ENGINES: dict[str, type[ExternalEngine]] = {
-    "parallelcluster": ParallelCluster,
-    "skypilot": SkyPilot,
-}  # which start no job
 SETTINGS = {name: settings for name, (settings, _) in SCHEDULERS.items()}
-SETTINGS |= {name: engine.settings for name, engine in ENGINES.items()}
 Settings = TypeVar("Settings", bound=ClusterConfig)
 REMOVED = ("torchrun_restarts",)  # settings of jobs that earlier versions have written
 
@@ -40,11 +32,6 @@ def row(name: str) -> tuple[type[ClusterConfig], str]:
 def scheduler(name: str) -> Scheduler:
     made: Scheduler = import_module(row(name)[1]).Scheduler()
     return made
-
-
-def engine(cfg: LaunchConfig, bundle: bytes) -> ExternalEngine | None:
-    """The engine of a launch that no scheduler of ours starts."""
-    return ENGINES[cfg.cluster.kind](cfg, bundle) if cfg.cluster.kind in ENGINES else None
 
 
 def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # type: ignore[assignment]

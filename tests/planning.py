@@ -25,11 +25,7 @@ from train.storage.schema import FileName, Sha256
 
 CODE = Code(FileName(f"code-{'0' * 16}.tar.gz"), Sha256("0" * 64), "0123456789ab")
 PYTHON = "/opt/venv/bin/python"
-IMAGE = "ami-0123456789abcdef0"
 IN_S3 = ["experiment=albert_pretrain", "data.path=data/albert", "run_dir=s3://bucket/runs/mine"]
-FLEET = ["cluster=parallelcluster", "cluster.subnet=subnet-0123456789abcdef0", "instance=trn1.32xlarge"]
-TRN1 = [*FLEET, "nodes=16", "spares=1", f"cluster.image={IMAGE}"]
-TASK = ["cluster=skypilot", f"cluster.image={IMAGE}", "instance=p5.48xlarge"]
 ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
 
 

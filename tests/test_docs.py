@@ -41,7 +41,7 @@ NEEDS = {
     "gpu": "NVIDIA's",
     "trainium": "trn1, trn2 or trn3",
     "aws": "an account",
-    "cluster": "Slurm, ParallelCluster or SkyPilot",
+    "cluster": "Slurm, pcluster or sky",
     "machines": "several, started by hand",
     "hub": "models or data of the Hugging Face Hub",
     "internet": "packages, a clone",

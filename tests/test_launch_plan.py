@@ -14,7 +14,7 @@ from ec2_launching import OWN as EC2
 from ec2_launching import RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import FLEET, IN_S3, TASK, TRN1, node, plan, script, with_module
+from planning import IN_S3, node, plan, script, with_module
 from running import eventually
 from services.process import set_aws
 from torch.distributed.run import parse_args
@@ -118,7 +118,7 @@ def others(words: list[str]) -> list[str]:
     [
         ([], [], "settings of the run are missing: give them after --"),
         (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
-        (["cluster=lsf"], OF_RUN, "no such cluster; choose one of: ec2, local, parallelcluster, skypilot, slurm"),
+        (["cluster=skypilot"], OF_RUN, "no such cluster; choose one of: ec2, local, slurm"),
         (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm, ec2"),
         (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
         ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "settings are not looked up"),
@@ -140,29 +140,8 @@ def others(words: list[str]) -> list[str]:
         ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': folders have whole paths"),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 are for training: a preparation has parts=2, a machine each"),
-        # ParallelCluster and SkyPilot
-        ([*TASK, 'instance.name="p5.48xlarge\\"; x"'], IN_S3, "cluster=skypilot needs the type of its machines"),
-        ([*TASK[:1], TASK[2]], IN_S3, "give cluster.image, or the command that installs it as cluster.setup"),
-        ([*TASK, "cluster.gate=true"], IN_S3, "cluster.gate is for baretrain's own schedulers; leave it out"),
-        ([*TASK, "cluster.name=a--b"], IN_S3, "cluster.name='a--b' is not letters, digits and single hyphens"),
-        ([*TASK, "cluster.region=cn-north-1"], IN_S3, "is not a region of the partition aws"),
-        ([*TASK, "cluster.folder=s3://bucket/x"], IN_S3, "cluster.folder=s3://bucket/x must be a folder of this mach"),
         (["cluster=slurm"], [*IN_S3, "optim=adamw", "optim=lamb"], "optim=adamw and optim=lamb choose the same thing"),
         (["cluster=slurm", "cluster.chdir=s3:/b/x"], IN_S3, "cluster.chdir=s3:/b/x must be the whole path"),
-        ([*TRN1, "cluster.setup_script=s3:/b/x"], IN_S3, "cluster.setup_script=s3:/b/x must be s3://bucket/name"),
-        (TASK, [*IN_S3, "run_dir=runs/mine"], "is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"),
-        (
-            [*others(TASK), "nodes=2", "instance=trn1.32xlarge"],
-            IN_S3,
-            "SkyPilot has no EFA for trn1.32xlarge; take nodes=1",
-        ),
-        ([*TASK, "prepare=true"], PREPARE, "prepare=true is not for"),
-        (["cluster=slurm", "cluster.kind=skypilot"], IN_S3, "cluster.kind=skypilot does not fit the settings chosen"),
-        ([FLEET[0], FLEET[2]], IN_S3, "cluster.subnet is missing: the id of a private subnet"),
-        (FLEET, IN_S3, "ParallelCluster's own image has no Neuron driver: give cluster.image"),
-        ([*TRN1, "cluster.os=alinux2023"], IN_S3, "cluster.os=alinux2023 is too old for torch-neuronx; choose ubuntu"),
-        ([*TRN1, "cluster.market=capacity-block"], IN_S3, "cluster.market=capacity-block needs the block's id"),
-        ([*TRN1, "cluster.market=spot", "cluster.capacity_reservation=cr-0"], IN_S3, "cluster.market=spot has no res"),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*others(EC2), "instance=local"], RUN, "instance=local is no type of EC2"),
@@ -173,7 +152,7 @@ def others(words: list[str]) -> list[str]:
         ([*EC2, "cluster.market=spot", "cluster.capacity_reservation=cr-1"], RUN, "spot takes no reservation"),
         (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
         (["processes_per_node=2"], [*OF_RUN, "global_batch_size=33"], "nodes=1: global_batch_size=33"),
-        ([*EC2, "spares=1"], RUN, "cluster=parallelcluster with Slurm"),
+        ([*EC2, "spares=1"], RUN, "cluster=slurm does, as on AWS ParallelCluster"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -55,9 +55,9 @@ def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_pa
     (tree / "conf/cluster/toy.yaml").write_text("defaults: [toy_schema]\nkind: toy\n")
     path = tree / "launch/schedulers.py"
     text, line = path.read_text(), '    "local": (LocalConfig, "launch.local"),\n'
-    assert text.count(line) == text.count("from launch.skypilot import SkyPilot\n") == 1
+    assert text.count(line) == text.count("from launch.slurm.config import SlurmConfig\n") == 1
     text = text.replace(line, f'{line}    "toy": (ToyConfig, "launch.toy"),\n')
-    path.write_text(text.replace("from launch.skypilot", "from launch.toy import ToyConfig\nfrom launch.skypilot"))
+    path.write_text(text.replace("from launch.slurm", "from launch.toy import ToyConfig\nfrom launch.slurm"))
     work.mkdir()
 
     def launch(*arguments):

@@ -291,9 +291,9 @@ class Server:
 @pytest.fixture
 def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     pytest.importorskip("mlflow")
-    python = ROOT / ".venv/engines/mlflow/bin/python"
+    python = ROOT / ".venv/mlflow/bin/python"
     if not python.exists():
-        pytest.skip("no server of MLflow to test with: make engines")
+        pytest.skip("no server of MLflow to test with: make mlflow-server")
     monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     port, store = free_port(), f"sqlite:///{tmp_path}/mlflow.db"
     words = [str(python), "-m", "mlflow", "server", f"--port={port}", "--workers=1", f"--backend-store-uri={store}"]

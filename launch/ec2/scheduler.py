@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from launch import spec
-from launch.config import LaunchConfig
+from launch.config import INSTANCE_TYPE, LaunchConfig
 from launch.ec2 import calls, sweep
 from launch.ec2.account import (
     EFA,
@@ -32,7 +32,6 @@ from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
 from launch.ec2.request import MOST_BYTES, MOST_TAG_CHARS, SPARE_S, name_of, placement_name, run_instances
-from launch.engines import INSTANCE
 from launch.record import Job, Record, read_history
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
@@ -154,12 +153,12 @@ def regions_of(record: Record, handle: Handle) -> list[str]:
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     """InputError for what no account could change."""
     s3, spares, where, profile = record.s3, f"spares={job.spares}", f"run_dir={record.run_dir}", record.s3.profile
-    is_type = re.fullmatch(INSTANCE, job.instance) is not None
+    is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
     no_region = "s3.region is missing: machines have no ~/.aws that says where the bucket is"
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket"
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
-    check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=parallelcluster with Slurm does")
+    check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=slurm does, as on AWS ParallelCluster")
     check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share nothing else")
     tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of a tag, by which EC2 knows a run"
     check(len(record.run_dir) <= MOST_TAG_CHARS, tagged)
