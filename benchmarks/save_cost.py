@@ -37,7 +37,7 @@ from train.checkpoints.store_s3 import S3Store
 from train.config import CheckpointConfig
 from train.parallel.pieces import Tensors, piece
 from train.ranks import World
-from train.storage.s3 import Listed
+from train.storage.schema import Head
 
 SAVES = 5
 SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in the manifest, as of a run
@@ -155,12 +155,12 @@ class Objects:
     def names(self, prefix: str = "") -> list[str]:
         return list(self.listing(prefix))
 
-    def listing(self, prefix: str = "") -> dict[str, Listed]:
+    def listing(self, prefix: str = "") -> dict[str, Head]:
         with self.lock:
             content = dict(self.content)
         names = sorted(name for name in content if name.startswith(prefix))
         self.count("LIST", max(1, -(-len(names) // PAGE)))
-        return {name: Listed(len(content[name]), hashlib.md5(content[name]).hexdigest()) for name in names}
+        return {name: Head(len(content[name]), hashlib.md5(content[name]).hexdigest()) for name in names}
 
 
 class Rows:

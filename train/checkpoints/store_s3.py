@@ -18,8 +18,8 @@ from train.config import Failure, InputError
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.atomic_io import discard, write_atomic
 from train.storage.folders import at_once, canonical_json, check_space
-from train.storage.s3 import Listed, S3Folder
-from train.storage.schema import BadContent, FileName, of_type, read_object
+from train.storage.s3 import S3Folder
+from train.storage.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
@@ -48,7 +48,7 @@ class S3Store(Store):
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder, self.local = folder, scratch
         self.location = f"{folder.location}/checkpoints"
-        self.known: dict[int, tuple[str, Manifest]] = {}  # manifests that were read, with their ETag
+        self.known: dict[int, tuple[str, Manifest]] = {}  # manifests that were read, with their version
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -56,9 +56,9 @@ class S3Store(Store):
     def file_key(self, manifest: Manifest, name: str) -> str:
         return self.key(manifest.step, below(manifest, name))
 
-    def objects(self, prefix: str = "step_") -> dict[int, dict[str, Listed]]:
+    def objects(self, prefix: str = "step_") -> dict[int, dict[str, Head]]:
         """The objects of the steps, by the name below their step."""
-        steps: dict[int, dict[str, Listed]] = {}
+        steps: dict[int, dict[str, Head]] = {}
         for name, item in self.folder.listing(PREFIX + prefix).items():
             head, _, below = name.removeprefix(PREFIX).partition("/")
             if (step := step_of(head)) is not None and head == step_name(step):
@@ -90,13 +90,13 @@ class S3Store(Store):
         self.known = {step: self.known[step] for step in steps if step in self.known}
         return looked(lambda step: self.compare(step, objects[step]), steps)
 
-    def compare(self, step: int, objects: Mapping[str, Listed]) -> Manifest:
-        """The manifest, after comparing the lengths of its files with these objects. It is read once for its ETag."""
-        etag = objects[FILE].etag if FILE in objects else ""
+    def compare(self, step: int, objects: Mapping[str, Head]) -> Manifest:
+        """The manifest, after comparing the lengths of its files with these objects. A version of it is read once."""
+        version = objects[FILE].version if FILE in objects else ""
         known, manifest = self.known.get(step, ("", None))
-        if manifest is None or known != etag:
+        if manifest is None or known != version:
             manifest = self.manifest(step)
-            self.known[step] = etag, manifest
+            self.known[step] = version, manifest
         sizes = {name: objects[at].size for name in manifest.files if (at := below(manifest, name)) in objects}
         compare_sizes(manifest, sizes)
         return manifest

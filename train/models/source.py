@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import train
 from train.config import InputError, ModelConfig, S3Config, check
@@ -27,8 +27,6 @@ from train.storage.hub_access import hub_or_path, is_at_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
@@ -85,13 +83,12 @@ def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
     """The path of a subfolder, or of its copy if the folder is in S3."""
     if isinstance(folder, LocalFolder):
         return str(folder.path / prefix)
-    remote = cast("S3Folder", folder)
-    listed = remote.listing(prefix).items()
-    tags = {name: item.etag for name, item in listed if "/" not in name.removeprefix(prefix)}
+    listed = folder.listing(prefix).items()
+    tags = {name: head.version for name, head in listed if "/" not in name.removeprefix(prefix)}
 
     def download(target: Path) -> None:
         for name in tags:
-            remote.download(name, target / name.removeprefix(prefix))
+            folder.download(name, target / name.removeprefix(prefix))
 
     return once(cache, {"of": folder.location, "files": tags}, download)
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
 from train.host import machine
@@ -26,7 +26,6 @@ from train.telemetry.lines import read_lines
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
 ASK_S, SEND_S = 10.0, 600.0  # longest silence of the Hub: in a query, in a part of an upload
@@ -61,8 +60,7 @@ def push(folder: RunFolder, to: str, *, private: bool) -> str:
     try:
         return send(gathered(folder.path, name_of(folder)), to, private=private)
     except (InputError, Unreachable) as error:
-        s3 = cast("S3Folder", folder.folder).s3 if folder.is_remote else S3Config()
-        again = command(folder.location, to, s3, private=private)
+        again = command(folder.location, to, folder.s3, private=private)
         raise Failure(f"{error}; the run is whole, push it again with {again}") from None
 
 
@@ -125,7 +123,7 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
         for name in (*folder.folder.names("export/"), *(folder.folder.names_here() & set(CARD_FILES))):
             path = Path(scratch) / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            cast("S3Folder", folder.folder).download(name, path)
+            folder.folder.download(name, path)
         if folder.tensorboard.is_dir():
             (Path(scratch) / "tensorboard").symlink_to(folder.tensorboard.resolve())
         yield Path(scratch)

@@ -6,15 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from train.run_folder.folder import RunFolder
 from train.storage.atomic_io import new_folder, remove_temporaries, sync_tree
 from train.storage.folders import Folder, canonical_json
 from train.storage.schema import read_object
-
-if TYPE_CHECKING:
-    from train.storage.s3 import S3Folder
 
 MARK = "baretrain.json"  # in export/: {"step": reached by the run}
 NO_STEP = -1  # in S3, while files are on their way
@@ -38,11 +34,10 @@ def mirror(folder: RunFolder) -> None:
     """Copy export/ to S3, if the run folder is there."""
     if not folder.is_remote:
         return
-    remote = cast("S3Folder", folder.folder)
-    remote.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))
+    folder.folder.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))
     files = [path for path in sorted(folder.export.rglob("*")) if path.is_file()]
     for path in sorted(files, key=lambda path: path.name == MARK):  # MARK last
-        remote.upload(path.relative_to(folder.path).as_posix(), path)
+        folder.folder.upload(path.relative_to(folder.path).as_posix(), path)
 
 
 def is_outdated(run: Folder) -> bool:

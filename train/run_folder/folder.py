@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -56,9 +56,6 @@ from train.storage.folders import (
     sha256_bytes,
 )
 
-if TYPE_CHECKING:
-    from train.storage.s3 import S3Folder
-
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json")
 GROWING = ("metrics.jsonl", "log/rank_0000.txt")
@@ -70,11 +67,11 @@ class RunFolder:
     """
 
     def __init__(self, location: str, s3: S3Config | None = None) -> None:
-        self.location = location
+        self.location, self.s3 = location, s3 or S3Config()
         if is_s3(location):
             name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
             self.path = machine.cache_root() / "runs" / name
-            self.storage = open_folder(location, s3 or S3Config())
+            self.storage = open_folder(location, self.s3)
         else:
             self.path = local_path(location)
             self.storage = LocalFolder(self.path)
@@ -243,13 +240,12 @@ class RunFolder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a file of this process to S3, which rejects a late request after another job has written the file."""
-        remote = cast("S3Folder", self.storage)
         with suppress(FileExistsError, FileNotFoundError):  # also if our own request was accepted and its answer lost
             if name in self.versions:
-                self.versions[name] = remote.replace(name, content, self.versions[name])
+                self.versions[name] = self.storage.replace(name, content, self.versions[name])
                 return
         self.check_owner()
-        self.versions[name] = remote.replace(name, content, None)
+        self.versions[name] = self.storage.replace(name, content, None)
 
     def cut_half_written_line(self) -> None:
         """Cut off the last line of the metrics if a killed process left it half written."""

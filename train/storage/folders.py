@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from train.config import InputError, NotPermitted, S3Config, check, check_printable
 from train.host.torchrun import file_of_start, has_rejected
-from train.storage.atomic_io import create_atomic, discard, is_temporary, make_alike, write_atomic
-from train.storage.schema import RelativePath
+from train.storage.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
+from train.storage.schema import Head, RelativePath
 
 CHUNK_BYTES = 2**20  # read at once to be hashed
 NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
@@ -52,6 +52,20 @@ class Folder(Protocol):
     def create(self, name: str, content: bytes) -> bool:
         """Write a whole file unless there is one; False if there is. Only one of several writers gets True."""
 
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        """Write a whole file if it still has this version (None: any), and return the new version. Raises
+        FileExistsError or FileNotFoundError if it has another one. Only S3 compares and writes in one step.
+        """
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write a whole file, or replace one, with the content of a file of this machine."""
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to `path` on this machine; FileNotFoundError if there is none. The caller verifies it."""
+
+    def head(self, name: str) -> Head | None:
+        """Length and version of a file; None if there is no such file."""
+
     def size(self, name: str) -> int | None:
         """Bytes; None if there is no such file."""
 
@@ -62,6 +76,9 @@ class Folder(Protocol):
         """Files whose names begin with `prefix`, in order, also in subfolders. Objects in S3 whose names are no
         RelativePath are left out.
         """
+
+    def listing(self, prefix: str = "") -> dict[str, Head]:
+        """The files that `names` returns. One request to S3 asks for 1,000."""
 
     def names_here(self) -> set[str]:
         """Names of the files and subfolders directly in this folder."""
@@ -118,11 +135,33 @@ class LocalFolder:
             make_alike(path.parent)
             return create_atomic(path, content)
 
-    def size(self, name: str) -> int | None:
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        head = self.head(name)
+        if version is not None and (head is None or head.version != version):
+            raise FileExistsError(self.at(name)) if head else FileNotFoundError(self.at(name))
+        self.write(name, content)
+        return head_of(self.at(name)).version
+
+    def upload(self, name: str, path: Path) -> None:
+        target = self.at(name)
+        with disk_errors("write", target), path.open("rb") as file:
+            make_alike(target.parent)
+            with open_whole(target) as copy:
+                shutil.copyfileobj(file, copy)
+
+    def download(self, name: str, path: Path) -> None:
+        with self.open(name) as file, path.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+
+    def head(self, name: str) -> Head | None:
         path = self.at(name)
         with suppress(FileNotFoundError):  # another process may remove it after the first question
-            return path.stat().st_size if path.is_file() else None
+            return head_of(path) if path.is_file() else None
         return None
+
+    def size(self, name: str) -> int | None:
+        head = self.head(name)
+        return head and head.size
 
     def remove(self, name: str) -> None:
         path = self.at(name)
@@ -137,9 +176,17 @@ class LocalFolder:
         names = (path.relative_to(self.path).as_posix() for path in files)
         return sorted(name for name in names if name.startswith(prefix))
 
+    def listing(self, prefix: str = "") -> dict[str, Head]:
+        return {name: head for name in self.names(prefix) if (head := self.head(name)) is not None}
+
     def names_here(self) -> set[str]:
         with disk_errors("list", self.path):
             return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+
+
+def head_of(path: Path) -> Head:
+    status = path.stat()
+    return Head(status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
 
 
 def files_below(top: Path) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import boto3
 from boto3.exceptions import RetriesExceededError
@@ -39,7 +39,7 @@ from train.config import InputError, NotPermitted, S3Config, Unreachable, check,
 from train.storage import aws_errors
 from train.storage.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
 from train.storage.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
-from train.storage.schema import is_path
+from train.storage.schema import Head, is_path
 
 logger = logging.getLogger("train")
 
@@ -138,13 +138,6 @@ def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation
         raise ClientError(parsed, operation.name)
 
 
-class Listed(NamedTuple):
-    """What a listing says of an object."""
-
-    size: int  # bytes
-    etag: str  # another one for other content
-
-
 class S3Folder:
     """See `train.storage.folders.Folder`."""
 
@@ -184,21 +177,17 @@ class S3Folder:
             self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=TRANSFER)
 
     def upload(self, name: str, path: Path) -> None:
-        """Write a file of this machine. It takes the memory of UPLOAD_THREADS parts."""
+        """It takes the memory of UPLOAD_THREADS parts."""
         with self.explained("write", name), path.open("rb") as file:
             self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
-        """Write a whole file if it still has this version (None: any), and return the new version. FileExistsError or
-        FileNotFoundError if it has another one.
-        """
-        condition = {} if version is None else {"IfMatch": version}
+        condition = {} if version is None else {"IfMatch": version.strip('"')}  # Ceph compares it without
         with self.explained("write", name):
             answer = self.client.put_object(**self.address(name), Body=content, **condition)
-        return str(answer["ETag"]).strip('"')  # Ceph compares it without
+        return str(answer["ETag"])
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file to this machine; FileNotFoundError if there is none. The caller verifies it."""
         with self.explained("read", name):
             self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
 
@@ -210,16 +199,20 @@ class S3Folder:
                     self.client.put_object(**self.address(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
                 return True
             except FileExistsError:  # perhaps our own first attempt created it, and its answer was lost
-                head = self.head(name)
-                if head is not None:
-                    return bool(head["Metadata"].get(WRITER) == mark)
+                answer = self._head(name)
+                if answer is not None:
+                    return bool(answer["Metadata"].get(WRITER) == mark)
         return False
+
+    def head(self, name: str) -> Head | None:
+        answer = self._head(name)
+        return None if answer is None else Head(int(answer["ContentLength"]), answer["ETag"])
 
     def size(self, name: str) -> int | None:
         head = self.head(name)
-        return None if head is None else int(head["ContentLength"])
+        return head and head.size
 
-    def head(self, name: str) -> Any:
+    def _head(self, name: str) -> Any:
         """The answer of boto3 about a file; None if there is none."""
         try:
             with self.explained("read", name):
@@ -251,8 +244,7 @@ class S3Folder:
     def names(self, prefix: str = "") -> list[str]:
         return list(self.listing(prefix))
 
-    def listing(self, prefix: str = "") -> dict[str, Listed]:
-        """The files that `names` returns. A request lists 1,000, so this is the way to ask for the lengths of many."""
+    def listing(self, prefix: str = "") -> dict[str, Head]:
         # The console's "folders" are empty objects whose names end in a slash.
         listed = {name: item for name, item in sorted(self._list(prefix).items()) if not name.endswith("/")}
         odd = [name for name in listed if not is_path(name)]
@@ -264,15 +256,13 @@ class S3Folder:
     def names_here(self) -> set[str]:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
 
-    def _list(self, prefix: str, **options: str) -> dict[str, Listed]:
+    def _list(self, prefix: str, **options: str) -> dict[str, Head]:
         """Names of objects, with a Delimiter also of what has objects below it."""
         paginator = self.client.get_paginator("list_objects_v2")
         with self.explained("list", prefix):
             pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
-        listed = {
-            item["Key"]: Listed(item["Size"], item["ETag"]) for page in pages for item in page.get("Contents", ())
-        }
-        listed |= {item["Prefix"]: Listed(0, "") for page in pages for item in page.get("CommonPrefixes", ())}
+        listed = {item["Key"]: Head(item["Size"], item["ETag"]) for page in pages for item in page.get("Contents", ())}
+        listed |= {item["Prefix"]: Head(0, "") for page in pages for item in page.get("CommonPrefixes", ())}
         return {key.removeprefix(self.key("")): item for key, item in listed.items()}
 
     @contextmanager

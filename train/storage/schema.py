@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, NamedTuple, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import yaml
 
@@ -91,6 +91,13 @@ class FileEntry(TypedDict):
 
     bytes: int
     sha256: Sha256
+
+
+class Head(NamedTuple):
+    """What a folder says of a file without reading it."""
+
+    size: int  # bytes
+    version: str  # another one for other content: in S3 the ETag
 
 
 # ---- records -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.storage.folders import at_once, is_s3, local_path, sha256_json
 from train.storage.hub_access import asking_hub, is_at_hub, why_missing
-from train.storage.schema import RelativePath, checked
+from train.storage.schema import Head, RelativePath, checked
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -90,15 +90,16 @@ class S3File:
     def __str__(self) -> str:
         return f"{self.location}/{self.name}"
 
-    def head(self) -> Any:
-        """The answer of boto3 about the file; InputError if there is none."""
+    def head(self) -> Head:
+        """Length and version of the file. Raises InputError if there is none."""
         head = self.folder.head(self.name)
-        check(head is not None, f"{self}: there is no such file")
+        if head is None:
+            raise InputError(f"{self}: there is no such file")
         return head
 
     def download(self, root: Path) -> Path:
         """A copy below a folder."""
-        path, size = root / self.name, self.head()["ContentLength"]
+        path, size = root / self.name, self.head().size
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.folder.download(self.name, path)
@@ -114,7 +115,7 @@ def stamp(file: File) -> list[Any]:
     """Facts of a file that change when its content does."""
     if isinstance(file, S3File):
         head = file.head()
-        return [str(file), file.folder.endpoint, head["ContentLength"], head["ETag"]]
+        return [str(file), file.folder.endpoint, *head]
     with naming(f"{file} cannot be read", (OSError,)):
         status = file.stat()
     # ctime is of changes in whatever way: a copy that keeps the time of its original has its own.

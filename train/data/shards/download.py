@@ -30,6 +30,7 @@ from train.storage import aws_errors
 from train.storage.atomic_io import discard
 from train.storage.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
 from train.storage.checksums import fault_of, fault_of_file
+from train.storage.folders import Folder
 from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
@@ -178,7 +179,8 @@ def put(credentials: tuple[str | None, ...]) -> None:
 class Downloader:
     """Downloads shards of one data set. Several threads may call `download` at once, for different shards."""
 
-    def __init__(self, source: S3Folder, cache: ShardCache) -> None:
+    def __init__(self, source: Folder, cache: ShardCache) -> None:
+        assert isinstance(source, S3Folder)
         self.source, self.cache, self.cfg = source, cache, cache.cfg
         self.lock = threading.Lock()
         self.client: Client | None = None

@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from threading import Condition, Thread
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
@@ -33,9 +32,7 @@ from train.data.shards.order import ShardSampler
 from train.host.processes import PR_SET_PDEATHSIG
 from train.host.torchrun import leave_signals_to_the_parent
 from train.storage.atomic_io import discard
-
-if TYPE_CHECKING:
-    from train.storage.s3 import S3Folder
+from train.storage.folders import Folder
 
 logger = logging.getLogger("train")
 REPORT_EVERY_S = 10.0
@@ -59,7 +56,7 @@ class ShardPrefetcher(Prefetcher):
     machine's cache has no space for the shards, or another run is in the way.
     """
 
-    def __init__(self, source: S3Folder, cache: ShardCache, sampler: ShardSampler) -> None:
+    def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
         from train.data.shards.download import Downloader  # the connector takes long to import
 
         cache.check_fits(sampler)

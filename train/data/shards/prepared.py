@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from train.config import InputError, S3Config, ShardsConfig
 from train.data.shards.cache import ShardCache
@@ -14,9 +13,6 @@ from train.data.shards.prefetch import Prefetcher, ShardPrefetcher
 from train.storage.atomic_io import write_atomic
 from train.storage.checksums import fault_of, fault_of_file, first_fault, read_verified
 from train.storage.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
-
-if TYPE_CHECKING:
-    from train.storage.s3 import S3Folder
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 
@@ -72,7 +68,7 @@ class PreparedData:
 
         self.cache.check_fits(None)
         self.held = self.cache.hold(alone=False)
-        downloader = Downloader(cast("S3Folder", self.source), self.cache)
+        downloader = Downloader(self.source, self.cache)
 
         def fetch(shards: Sequence[Shard]) -> None:
             for shard in shards:
@@ -84,7 +80,7 @@ class PreparedData:
         """Start fetching the shards of `sampler`. InputError if this machine's cache has no space for them."""
         if self.cache is None or not is_first_on_machine:
             return Prefetcher()
-        return ShardPrefetcher(cast("S3Folder", self.source), self.cache, sampler)
+        return ShardPrefetcher(self.source, self.cache, sampler)
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> None:
