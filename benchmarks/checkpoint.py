@@ -134,7 +134,7 @@ class Ours(TorchSave):
 
     def prepare(self) -> Future[Any]:
         cfg = CheckpointConfig(keep=0)  # the benchmark removes them
-        folder: Any = SimpleNamespace(check_owner=done, mirror=done)
+        folder: Any = SimpleNamespace(ownership=SimpleNamespace(check=done), mirror=done)
         self.saver = AsyncSaver(cfg, self.store, self.state, self.state.backend, DRAFT, folder)
         self.saver.warm()
         return self.saver.warming

@@ -254,7 +254,7 @@ class Run:
         return dict(sum((machine.requests for machine in self.machines), Counter[str]()))
 
     def save(self, num_saves: int = SAVES) -> None:
-        owned: Any = SimpleNamespace(check_owner=lambda: None, mirror=lambda: None)
+        owned: Any = SimpleNamespace(ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None)
         draft = Manifest(0, 1, {}, SETTINGS, {}, self.size, "ddp", None)
         savers = [
             AsyncSaver(CheckpointConfig(), store, engine, backend, draft, owned)

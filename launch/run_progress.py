@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.values import count, moment, number, table
+from train.run_folder.identity import ENVIRONMENT
+from train.run_folder.lease import newest, parse
 from train.run_folder.outcome import read_outcome
-from train.run_folder.ownership import ENVIRONMENT, newest, parse
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
 from train.telemetry.lines import read_back

@@ -19,8 +19,8 @@ from launch.record import Event, History, Record, read_history
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED, REJECTED, STOPPED
 from train.config import Failure, InputError, Unreachable
+from train.run_folder.identity import ENVIRONMENT
 from train.run_folder.outcome import STOP_FILE, read_outcome
-from train.run_folder.ownership import ENVIRONMENT
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}

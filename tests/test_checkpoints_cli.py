@@ -15,9 +15,8 @@ from transformers import AutoModelForMaskedLM
 
 from train.checkpoints import __main__ as command
 from train.checkpoints.compare import difference
-from train.config import LeaseConfig
 from train.run_folder.exported import MARK
-from train.run_folder.lease import Lease
+from train.run_folder.ownership import Ownership
 from train.storage.folders import LocalFolder, sha256_file
 
 
@@ -140,7 +139,7 @@ def test_prune_says_what_would_go_and_removes_nothing_unless_asked(many, capsys)
 
 
 def test_prune_is_rejected_while_a_run_owns_the_folder(many, capsys):
-    with Lease(LocalFolder(many), LeaseConfig().ttl_s):
+    with Ownership(LocalFolder(many)):
         assert "is in use by" in rejection(capsys, many, "prune", "--keep", 2, "--yes")
         assert store_of(many).steps() == [1, 2, 3, 6, 8, 9]
     assert called(capsys, many, "prune", "--keep", 2, "--yes")[0] == 0  # released

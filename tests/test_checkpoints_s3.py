@@ -18,8 +18,8 @@ from train.checkpoints.manifest import Manifest
 from train.checkpoints.store import LocalStore, Retention
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError
-from train.run_folder import lease
-from train.run_folder.ownership import LeaseLost, name_of
+from train.run_folder.lease import name_of
+from train.run_folder.ownership import LeaseLost, Ownership
 from train.storage import s3
 from train.storage.folders import open_folder, sha256_bytes
 
@@ -294,7 +294,7 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, stor
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(store, 3)
-    with lease.Lease(store.folder, 600.0) as owner, pytest.raises(InputError, match="Stopped"):
+    with Ownership(store.folder, 600.0) as owner, pytest.raises(InputError, match="Stopped"):
         bucket.proxy.set(Fault("status", match="^PUT .*/manifest.json", code=501, error="Stopped"))
         save(store, 6, fence=owner.number)
     bucket.proxy.set()

@@ -23,7 +23,7 @@ from train.checkpoints.saver import SavesFail
 from train.cli import compose as cli
 from train.config import Failure, XLAConfig
 from train.config.attempt import NonfiniteConfig
-from train.run_folder.lease import Lease
+from train.run_folder.ownership import Ownership
 from train.storage.folders import LocalFolder
 
 PATIENCE_S = 90.0  # never waited for unless a test fails
@@ -133,7 +133,7 @@ def test_a_second_job_on_the_same_folder_is_rejected_and_writes_nothing(toy):
     def content():
         return {path: path.read_bytes() for path in toy.folder.rglob("*") if path.is_file()}
 
-    with Lease(LocalFolder(toy.folder / "run"), 600.0):
+    with Ownership(LocalFolder(toy.folder / "run"), 600.0):
         before = content()
         rejects(f"in use by process {os.getpid()} on", toy.train)
         assert content() == before

@@ -389,7 +389,7 @@ def rank_of_two(folder):
         backend.rng_state = went_on  # else it would wait for rank 0, as it should
     store = LocalStore(Path(folder) / "saved")
     draft = Manifest(0, 1, {}, {}, {}, 2, "ddp", None)
-    run_folder = SimpleNamespace(check_owner=print, mirror=print)
+    run_folder = SimpleNamespace(ownership=SimpleNamespace(check=print), mirror=print)
     saver = AsyncSaver(CheckpointConfig(), store, engine, backend, draft, run_folder)
     result["other"] = failure(functools.partial(saver.save, Progress(), {}, metric=None))
     saver.close(waits=True)

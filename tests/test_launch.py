@@ -339,7 +339,7 @@ sys.exit(main())
 LOST = """
 import sys
 from train import loop
-from train.run_folder.lease import LeaseLost
+from train.run_folder.ownership import LeaseLost
 def lose(*_):
     raise LeaseLost("another job has it")
 loop.fit = lose

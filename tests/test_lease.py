@@ -17,9 +17,9 @@ from services.fault_proxy import Fault
 
 from train.config import InputError, S3Config
 from train.host import processes
-from train.run_folder import lease
-from train.run_folder.lease import Lease
-from train.run_folder.ownership import KINDS, LeaseLost, name_of
+from train.run_folder import ownership
+from train.run_folder.lease import KINDS, name_of
+from train.run_folder.ownership import LeaseLost, Ownership
 from train.storage.folders import LocalFolder, canonical_json, open_folder
 
 DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
@@ -54,7 +54,7 @@ def new(folder):
     made = []
 
     def make(ttl_s=LONG_S, *, on_wait=pytest.fail, of=folder):
-        made.append(Lease(of, ttl_s, on_wait=on_wait))
+        made.append(Ownership(of, ttl_s, on_wait=on_wait))
         return made[-1]
 
     yield make
@@ -89,25 +89,25 @@ def watch(monkeypatch):
         watch.pauses_s.append(pause_s)
         watch.meanwhile()
 
-    monkeypatch.setattr(lease, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    monkeypatch.setattr(ownership, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
     return watch
 
 
 @pytest.fixture
 def as_another(monkeypatch):
     """Makes the calls from now on those of another process, which differs in these."""
-    real = lease.identity
-    return lambda **changes: monkeypatch.setattr(lease, "identity", lambda: {**real(), **changes})
+    real = ownership.identity
+    return lambda **changes: monkeypatch.setattr(ownership, "identity", lambda: {**real(), **changes})
 
 
 def here():
     """The machine of this process, as a lease names it."""
-    return {name: lease.identity()[name] for name in ELSEWHERE}
+    return {name: ownership.identity()[name] for name in ELSEWHERE}
 
 
 def left(**changes):
     """The lease of a job on another machine that has not released it."""
-    owner = {**lease.identity(), **ELSEWHERE, "owner": "x", "ttl_s": 0.5, "started": "Monday", "number": 1}
+    owner = {**ownership.identity(), **ELSEWHERE, "owner": "x", "ttl_s": 0.5, "started": "Monday", "number": 1}
     return {**owner, "beats": 3, "step": 40, "released": False, **changes}
 
 
@@ -178,8 +178,8 @@ def test_the_owner_on_this_machine_is_named(folder, new, monkeypatch):
 
 @pytest.mark.parametrize("is_another", [False, True], ids=["dead", "another process got its number"])
 def test_a_dead_owner_on_this_machine_is_followed_at_once(folder, new, dead_process, is_another):
-    owner = {"pid": os.getpid(), "process_start": lease.identity()["process_start"] - 1} if is_another else dead_process
-    leave(folder, **here(), **owner)
+    another = {"pid": os.getpid(), "process_start": ownership.identity()["process_start"] - 1}
+    leave(folder, **here(), **(another if is_another else dead_process))
     owner = new()
     owner.take()
     assert (owner.number, owner.previous["step"], owner.previous["released"]) == (2, 40, False)
@@ -193,7 +193,7 @@ def test_an_owner_that_cannot_be_seen_and_beats_is_not_disturbed(folder, new, as
     owner.take()
     if change != {"boot_id": None}:
         as_another()
-    watch.meanwhile = lambda: owner.heartbeat() if len(watch.pauses_s) == lease.LOOKS else None  # at the last look
+    watch.meanwhile = lambda: owner.heartbeat() if len(watch.pauses_s) == ownership.LOOKS else None  # at the last look
     lines = []
     rejects("is in use by process .* on .*, since ", new(3.0, on_wait=lines.append).take)
     (line,) = lines

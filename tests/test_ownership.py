@@ -15,9 +15,9 @@ from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder
-from train.run_folder.lease import Lease, identity
+from train.run_folder.lease import identity, name_of
 from train.run_folder.outcome import Outcome
-from train.run_folder.ownership import LeaseLost, check_owner, name_of
+from train.run_folder.ownership import LeaseLost
 from train.storage.folders import LocalFolder, canonical_json
 
 DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
@@ -81,7 +81,7 @@ def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"identity": "me"}', b'{"identity": {"seed": 1}}', b"\xff"])
 def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(folder, content):
-    with Lease(folder.storage, LIVE_S):
+    with folder.ownership:
         folder.storage.write("environment.json", content)
         rejects("environment.json is damaged; remove that file alone, and the same command resumes", check, folder)
     (folder.path / "lease/00000001.json").unlink()  # without which it may be another program's
@@ -106,7 +106,7 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     for name in ("log/rank_0001.txt", "log/exit_rank_0001.json", ".write-test-a_1"):  # of ranks that came before rank 0
         put(folder, name)
     check(folder)
-    with Lease(folder.storage, LIVE_S):
+    with folder.ownership:
         folder.storage.write("outcome.json", b"{}")  # all that a run leaves that fails at once
         check(folder)
     for name in folder.storage.names():
@@ -153,14 +153,14 @@ def take_over(storage, number=2):
 @DISK_AND_S3
 def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
     folder.log.mkdir(parents=True)
-    with Lease(folder.storage, LIVE_S) as lease:
-        folder.guard = lease.check
+    with folder.ownership:
         folder.open()
         folder.metrics.write_text("1\n")
         folder.mirror()
         other = RunFolder(folder.location, getattr(folder.storage, "s3", None))  # of a rank that does not hold it
-        other.guard = lambda: check_owner(other.storage, lease.claim["owner"])
-        other.check_owner()
+        other.ownership.follow(folder.ownership.owner)
+        other.ownership.check()
+        kept = folder.folder.write  # looked up while the folder was ours
         take_over(folder.storage)
         before, here = content(folder), {path for path in folder.path.rglob("*") if path.is_file()}
         if folder.is_remote:
@@ -168,19 +168,22 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
         end = Outcome("failed", "saves_fail", "late", 50, 50, goes_on=True, launch=[])
         for each in (folder, other):
             for late in (
+                lambda: kept("evaluation.json", b""),
                 lambda: each.folder.write("evaluation.json", b""),  # noqa: B023
+                lambda: each.folder.upload("evaluation.json", Path(__file__)),  # noqa: B023
+                lambda: each.folder.replace("metrics.jsonl", b"", None),  # noqa: B023
                 lambda: each.folder.create("predictions/1", b""),  # noqa: B023
                 lambda: each.folder.remove("STOP"),  # noqa: B023
                 lambda: each.describe(None, {}, {}, {}),  # noqa: B023
                 lambda: exported.renewed(each, 50).__enter__(),  # noqa: B023
-                lambda: exported.mirror(each) or each.check_owner(),  # noqa: B023
-                lambda: each.mirror() or each.check_owner(),  # noqa: B023
+                lambda: exported.mirror(each) or each.ownership.check(),  # noqa: B023
+                lambda: each.mirror() or each.ownership.check(),  # noqa: B023
             ):
                 rejects("is lost: process .* on node-2, since now owns it, with lease 2", late, error=LeaseLost)
             each.outcome(end)
             each.outcome(end, is_of_all=True)
             each.exit_file("late", 50)
-            assert each.is_lost and each.may_append() == folder.is_remote
+            assert each.ownership.lost and each.ownership.may_append() == folder.is_remote
     assert content(folder) == before
     new = {path for path in folder.path.rglob("*") if path.is_file()} - here
     assert new == ({folder.exit_path} if folder.is_remote else set())

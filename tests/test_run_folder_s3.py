@@ -23,8 +23,8 @@ from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.run_folder import parts
 from train.run_folder.folder import RunFolder
-from train.run_folder.lease import Lease
 from train.run_folder.outcome import Outcome
+from train.run_folder.ownership import Ownership
 from train.storage.folders import open_folder
 from train.storage.s3 import S3Folder
 from train.telemetry.lines import read_back, read_lines
@@ -182,7 +182,8 @@ def upload(bucket, folder, prefix):
 def opened(bucket, last_owner=None):
     folder = RunFolder(bucket.location("run"), bucket.config())
     folder.log.mkdir(parents=True, exist_ok=True)
-    folder.open(last_owner)
+    folder.ownership.previous = last_owner
+    folder.open()
     return folder
 
 
@@ -315,8 +316,8 @@ def test_the_records_of_an_attempt_are_gone_while_the_next_one_runs(bucket, monk
 def test_an_outcome_that_s3_did_not_take_counts_until_another_machine_has_had_the_run(bucket, monkeypatch):
     def start(host):
         monkeypatch.setattr("platform.node", lambda: host)
-        with Lease(open_folder(bucket.location("run"), bucket.config()), 60.0) as lease:
-            return opened(bucket, lease.previous)
+        with Ownership(open_folder(bucket.location("run"), bucket.config())) as ownership:
+            return opened(bucket, ownership.previous)
 
     for other, kind in (("a", "x"), ("b", None)):
         folder = start("a")

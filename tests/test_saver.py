@@ -51,7 +51,7 @@ def backend():
 
 
 def saver_of(store, *, check_owner=lambda: None, **settings):
-    folder = SimpleNamespace(check_owner=check_owner, mirror=lambda: None)
+    folder = SimpleNamespace(ownership=SimpleNamespace(check=check_owner), mirror=lambda: None)
     return AsyncSaver(CheckpointConfig(**settings), store, replica(*built()), backend(), DRAFT, folder)
 
 

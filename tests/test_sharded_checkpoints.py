@@ -143,7 +143,7 @@ def main(folder):
     """One of two ranks: save at each step, with the fault of that step; rank 0 writes down what failed."""
     backend, store = DDP(BackendConfig(device="cpu", precision="fp32")), Failing(Path(folder) / "checkpoints")
     model = nn.Linear(2, 2, bias=False)
-    run_folder = SimpleNamespace(check_owner=lambda: None, mirror=lambda: None)
+    run_folder = SimpleNamespace(ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None)
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
     saver = AsyncSaver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, run_folder)
     failures = []

@@ -14,8 +14,8 @@ from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.config import CheckpointConfig
-from train.run_folder.lease import LeaseLost
-from train.run_folder.ownership import name_of
+from train.run_folder.lease import name_of
+from train.run_folder.ownership import LeaseLost
 from train.storage import folders
 from train.storage.folders import open_folder
 
@@ -127,7 +127,7 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
     def lost():
         raise LeaseLost("another job owns it now")
 
-    unsent.saver.folder.check_owner = lost
+    unsent.saver.folder.ownership.check = lost
     assert "LeaseLost" in saved(unsent.saver, 9, unsent.trained)
     assert copies(store) == []
 

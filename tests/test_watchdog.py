@@ -40,9 +40,12 @@ def lose_the_folder():
     raise LeaseLost("another job has it")
 
 def join():
+    folder.ownership.follow("")
     dog.joined({{int(rank): process for rank, process in others.items()}})
 
 folder = RunFolder(sys.argv[1])
+if os.environ["RANK"] == "0":
+    folder.ownership.follow("")  # the other ranks once all have joined
 cfg = WatchdogConfig(step_s=float(sys.argv[2]), start_s=float(sys.argv[3]))
 with Watchdog(cfg, folder, oom_counter=folder.path / "memory.events") as dog:
     print(read_process(os.getpid()).started, dog.handle, flush=True)
@@ -127,7 +130,7 @@ def test_a_hang_that_holds_the_gil_dumps_its_stacks_to_standard_error(start: Sta
 
 
 def test_a_hang_of_the_run_folder_as_well_ends_all_the_same(start: Start):
-    (rank,) = start("folder.guard = hang\ndog.phase('data', step=7)\nhang()")
+    (rank,) = start("folder.ownership.check = hang\ndog.phase('data', step=7)\nhang()")
     assert codes([rank]) == [1]
 
 
@@ -230,10 +233,10 @@ def test_a_rank_that_left_its_exit_record_was_not_killed(start: Start, run_dir: 
 # ---- what is left ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("act", ["folder.guard = lose_the_folder", "dog.is_ours = False"], ids=["lost", "never had"])
+@pytest.mark.parametrize("act", ["check = lose_the_folder", "owner = None"], ids=["lost", "never had"])
 def test_nothing_of_the_end_goes_into_a_run_folder_of_another_job(start: Start, run_dir: Path, act: str):
     """A rank that has yet to join does not know: it may write beside what others write, and nothing in their place."""
-    (rank,) = start(f"{act}\ndog.phase('data', step=7)\nhang()")
+    (rank,) = start(f"folder.ownership.{act}\ndog.phase('data', step=7)\nhang()")
     assert "watchdog: stuck: rank 0" in rank.communicate(timeout=PATIENCE_S)[1]
     assert not (run_dir / "outcome.json").exists()
     assert any((run_dir / "log").iterdir()) == ("lost" not in act and "lose" not in act)

@@ -66,7 +66,8 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id, task.lengths)
     search_as_usual()  # all is imported
-    with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, saves)) as attempt:
+    folder = RunFolder(cfg.run_dir, cfg.s3, ttl_s=cfg.lease.ttl_s)
+    with begin(Attempt(cfg, plan, task, folder, identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
             work = workload(cfg, plan, task, is_whole=saves)
@@ -265,7 +266,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         task.describe_model(model, folder.folder)
 
     if attempt.saves and not folder.is_remote:
-        num_blind = world.sum([not attempt.sees_owner()])[0]
+        num_blind = world.sum([not folder.ownership.may_append()])[0]
         where = f"run_dir={cfg.run_dir} of rank 0; it must be a shared folder"
         check(num_blind == 0, f"{num_blind:g} ranks do not see {where}")
     attempt.is_described = True

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from train.attempt.notices import Notices
@@ -26,9 +25,8 @@ from train.host.torchrun import has_rejected
 from train.models.memory_estimate import advice
 from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
-from train.run_folder.lease import Lease
 from train.run_folder.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
-from train.run_folder.ownership import LeaseLost, check_owner
+from train.run_folder.ownership import LeaseLost
 from train.storage.folders import empty_folders_removed, make_folder
 from train.tasks import Task
 
@@ -66,15 +64,10 @@ class Attempt:
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # the requests to stop, with their ranks
     kind: str = ""  # of the first of them
-    lease: Lease | None = None  # rank 0's
     is_described: bool = False  # whether the run has described itself in its folder
 
     def __post_init__(self) -> None:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
-
-    @property
-    def failure(self) -> LeaseLost | None:
-        return LeaseLost(self.lease.lost) if self.lease is not None and self.lease.lost else None
 
     def joined(self, world: World) -> None:
         """Exchange what ranks have to know: from rank 0, who owns the folder and how the last attempt ended, and from
@@ -82,26 +75,13 @@ class Attempt:
         """
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
-        owner = self.lease.claim["owner"] if self.lease else ""
-        everyone = world.all_gather_object((self.folder.previous, owner, here))
+        everyone = world.all_gather_object((self.folder.previous, self.folder.ownership.owner or "", here))
         self.folder.previous, owner, _ = everyone[0]
-        if self.lease is None and self.saves:
-            self.folder.guard = partial(check_owner, self.folder.storage, owner)
+        if launched().rank != 0:
+            self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
         self.watch.joined(peers if launched().is_under_torchrun else {})  # else they may be in other containers
-
-    def may_log(self) -> bool:
-        """Whether log lines may go to the run folder: not after it was lost, unless it is this machine's copy."""
-        return self.folder.is_remote or not (self.folder.is_lost or self.failure)
-
-    def sees_owner(self) -> bool:
-        """Return whether this rank sees the lease of rank 0, as it does if they share the folder."""
-        try:
-            self.folder.guard()
-        except LeaseLost:
-            return False
-        return True
 
     def has_stop_file(self) -> bool:
         return self.folder.folder.size(STOP_FILE) is not None
@@ -126,11 +106,10 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
         make_folder(folder.path)
         if launch.rank == 0:
             with attempt.stop.nothing_to_save():
-                attempt.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
-            folder.guard, folder.lease_number = attempt.lease.check, attempt.lease.number
+                stack.enter_context(folder.ownership)
         try:
-            folder.open(attempt.lease.previous if attempt.lease else None)
-            set_up_logging(folder.log_file, may_write=attempt.may_log)
+            folder.open()
+            set_up_logging(folder.log_file, may_write=lambda: folder.is_remote or not folder.ownership.lost)
             stack.enter_context(attempt.watch)
             if launch.local_rank == 0:
                 stack.enter_context(Notices(cfg, attempt.stop, attempt.has_stop_file, attempt.began_s))
@@ -139,8 +118,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
             kind = kind_of(error)
             if not attempt.is_described and (kind == "refused" or has_rejected()):
                 folder.take_back()
-                if attempt.lease is not None:
-                    attempt.lease.is_withdrawn = True
+                folder.ownership.is_withdrawn = True
                 raise
             if kind in OUT_OF_MEMORY:  # no mistake of the program: one line says what to change
                 memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
@@ -155,7 +133,7 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
     job has the folder by now.
     """
     folder = attempt.folder
-    folder.check_owner()
+    folder.ownership.check()
     folder.exit_file(reason, step)
     if launched().rank == 0:
         ended = "done" if reason in ENDS else "stopped"
@@ -171,8 +149,10 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
 def record_failure(error: BaseException, attempt: Attempt) -> None:
     """Record that the run failed. Of several ranks, the outcome of the one that failed first stays."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
-    attempt.folder.is_lost |= kind == "lease_lost"
-    if not attempt.watch.is_ours or attempt.folder.is_lost:  # the folder is another job's
+    ownership = attempt.folder.ownership
+    if isinstance(error, LeaseLost):  # perhaps another rank's
+        ownership.lost = ownership.lost or str(error)
+    if ownership.lost or ownership.owner is None:  # the folder is another job's, or may be
         return
     if kind == "refused":
         outcome, reason = "refused", f"rejected: {error}"

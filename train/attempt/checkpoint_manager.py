@@ -51,9 +51,8 @@ class CheckpointManager:
         """
 
         def tidy() -> None:
-            if self.attempt.lease is not None:
-                with suppress(NotPermitted):
-                    self.store.collect_garbage(ended_below=self.attempt.lease.ended_below)
+            with suppress(NotPermitted):
+                self.store.collect_garbage(ended_below=self.attempt.folder.ownership.ended_below)
 
         self.world.run_on_rank0(tidy, self.on_wait)
         self.loaded = self._load()
@@ -75,8 +74,8 @@ class CheckpointManager:
         """Continue the metrics where the checkpoint left them, and save beside the block. A pending save is waited for
         at its end, unless the run has to leave at once.
         """
-        self.recorder, attempt, lease = recorder, self.attempt, self.attempt.lease
-        world_size, name, fence = self.world.size, self.backend.name, lease.number if lease else 0
+        self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
+        world_size, name, fence = self.world.size, self.backend.name, ownership.number
         draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
         self.saver = AsyncSaver(self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder)
         self.saver.newest = attempt.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
@@ -85,7 +84,7 @@ class CheckpointManager:
             recorder.fault(fault)
         if self.world.rank == 0:
             assert recorder.journal is not None
-            number, step, owner = recorder.journal.attempt, recorder.progress.step, lease.previous if lease else None
+            number, step, owner = recorder.journal.attempt, recorder.progress.step, ownership.previous
             self.lost = goodput.lost(attempt.folder.local, attempt.folder.previous, owner, attempt=number, step=step)
         if attempt.saves:
             self.saver.warm()
@@ -121,12 +120,11 @@ class CheckpointManager:
     @property
     def failure(self) -> Exception | None:
         """Why the run has to end: saves fail, or the run folder was lost. None if it may continue."""
-        return self.saver.failure or self.attempt.failure
+        return self.saver.failure or self.attempt.folder.ownership.failure
 
     def report(self) -> None:
         """Report saves that have ended and, once the first step is done, what a fault has cost."""
-        if self.attempt.lease is not None:
-            self.attempt.lease.step = self.recorder.progress.step
+        self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             since_s = time.time() - self.lost.last_sign_unix_s
             recover_s = max(since_s, self.attempt.folder.attempt_s())  # clocks may differ
@@ -204,7 +202,7 @@ class CheckpointManager:
 
     def _quarantine_what_failed(self) -> None:
         """Quarantine the checkpoint of the last rollback if the run has saved nothing newer and older ones are left."""
-        self.attempt.folder.check_owner()
+        self.attempt.folder.ownership.check()
         last, steps = self.last_rollback, self.store.steps()
         since = [step for step in steps if last is not None and step in (last, last + 1)]
         if since and since[-1] == steps[-1] and len(since) < len(steps):
@@ -218,7 +216,7 @@ class CheckpointManager:
         folder was lost since the votes were last counted.
         """
         self.saver.wait(self.on_wait)
-        lost = self.attempt.failure
+        lost = self.attempt.folder.ownership.failure
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
         failure = None
@@ -247,9 +245,9 @@ class CheckpointManager:
         """Remove what earlier owners have left of saves, of one too that may only be silent: once the run is done no
         other attempt does, and no step of theirs comes after the last one.
         """
-        if self.world.rank == 0 and self.attempt.lease is not None:
+        if self.world.rank == 0:
             try:
-                self.store.remove_uncommitted(range(self.attempt.lease.number))
+                self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
             except NotPermitted:
                 pass  # which has been said at the start
             except (InputError, Failure) as error:

@@ -83,7 +83,6 @@ class Watchdog:
         self.cfg, self.folder, self.rank = cfg, folder, launched().rank
         self.own = Heartbeat()  # not shared unless the watchdog is open
         self.handle = -1  # of the shared memory
-        self.is_ours = self.rank == 0  # the run folder; other ranks know once all have joined
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time of a start
@@ -143,10 +142,9 @@ class Watchdog:
             self.arm()
 
     def joined(self, peers: Mapping[int, tuple[int, int, int]]) -> None:
-        """All ranks have joined, and the run folder is theirs. `peers` are the other ranks of this machine: process id
-        and start of each, see Process, and the `handle` of its watchdog.
+        """All ranks have joined. `peers` are the other ranks of this machine: the process id and start of each, see
+        Process, and the `handle` of its watchdog.
         """
-        self.is_ours = True
         for rank, (pid, started, handle) in peers.items():
             memory = None
             with suppress(OSError), Path(f"/proc/{pid}/fd/{handle}").open("rb") as file:
@@ -255,13 +253,13 @@ class Watchdog:
         """
         is_first, step = True, last.step if last.step >= 0 else None
         with self.folder.logging_failures():
-            self.folder.check_owner()
+            self.folder.ownership.check()
             if writes_stacks:
                 with open_alike(self.folder.log / f"stacks_rank_{self.rank:04d}.txt", "ab") as file:
                     file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n".encode())
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
-            if self.is_ours:
+            if self.folder.ownership.owner is not None:  # else this rank has yet to join, and does not know
                 goes_on = may_continue(kind, self.folder.previous.get("kind", ""))
                 outcome = Outcome("failed", kind, reason, step, None, goes_on=goes_on)
                 is_first = write_outcome(self.folder.folder, outcome, replaces=LOST_PEER)

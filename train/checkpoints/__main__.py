@@ -17,9 +17,9 @@ from train.checkpoints.manifest import Damaged, Manifest, step_name
 from train.checkpoints.store import ALWAYS_VALID, Retention, Store, best, open_store
 from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
-from train.config import InputError, LeaseConfig, S3Config, check
+from train.config import InputError, S3Config, check
 from train.host import machine
-from train.run_folder.lease import Lease, LeaseLost
+from train.run_folder.ownership import LeaseLost, Ownership
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
 REJECTED_TEXT = "arguments rejected, or a job holds the run"
@@ -117,15 +117,15 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
         show(Retention(store, keep).reasons(), store.leftovers(), "would go")
         print("nothing was removed: --yes does it, once no job holds the run")
         return DONE
-    with Lease(folder, LeaseConfig().ttl_s, on_wait=lambda text: print(text, file=sys.stderr)) as lease:
+    with Ownership(folder, on_wait=lambda text: print(text, file=sys.stderr)) as ownership:
         reasons = Retention(store, keep).reasons()
         for step in [step for step, reason in reasons.items() if reason is None]:
-            lease.check()
+            ownership.check()
             store.remove(step)
-        lease.check()
+        ownership.check()
         stays = dict.fromkeys(store.steps(), "this user may not change it")
         reasons = {step: reason or stays.get(step) for step, reason in reasons.items()}
-        uncommitted = store.collect_garbage(ended_below=lease.ended_below)
+        uncommitted = store.collect_garbage(ended_below=ownership.ended_below)
     show(reasons, uncommitted, "removed")
     return DONE
 

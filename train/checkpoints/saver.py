@@ -207,7 +207,7 @@ class AsyncSaver:
         try:
             num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
             if self.world.rank == 0:
-                self.folder.check_owner()  # older checkpoints are removed next
+                self.folder.ownership.check()  # older checkpoints are removed next
                 if self.failures:
                     with suppress(NotPermitted):
                         self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
@@ -272,7 +272,7 @@ class AsyncSaver:
 
     def _prepare_folder(self) -> None:
         """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
-        self.folder.check_owner()
+        self.folder.ownership.check()
         self.folder.mirror()
 
     def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:

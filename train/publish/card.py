@@ -40,7 +40,7 @@ MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
 def write(folder: RunFolder) -> Path:
     """Write the card beside the exported model, in this machine's copy of the run folder."""
-    folder.check_owner()
+    folder.ownership.check()
     if folder.is_remote and folder.folder.size("evaluation.json") is not None:
         write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
     name = folder.location.rstrip("/").rpartition("/")[2]

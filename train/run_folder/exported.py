@@ -21,13 +21,13 @@ def renewed(folder: RunFolder, step: int) -> Iterator[Path]:
     """An empty folder for the model of a run at `step`. When the block ends, it replaces export/ on this machine; after
     an error the old export stays. Only the owner of the run folder calls it.
     """
-    folder.check_owner()
+    folder.ownership.check()
     remove_temporaries(folder.path, folder.export.name)
     with new_folder(folder.export, replaces=True) as scratch:
         yield scratch
         (scratch / MARK).write_bytes(canonical_json({"step": step}))
         sync_tree(scratch)  # before the check of the owner, because it may take long
-        folder.check_owner()
+        folder.ownership.check()
 
 
 def mirror(folder: RunFolder) -> None:

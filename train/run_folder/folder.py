@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from train.config import (
     InputError,
+    LeaseConfig,
     NotPermitted,
     S3Config,
     TrainConfig,
@@ -40,9 +41,9 @@ from train.host import machine
 from train.host.environment import environment
 from train.host.launched import launched
 from train.host.processes import age_s
-from train.run_folder.identity import check_same_run
+from train.run_folder.identity import check_is_run_folder, check_layout, check_same_run
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
-from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_layout
+from train.run_folder.ownership import LeaseLost, OwnedFolder, Ownership
 from train.run_folder.parts import Mirrored, back
 from train.storage.atomic_io import discard, make_alike, open_alike, sync, write_atomic
 from train.storage.folders import (
@@ -62,11 +63,12 @@ GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 
 
 class RunFolder:
-    """The files of a run. A run writes to `folder`, which calls `guard` before every change; `guard` raises LeaseLost
-    if another job owns the folder by now. `storage` is the same folder without the guard, for the lease itself.
+    """The files of a run. A run writes to `folder`, which checks before every change that the run's job is still the
+    owner, and raises LeaseLost if not. `storage` is the same folder without the checks, for the lease itself.
     """
 
-    def __init__(self, location: str, s3: S3Config | None = None) -> None:
+    def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
+        """`ttl_s`: see `Ownership`."""
         self.location, self.s3 = location, s3 or S3Config()
         if is_s3(location):
             name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
@@ -75,9 +77,8 @@ class RunFolder:
         else:
             self.path = local_path(location)
             self.storage = LocalFolder(self.path)
-        self.folder = cast(Folder, Owned(self.storage, self.check_owner))
-        self.guard: Callable[[], None] = lambda: None  # a job sets it; other programs write at their own risk
-        self.is_lost = False  # whether another job owns it: then nothing is written any more
+        self.ownership = Ownership(self.storage, ttl_s)
+        self.folder: Folder = OwnedFolder(self.storage, self.ownership)
         self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # how the last attempt ended, once open
@@ -88,7 +89,6 @@ class RunFolder:
         self.versions: dict[str, str] = {}  # the versions of these files there
         self.mirroring = threading.Lock()
         self.growing = {name: Mirrored(self.path / name, name) for name in GROWING}
-        self.lease_number = 0  # of this job's lease, once it has one
         self.local = LocalFolder(self.path)  # this machine's copy, or the folder itself
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
@@ -108,29 +108,9 @@ class RunFolder:
         if before and names & {"metrics.jsonl", "checkpoints"}:
             check_same_run(before, identity, source=self.location, force=force)
 
-    def check_owner(self) -> None:
-        """LeaseLost if another job owns the folder by now."""
-        try:
-            self.guard()
-        except LeaseLost:
-            self.is_lost = True
-            raise
-
-    def may_append(self) -> bool:
-        """Return whether this machine's files of the run may still be written. Copies of a folder in S3 always may."""
-        try:
-            if not self.is_remote:
-                self.check_owner()
-        except LeaseLost:
-            return False
-        except (InputError, OSError):  # the lease cannot be read now: lines wait if they cannot be written either
-            pass
-        return True
-
-    def open(self, last_owner: dict[str, Any] | None = None) -> None:
-        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended;
-        `last_owner` is the lease before its own: after another machine's an outcome on this one is older.
-        `take_back` undoes it.
+    def open(self) -> None:
+        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended, of
+        which an outcome on this machine is older than one by another. `take_back` undoes it.
         """
         make_alike(self.log)
         self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
@@ -138,6 +118,7 @@ class RunFolder:
             discard(self.exit_path)
         if launched().rank != 0:
             return
+        last_owner = self.ownership.previous
         is_elsewhere = last_owner is not None and last_owner["host"] != platform.node()
         self.previous = read_outcome(self.storage) if is_elsewhere else self.last_outcome()
         if self.is_remote and (self.path / NAME).is_file():
@@ -182,7 +163,7 @@ class RunFolder:
         self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
     ) -> None:
         """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
-        self.check_owner()
+        self.ownership.check()
         # The environment comes first: it marks the folder as a run's.
         description = {
             "identity": identity,
@@ -233,7 +214,7 @@ class RunFolder:
                 state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before it is read
                 if state is not None and self.mirrored.get(name) != state:
                     if name in self.growing:
-                        self.growing[name].upload(self.folder, self.replace, f"{self.lease_number:08d}")
+                        self.growing[name].upload(self.folder, self.replace, f"{self.ownership.number:08d}")
                     else:
                         self.replace(name, path.read_bytes())
                     self.mirrored[name] = state
@@ -244,7 +225,7 @@ class RunFolder:
             if name in self.versions:
                 self.versions[name] = self.storage.replace(name, content, self.versions[name])
                 return
-        self.check_owner()
+        self.ownership.check()
         self.versions[name] = self.storage.replace(name, content, None)
 
     def cut_half_written_line(self) -> None:

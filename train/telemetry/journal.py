@@ -49,7 +49,7 @@ class Journal:
         return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
-        if self.file.closed or not self.folder.may_append():
+        if self.file.closed or not self.folder.ownership.may_append():
             return
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
         for key, value in line.items():
@@ -91,7 +91,7 @@ class Journal:
         status = "FINISHED" if error is None and self.reason in ENDS else "KILLED"
         if isinstance(error, Exception):
             status = "FAILED"
-        if self.folder.may_append() and not self.folder.is_lost:
+        if self.folder.ownership.may_append() and not self.folder.ownership.lost:
             waits = error is None or isinstance(error, Exception)  # else a second signal came: it leaves at once
             trackers.end(self.trackers, status, waits=waits)
 
