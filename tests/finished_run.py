@@ -17,7 +17,7 @@ CONFIG = {
     "model": {"pretrained": None, "init_from": "/home/jane/runs/pretrained", "architecture": "albert"},
     "data": {"path": "/home/jane/data/tweets.csv", "format": "csv", "lengths": "auto", "name": None},
     "s3": {"endpoint": "http://minio.lan:9000"},
-    "optim": {"name": "adamw", "lr": 0.001, "schedule": "linear", "weight_decay": 0.01},
+    "optim": {"name": "adamw", "lr": 0.002, "schedule": "linear", "weight_decay": 0.01},
     "best": {"metric": "f1_macro", "export": True},
     "instance": {"name": "trn1.2xlarge", "usd_per_hour": 1.34},
     "hub": {"push_to": None, "private": True},
@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "precision": "bf16",
     "world_size": 2,
     "identity": {"data": "sha-of-the-data", "data.lengths": [32, 64]},
-    "plan": {"lr": 0.002, "global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 10},
+    "plan": {"global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 10},
     "versions": {"torch": "2.9.1", "torch-neuronx": None, "transformers": "5.0"},
 }
 DATA = {

@@ -35,11 +35,11 @@ def test_a_decay_from_the_start_is_that_of_google():
     """optimization.py of google-research/albert: the decay over all steps, replaced by the ramp during the warm-up."""
     total, warmup, peak = 125_000, 3125, 1.76e-3
     recipe = OptimConfig(lr=peak, decay_from_start=True)
-    ours = [learning_rate(step, cfg=recipe, plan=plan(total, warmup, peak)) for step in range(total)]
+    ours = [learning_rate(step, cfg=recipe, plan=plan(total, warmup)) for step in range(total)]
     theirs = [peak * (1 - step / total) for step in range(total)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)
     assert ours[warmup - 1] == peak and ours[warmup] == pytest.approx(0.975 * peak)
-    from_warmup = learning_rate(warmup, cfg=OptimConfig(lr=peak), plan=plan(total, warmup, peak))
+    from_warmup = learning_rate(warmup, cfg=OptimConfig(lr=peak), plan=plan(total, warmup))
     assert from_warmup / ours[warmup] == pytest.approx(1.0256, abs=1e-4)
 
 
