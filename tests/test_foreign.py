@@ -41,6 +41,7 @@ from train.config import (
     RecordsConfig,
     S3Config,
     TrainConfig,
+    XLAConfig,
     to_dict,
 )
 from train.data.records.formats import load_hub, load_saved
@@ -299,6 +300,14 @@ def test_the_configuration_of_a_run_decides_on_no_server_and_no_place_to_write_t
     cfg = read_config(LocalFolder(foreign_run(tmp_path / "run", point_elsewhere)))
     assert (cfg.s3, cfg.hub, cfg.data.cache_dir) == (S3Config(), HubConfig(), None)
     assert cfg.run_dir == str(tmp_path / "run")
+
+
+def test_the_settings_of_a_saved_backend_are_those_of_its_name(tmp_path):
+    def through_xla(config):
+        config["backend"].update(name="xla", batches_per_execution=2)
+
+    backend = read_config(LocalFolder(foreign_run(tmp_path / "run", through_xla))).backend
+    assert isinstance(backend, XLAConfig) and backend.batches_per_execution == 2
 
 
 OBJECT = "!!python/object/apply:os.system [x]"
