@@ -63,7 +63,7 @@ class Measured:
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
     """Join the ranks and measure; all ranks call it. `mib`: size of a large exchange. Failure names the operation."""
     timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
-    with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s, "600 and backend.timeout_s"):
+    with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s, "backend.timeout_s"):
         backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
         world = backend.world
         seen = world.all_gather_object((printable(socket.gethostname()), world.local_rank))
