@@ -4,6 +4,10 @@ import json
 import os
 import random
 import signal
+import socket
+import ssl
+import subprocess
+import uuid
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +19,7 @@ from run_results import losses
 from running import eventually, lines, run, train_here, train_overrides
 from saved_steps import cut_back, flip
 from services.fault_proxy import Fault
+from services.relay import relaying
 from streaming import overrides, upload, windowed
 
 from train import loop
@@ -220,10 +225,8 @@ def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large
 def test_renewed_credentials_are_taken_up(bucket, large, monkeypatch, tmp_path):
     """A file of ~/.aws is read again for each new client, and a rejection as expired makes one."""
     file, server, opened = tmp_path / "credentials", bucket.service.server, []
-    for name in download.CREDENTIALS:  # the connector reads the environment, and a client puts credentials there
-        monkeypatch.setenv(name, "restores it")
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(download, "put_here", {})
+    for name in download.CREDENTIALS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     file.write_text(f"[default]\naws_access_key_id={server.key}\naws_secret_access_key=wrong\n")
 
@@ -259,6 +262,64 @@ def test_a_service_of_credentials_that_pauses_is_waited_for(bucket, monkeypatch,
     (tmp_path / "config").write_text("[default]\ncredential_process = /bin/false\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     rejects("there are no credentials: ", download.Client, folder, ["a"], largest_bytes=1, error=Unreachable)
+
+
+@pytest.fixture
+def https(bucket, tmp_path, monkeypatch):
+    """The endpoint of the server behind TLS, with a certificate that AWS_CA_BUNDLE alone makes known."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *named]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    listener = context.wrap_socket(socket.create_server(("127.0.0.1", 0)), server_side=True)
+    with relaying(listener, bucket.service.server.port) as address:
+        yield f"https://localhost:{address.rpartition(':')[2]}"
+
+
+DEAD = "http://127.0.0.1:9"
+
+
+def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
+    """Through the proxy for the endpoint and no other, with its authorities; the environment stays the user's."""
+    direct, proxy = bucket.service.server.endpoint, bucket.proxy.endpoint
+    for endpoint, no_proxy, set_to in [
+        (direct, "", {"http_proxy": proxy.replace("//", "//user:p%25@"), "HTTP_PROXY": DEAD}),
+        (direct, "127.0.0.1", {"http_proxy": DEAD, "HTTP_PROXY": DEAD}),
+        (https, "localhost", {"https_proxy": DEAD, "HTTPS_PROXY": DEAD}),
+    ]:
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {**set_to, "no_proxy": no_proxy, "NO_PROXY": no_proxy}.items():
+            monkeypatch.setenv(name, value)
+        bucket.proxy.set()
+        data, environment = opened(endpoint=endpoint, cache=uuid.uuid4().hex)[0], subprocess.check_output("env")
+        assert data.on_demand("validation").rows(np.arange(4)).tokens.any()
+        assert bool(bucket.proxy.requests("safetensors")) == (not no_proxy)
+        assert subprocess.check_output("env") == environment
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"http_proxy": "socks5://u:secret@h:1"},
+            "http_proxy=socks5://h:1: S3 is reached through a proxy http://HOST:",
+        ),
+        ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h: shards .* whose user or password holds @, / or ?"),
+        ({"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"}, "there is no file nosuch.pem of certificates"),
+    ],
+)
+def test_what_cannot_lead_to_shards_is_rejected_before_the_first(bucket, monkeypatch, variables, message):
+    monkeypatch.setenv("no_proxy", "")
+    endpoint = variables.pop("endpoint", "http://h")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message) as raised:
+        Downloader(S3Folder("s3://bucket", bucket.config(endpoint=endpoint)), SimpleNamespace(cfg=None))
+    assert "secret" not in str(raised.value)
 
 
 TOKENS, FIRST = "tokenizer/tokenizer.json", "train-00000.safetensors"
@@ -299,8 +360,9 @@ def opened(bucket, shards, tmp_path):
     """Opens the data set in one cache, and makes the prefetcher of a run that reads all of it."""
     location = upload(bucket, shards)
 
-    def open_it(windows=None, **settings):
-        data = PreparedData(ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache", **settings), bucket.config())
+    def open_it(windows=None, *, cache="cache", endpoint=bucket.service.endpoint, **settings):
+        cfg = ShardsConfig(path=location, cache_dir=f"{tmp_path}/{cache}", **settings)
+        data = PreparedData(cfg, bucket.config(endpoint=endpoint))
         rows = [shard.rows for shard in data.manifest.splits["train"]]
         place = {"rank": 0, "world_size": 1, "lanes": windows, "window_shards": windows}
         sampler = ShardSampler(rows, seed=0, global_batch_size=8, **place)

@@ -173,6 +173,7 @@ class Connection(BaseHTTPRequestHandler):
         if self.path == CONTROL:
             self.answer(200, self.service.command(self.command, self.body()), {})
             return
+        self.path = re.sub("^http://[^/]*", "", self.path)  # of one that uses this as its HTTP proxy
         path, _, query = self.path.partition("?")
         request = Request(self.command, path, query, self.headers.get("range", ""))
         fault = self.service.add(request)

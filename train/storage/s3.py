@@ -36,7 +36,7 @@ from botocore.exceptions import (
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
 
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
-from train.storage import aws_errors
+from train.storage import aws_errors, s3_route
 from train.storage.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
 from train.storage.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
 from train.storage.schema import Head, is_path
@@ -76,14 +76,12 @@ def split(location: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
-    """boto3's session, which finds credentials and renews them, on request not in the environment."""
+def open_session(s3: S3Config) -> Any:
+    """boto3's session, which finds credentials and renews them."""
     try:
         session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
         # Many ranks of a machine ask its metadata service at once; boto3 alone asks once, and may find no credentials.
         session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
-        if skips_environment:
-            session._session.get_component("credential_provider").remove("env")
         return session
     except ProfileNotFound as error:
         name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
@@ -150,6 +148,7 @@ class S3Folder:
         self.client = open_client(self.session, s3)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
+        s3_route.check_route(endpoint, self.session._session)
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
 
     def key(self, name: str) -> str:

@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -26,7 +26,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import Shard
-from train.storage import aws_errors
+from train.storage import aws_errors, s3_route
 from train.storage.atomic_io import discard
 from train.storage.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
 from train.storage.checksums import fault_of, fault_of_file
@@ -49,7 +49,6 @@ PASSING = {  # that time may change: a new role takes a while to be known everyw
 }
 RETRIED = (*aws_errors.CREDENTIALS, *aws_errors.NOT_ALLOWED, "RequestTimeTooSkewed")  # codes that time may change
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-put_here: dict[str, str] = {}  # credentials that this process has put into its environment
 
 
 class Doubtful(RuntimeError):
@@ -67,17 +66,14 @@ class Client:
 
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
         self.folder = folder
-        given = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
-        uses_environment = folder.s3.profile is None and bool(given) and given != put_here
-        self.session = open_session(folder.s3, skips_environment=not uses_environment)
+        put_back()  # programs that boto3 starts for credentials may need another proxy than S3
+        self.session = open_session(folder.s3)
         try:
             credentials = self.session.get_credentials()
             frozen = None if credentials is None else credentials.get_frozen_credentials()
         except (BotoCoreError, ClientError) as error:
             raise Unreachable(f"there are no credentials: {error}") from error
         self.credentials = (None,) * 3 if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
-        if not uses_environment:
-            put(self.credentials)
         self.request_bytes = FIRST_BYTES
         self.numbers = {file: number for number, file in enumerate(files)}
         self.streams = S3MapDataset.from_objects(
@@ -166,14 +162,21 @@ def stream_constructor(bucket: str, key: str, get_object_info: object, get_strea
     return get_stream
 
 
-def put(credentials: tuple[str | None, ...]) -> None:
-    """Put credentials into the environment of the fetching process, where the connector looks first."""
-    put_here.clear()
-    for name, value in zip(CREDENTIALS, credentials, strict=True):
+def put(variables: Mapping[str, str | None]) -> None:
+    """Put variables where the connector looks: into the environment of the C library; None: none of this name.
+
+    Python's own, os.environ, stays as the user has it, and boto3 finds there what it needs.
+    """
+    for name, value in variables.items():
         if value is None:
-            os.environ.pop(name, None)
+            os.unsetenv(name)
         else:
-            os.environ[name] = put_here[name] = value
+            os.putenv(name, value)
+
+
+def put_back() -> None:
+    """Undo `put`: what this process starts has the user's environment again."""
+    put({name: os.environ.get(name) for name in (*CREDENTIALS, *s3_route.PROXIES, s3_route.AUTHORITIES)})
 
 
 class Downloader:
@@ -182,6 +185,7 @@ class Downloader:
     def __init__(self, source: Folder, cache: ShardCache) -> None:
         assert isinstance(source, S3Folder)
         self.source, self.cache, self.cfg = source, cache, cache.cfg
+        self.route = s3_route.variables(source.client.meta.endpoint_url, source.session._session)
         self.lock = threading.Lock()
         self.client: Client | None = None
 
@@ -297,4 +301,5 @@ class Downloader:
             if self.client is None:
                 files = [shard.file for shard in self.cache.manifest.shards]
                 self.client = Client(self.source, files, largest_bytes=self.cache.largest_bytes)
+            put(self.route | dict(zip(CREDENTIALS, self.client.credentials, strict=True)))
             return self.client

@@ -64,15 +64,18 @@ class PreparedData:
         """A split without a prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
-        from train.data.shards.download import Downloader  # the connector takes long to import
+        from train.data.shards.download import Downloader, put_back  # the connector takes long to import
 
         self.cache.check_fits(None)
         self.held = self.cache.hold(alone=False)
         downloader = Downloader(self.source, self.cache)
 
         def fetch(shards: Sequence[Shard]) -> None:
-            for shard in shards:
-                downloader.download(shard, limit_s=self.cfg.deadline_s)
+            try:
+                for shard in shards:
+                    downloader.download(shard, limit_s=self.cfg.deadline_s)
+            finally:
+                put_back()  # this is the user's process
 
         return ShardSet(self.folder, self.manifest, name, fetch)
 

@@ -1,0 +1,66 @@
+"""The way to S3 that boto3 takes, for a client that is not boto3's: the proxy, and the certificate authorities."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
+
+from train.config import check
+
+PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+AUTHORITIES = "SSL_CERT_FILE"  # where OpenSSL and what follows it look for them
+PORTS = {"http": 80, "https": 443}
+
+
+def proxy_to(endpoint: str) -> str | None:
+    """Return the URL of the proxy through which boto3 reaches a server, or None. Raises InputError if boto3 cannot use
+    the proxy.
+    """
+    scheme = urlsplit(endpoint).scheme
+    given = get_environ_proxies(endpoint).get(scheme)
+    if not given:
+        return None
+    url = given if "://" in given else f"http://{given.removeprefix('//')}"  # as botocore completes it
+    is_usable = re.fullmatch(r"https?://([^/?#]*@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#].*)?", url, re.ASCII)
+    shown = re.sub("//.*@", "//", url)  # without a password
+    check(
+        bool(is_usable), f"{scheme}_proxy={shown}: S3 is reached through a proxy http://HOST:PORT or https://HOST:PORT"
+    )
+    return url
+
+
+def authorities(session: Any) -> str:
+    """Return the file of certificate authorities that boto3 trusts."""
+    named = session.get_config_variable("ca_bundle")
+    return str(get_cert_path(os.environ.get("REQUESTS_CA_BUNDLE", True) if named is None else named))
+
+
+def check_route(endpoint: str, session: Any) -> None:
+    """Raise InputError if boto3 cannot use the proxy, or if there is no file of authorities for https://."""
+    proxy_to(endpoint)
+    file = authorities(session)
+    is_there = not endpoint.startswith("https:") or Path(file).is_file()
+    check(is_there, f"there is no file {file} of certificates (AWS_CA_BUNDLE, ca_bundle of ~/.aws, REQUESTS_CA_BUNDLE)")
+
+
+def variables(endpoint: str, session: Any) -> dict[str, str | None]:
+    """Return the variables by which the connector of shards goes the same way. Those that it must not find are None:
+    it knows no NO_PROXY. Raises InputError for a password that it cannot send.
+    """
+    proxy = proxy_to(endpoint)
+    if proxy is not None:
+        parts = urlsplit(proxy)
+        user, at, host = parts.netloc.rpartition("@")
+        is_plain = not re.search("[@/?]", unquote(user))  # the connector decodes nothing
+        check(
+            is_plain, f"the proxy {host}: shards cannot be fetched through one whose user or password holds @, / or ?"
+        )
+        port = "" if parts.port else f":{PORTS[parts.scheme]}"  # it knows no default
+        proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"
+    return {**dict.fromkeys(PROXIES, proxy), AUTHORITIES: authorities(session)}
