@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -16,7 +17,7 @@ from running import eventually
 
 from launch.slurm.client import Slurm, job_name, read_jobs
 from launch.slurm.config import time_limit_s
-from train.config import Unreachable
+from train.config import Failure, Unreachable
 from train.storage.schema import BadContent
 
 ARRAY = "3|3_[2-9%2]|PENDING|JobArrayTaskLimit|\n5|3_1|RUNNING|None|n1\n"
@@ -75,14 +76,33 @@ def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", hang)
     said = r"does not answer sbatch; it said: please wait; .*whether the job was submitted"
-    rejects(said, Slurm().submit, [], tmp_path / "x", error=Unreachable)
+    rejects(said, Slurm().submit, [], tmp_path / "x", name="mine", error=Unreachable)
+
+
+@pytest.mark.parametrize(
+    ("printed", "queued", "found"),
+    [
+        ("Welcome to site X\n\n12;main\n", "", 12),
+        ("12\nYour budget: 3 h\n", "11\n12\n", 12),
+        ("Welcome\n", "11\n", None),
+        ("", "11\n12\n13\n", None),
+    ],
+)
+def test_the_id_of_a_job_is_found_among_what_a_site_prints(monkeypatch, tmp_path, printed, queued, found):
+    said = {"sbatch": printed, "squeue": queued}
+    monkeypatch.setattr(Slurm, "run", lambda _, command, *options: (0, said[command], ""))
+    submit = functools.partial(Slurm().submit, [], tmp_path / "x", name="mine", known=[11])
+    if found is None:
+        rejects(r"does not end in a job id, and squeue shows \d new jobs named mine", submit, error=Failure)
+    else:
+        assert submit() == found
 
 
 # ---- a real cluster ------------------------------------------------------------------------------------------------
 
 
 def sleeps(folder: Path, *options: str) -> int:
-    return Slurm().submit(options, Path(script(folder / "job.sh", SLEEP)))
+    return Slurm().submit(options, Path(script(folder / "job.sh", SLEEP)), name="any")
 
 
 def job_of(job_id):

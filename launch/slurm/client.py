@@ -101,15 +101,30 @@ class Slurm:
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
-    def submit(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> int:
-        """Submit a job and return its id. The options are sbatch's; --export would split values at commas."""
+    def submit(
+        self,
+        options: Sequence[str],
+        script: Path,
+        arguments: Sequence[str] = (),
+        *,
+        name: str,
+        known: Sequence[int] = (),
+    ) -> int:
+        """Submit a job and return its id. The options are sbatch's, --job-name=`name` among them; --export would split
+        values at commas. The jobs of this name that are `known` are others.
+        """
         out, _ = self.sbatch(["--parsable", *options], script, arguments)
-        job_id = out.strip().partition(";")[0]  # the cluster's name may follow
-        if not re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
+        last = out.strip().rpartition("\n")[2]  # sites print lines of their own before
+        job_id = last.strip().partition(";")[0]  # the cluster's name may follow
+        if re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
+            return int(job_id)
+        found = set(self.job_ids(name)) - set(known)
+        if len(found) != 1:
             raise Failure(
-                f"sbatch printed {shown(out)}, which is no job id; `squeue --me` shows whether there is a job"
+                f"sbatch printed {shown(out)}, which does not end in a job id, and squeue shows {len(found)} new jobs "
+                f"named {name}; `squeue --me` shows yours"
             )
-        return int(job_id)
+        return found.pop()
 
     def estimate(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> str:
         """Return when and where Slurm expects the job to start: "to start at 2026-11-22T17:50:11 using 2 processors on

@@ -37,17 +37,21 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm, asked, given = Slurm(), options(job, record), arguments(job, record)
-        if there := slurm.job_ids(job_name(record.run_dir)):  # of a submission whose answer was lost
+        name = job_name(record.run_dir)
+        if there := slurm.job_ids(name):  # of a submission whose answer was lost
             raise InputError(f"Slurm has job {there[0]} of this run, which no record knows: scancel {there[0]} ends it")
         if not record.is_remote:
             make_alike(record.local_folder() / "logs")
-        job_id = slurm.submit(asked, SCRIPT, given)
+        job_id = slurm.submit(asked, SCRIPT, given, name=name)
         if job.kind == "train" or job.parts == 1:
             return {"job_id": job_id}
         merge = [each for each in asked if not each.startswith("--array")]
         merge += [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
         try:
-            return {"job_id": slurm.submit(merge, SCRIPT, [*given, "--merge"]), "parts_id": job_id}
+            return {
+                "job_id": slurm.submit(merge, SCRIPT, [*given, "--merge"], name=name, known=[job_id]),
+                "parts_id": job_id,
+            }
         except BaseException:
             slurm.cancel(job_id)  # or the parts would run with nobody to know of them
             raise
