@@ -36,18 +36,29 @@ MOST_BYTES = 64 * 2**20  # of an unpacked bundle
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack the packages that this process runs. The same files make the same bytes."""
+    """Pack the packages that this process runs. The same files make the same bytes. Raises InputError if they are more
+    than a node unpacks.
+    """
+    files = dict[str, Path]()
+    for package in PACKAGES:
+        top = Path(package.__file__ or "").parent
+        found = (path for path in sorted(top.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+        files |= {f"{top.name}/{path.relative_to(top).as_posix()}": path for path in found}
+    sizes = {path: path.stat().st_size for path in files.values()}
+    largest = max(sizes, key=sizes.__getitem__)
+    check(
+        len(START_CODE) + sum(sizes.values()) <= MOST_BYTES,
+        f"the code has {sum(sizes.values()) / 1e6:.0f} MB, and a node unpacks {MOST_BYTES / 1e6:.0f} MB at most; the "
+        f"largest file is {largest} ({sizes[largest] / 1e6:.0f} MB): move it elsewhere",
+    )
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
         add(archive, START, START_CODE)
-        for package in PACKAGES:
-            top = Path(package.__file__ or "").parent
-            for path in sorted(top.rglob("*")):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    add(archive, f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes())
+        for name, path in files.items():
+            add(archive, name, path.read_bytes())
     content = packed.getvalue()
     sha256 = Sha256(sha256_bytes(content))
     return content, Code(FileName(f"code-{sha256[:16]}.tar.gz"), sha256, commit() or "")
