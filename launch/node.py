@@ -23,7 +23,7 @@ from launch.config import ClusterConfig
 from launch.record import Job, Record, add_record_flags
 from launch.schedulers import cluster_of
 from train.cli.command import DONE, command_parser, printable, run_flags
-from train.config import S3Config, check
+from train.config import InputError, S3Config, check
 from train.host import local_torchrun, processes
 from train.host.machine import cache_root
 from train.host.torchrun import REJECTION
@@ -72,7 +72,12 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # torchrun inherits that; by default they end it and orphan its ranks
     record = Record(options.run, s3, options.job_sha256)
-    return COMMANDS[options.command](Node(record, record.job(), options))
+    try:
+        return COMMANDS[options.command](Node(record, record.job(), options))
+    except InputError as error:
+        if options.command == "train":  # its exit code alone may be srun's: that of a program which is not there is 2
+            record.append_event("refused", attempt=options.attempt, node=platform.node(), reason=str(error))
+        raise
 
 
 class Node:

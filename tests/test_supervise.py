@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from launched import Launched
 
+from launch import node
 from launch.config import LocalConfig
 from launch.record import Event, History, Record, read_history
 from launch.slurm.config import SlurmConfig
 from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
+from train.cli.command import REJECTED
 from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
 
@@ -155,6 +158,17 @@ def test_attempts_are_made_until_the_run_is_done(record):
 def test_a_run_that_the_user_stopped_is_not_begun_again(record):
     record.append_event("stop_asked")
     assert supervised(record).outcome == "stopped"
+
+
+def test_what_a_node_rejects_is_not_tried_again(record, fake_scheduler):
+    Launched(record.run_dir, fake_scheduler).job()  # its code is not what it should be
+    start = ["train", record.run_dir, "--attempt=attempt_0001"]
+    codes: list[int] = []
+    decision = supervise(
+        record, CLUSTER, lambda _: codes.append(node.main(start)) or codes[-1], nodes=["n1"], stop=StopFile(record)
+    )
+    assert codes == [REJECTED] and decision.outcome == "refused"
+    assert "the code bundle does not match its checksum" in decision.reason
 
 
 def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(record):
