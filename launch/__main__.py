@@ -35,6 +35,8 @@ from train.storage.folders import is_s3, open_folder
 WIDTH = 110  # columns
 USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts"
 USED += " cluster.gate cluster.attempts cluster.rendezvous"
+OF_RUN = {"experiment", *(each.name for kind in (TrainConfig, PrepareConfig) for each in dataclasses.fields(kind))}
+OF_RUN -= {each.name for each in dataclasses.fields(LaunchConfig)}
 EXAMPLES = (
     "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
     "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
@@ -60,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
     settings = [each for each in own if not each.startswith("-")]
+    if of_runs := [each for each in settings if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN]:
+        return guarded(lambda: reject_setting(of_runs[0]))
     return cli.run(
         LaunchConfig, lambda cfg: launch(cfg, settings, of_run, as_json="--json" in own), parser, arguments=own
     )
@@ -68,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def reject_subcommand(name: str) -> int:
     raise InputError(
         f"there is no subcommand {name}; there are: {', '.join(commands.COMMANDS)}. A plan takes key=value"
+    )
+
+
+def reject_setting(text: str) -> int:
+    raise InputError(
+        f"{text} is a setting of the run: those stand after --, as python -m launch cluster=local -- {text}"
     )
 
 

@@ -17,7 +17,7 @@ from launch.values import columns, shown_moment
 from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
 from train.config import Failure, InputError, S3Config, check
 from train.run_folder.outcome import STOP_FILE
-from train.storage.folders import open_folder
+from train.storage.folders import LocalFolder, open_folder
 from train.storage.schema import is_path
 
 EVERY_S = 5.0  # between two questions
@@ -54,7 +54,11 @@ def list_flags(parser: Parser) -> None:
 
 def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     folder = options.folder.rstrip("/") or options.folder
-    names = sorted(name for name in open_folder(folder, s3).names_here() if name.endswith(SUFFIX) and is_path(name))
+    place = open_folder(folder, s3)
+    found = place.names_here()
+    is_there = bool(found) or (isinstance(place, LocalFolder) and place.path.is_dir())
+    check(is_there, f"there is no folder {printable(folder)}: name the one with the run folders in it")
+    names = sorted(name for name in found if name.endswith(SUFFIX) and is_path(name))
     table: list[tuple[str, ...]] = [("run", "state", "step", "nodes", "submitted")]
     for name in names:
         record = Record(f"{folder}/{name}", s3)
@@ -112,7 +116,9 @@ def logs_flags(parser: Parser) -> None:
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
     wanted = logs.Wanted(options.attempt, options.rank, options.node, options.lines)
-    (logs.follow if options.follow else logs.show)(Record(options.run, s3), wanted)
+    record = Record(options.run, s3)
+    record.job()  # or it was not launched
+    (logs.follow if options.follow else logs.show)(record, wanted)
     return DONE
 
 

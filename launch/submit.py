@@ -85,7 +85,8 @@ def check_idle(record: Record) -> int:
         age_s = max(0.0, time.time() - (asked.time_unix_s or 0.0))
         check(
             history.has_end or age_s >= SUBMITTING_S,
-            f"{record.run_dir} is being launched for {age_s:.0f} s: try again in {SUBMITTING_S:.0f} s",
+            f"{record.run_dir} has been waiting for an answer to its submission for {age_s:.0f} s: try again in "
+            f"{SUBMITTING_S - age_s:.0f} s",
         )
         return number
     state = scheduler(asked.scheduler).state(record, asked.handle)

@@ -125,6 +125,8 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, says):
         ("logs x --rank a", "--rank"),
         ("stop", "RUN"),
         ("status runs/x", "runs/x was not launched"),
+        ("logs runs/x", "runs/x was not launched"),
+        ("list runs/nosuch", "there is no folder runs/nosuch"),
     ],
 )
 def test_wrong_arguments_are_rejected_in_one_line(arguments, said, says):
@@ -156,6 +158,7 @@ def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(ru
         ["runs/second", "starting", "none", "yet", "of", "100"],
     ]
     assert err.startswith("runs/damaged: runs/damaged.launch/job.json cannot be read")
+    Path("elsewhere").mkdir()
     assert "no run was launched in elsewhere" in says("list elsewhere")
 
 
@@ -285,7 +288,7 @@ def test_of_two_launches_at_once_one_is_rejected(run, fake_scheduler):
     submit.claim(run.record, job, first)
     with pytest.raises(InputError, match="another launch of runs/mine came first"):
         submit.claim(run.record, job, second)
-    with pytest.raises(InputError, match="is being launched for .*try again in 120 s"):
+    with pytest.raises(InputError, match="has been waiting for an answer to its submission for 0 s: .*in 120 s"):
         submit.check_idle(run.record)
 
 
