@@ -41,7 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, Result, measure_table, num_cpus, run_timed, three, turns
+from benchmarks.harness import ROOT, Result, measure_table, run_timed, three, turns
+from train.host.memory import usable_cpus
 
 # No torch here: at a start the kernel counts the parent's memory as the peak of its child.
 
@@ -258,7 +259,7 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
 
 
 def main(words: list[str]) -> None:
-    parser = harness.parser(__doc__, rounds=3, epochs=3, batch=32, eval_every=100, seq_len=64, threads=num_cpus())
+    parser = harness.parser(__doc__, rounds=3, epochs=3, batch=32, eval_every=100, seq_len=64, threads=usable_cpus())
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="how to read the data: see conf/data")
     parser.add_argument("--data", type=Path, default=ROOT / "tests" / "data" / "tweets.csv", help="a CSV file")
     parser.add_argument("--model", help="to begin from: a run, or a folder of transformers [a random BERT]")

@@ -155,14 +155,11 @@ def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, 
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 
-def num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def machine(*packages: str) -> str:
     """The processor, the system, and the versions of Python and of packages."""
     from train.host.environment import processor
+    from train.host.memory import usable_cpus
 
-    cores = f"{num_cpus()} virtual cores of {processor() or platform.machine()}"
+    cores = f"{usable_cpus()} virtual cores of {processor() or platform.machine()}"
     versions = [f"{name} {metadata.version(name)}" for name in packages]
     return ", ".join((cores, platform.platform(terse=True), f"Python {platform.python_version()}", *versions))

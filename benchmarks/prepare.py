@@ -27,6 +27,7 @@ from train.config import CorpusConfig, FilesCorpusConfig
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import CorpusPart
 from train.data.text.encoding import chunks
+from train.host.memory import usable_cpus
 
 SEQ_LEN = 512
 
@@ -74,7 +75,7 @@ def encode_all(
 
 
 def library(text: Path, tokenizer: Path, processes: int) -> Usage:
-    threads = len(os.sched_getaffinity(0)) // processes
+    threads = usable_cpus() // processes
     start_at = time.time() + 10 + text.stat().st_size / 20e6
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         parts = [CorpusPart(index, processes) for index in range(processes)]
@@ -87,7 +88,7 @@ def library(text: Path, tokenizer: Path, processes: int) -> Usage:
 
 
 def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> None:
-    cores, size_mb = len(os.sched_getaffinity(0)), text.stat().st_size / 1e6
+    cores, size_mb = usable_cpus(), text.stat().st_size / 1e6
     taken: dict[str, list[Usage]] = defaultdict(list)
     for number in range(rounds):
         for processes in sorted({1, cores}):

@@ -26,8 +26,9 @@ from unittest import mock
 import torch
 
 from benchmarks import harness, pretraining
-from benchmarks.harness import Result, measure_table, num_cpus, ratios, run, three
+from benchmarks.harness import Result, measure_table, ratios, run, three
 from train.config import TrainConfig
+from train.host.memory import usable_cpus
 
 VARIANTS = ("naive", "ours")
 SKIPPED = 4  # first steps, in which graphs are compiled: not part of the steady ones
@@ -272,7 +273,7 @@ def main() -> None:
     if options.variant is None:
         result = compare(options, sys.argv[1:])
         print(measure_table(MEASURES, result))
-        about = {"cpus": num_cpus(), "omp_threads": os.environ.get("OMP_NUM_THREADS"), **vars(options)}
+        about = {"cpus": usable_cpus(), "omp_threads": os.environ.get("OMP_NUM_THREADS"), **vars(options)}
         print(json.dumps({**about, **result}, default=str))
         return
     cfg = config(options.folder, options)

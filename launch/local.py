@@ -20,6 +20,7 @@ from launch.values import count
 from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import Unreachable, check
 from train.host import processes
+from train.host.memory import usable_cpus
 from train.host.processes import is_alive, read_process
 from train.storage.atomic_io import make_alike, open_alike
 
@@ -31,7 +32,7 @@ class Scheduler(spec.Scheduler):
         return supervisor(job, record)
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        return f"this machine, {platform.node()}: {os.cpu_count()} CPUs"
+        return f"this machine, {platform.node()}: {usable_cpus()} CPUs"
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from launch.record import Code, Job
 from train.cli.compose import quoted
 from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
+from train.host.memory import usable_cpus
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.schema import FileName, Sha256
 
@@ -90,7 +90,7 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
         return
     most, share = instance.devices, "one a device"
     if not uses_devices or instance.device is None or most is None:
-        cpus = os.cpu_count() if instance.vcpus is None and cfg.cluster.is_here else instance.vcpus
+        cpus = usable_cpus() if instance.vcpus is None and cfg.cluster.is_here else instance.vcpus
         most, share = None if cpus is None else RANKS_PER_CPU * cpus, f"{RANKS_PER_CPU} a CPU"
     too_many = f"processes_per_node={ranks}: {most} ranks are the most on {instance.name}, {share}"
     check(most is None or ranks <= most, too_many)

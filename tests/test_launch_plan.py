@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,8 +26,9 @@ from launch.schedulers import scheduler
 from train.cli import compose as cli
 from train.cli.command import DONE, REJECTED
 from train.config import InputError, S3Config, TrainConfig
+from train.host.memory import usable_cpus
 
-TOO_MANY = 4 * (os.cpu_count() or 1) + 1  # ranks for this machine
+TOO_MANY = 4 * usable_cpus() + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
 
 
@@ -135,6 +135,7 @@ def others(words: list[str]) -> list[str]:
         (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "8 ranks are the most on p5.48xlarge, one a device"),
         ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "8 ranks are the most on local, 4 a CPU"),
         (["zzz"], OF_RUN, "no subcommand zzz; there are: list, status"),
+        (["experiment=demo"], [], "experiment=demo is a setting of the run: those stand after --, as python"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
         ([*SLURM, "cluster.container=--writable"], OF_RUN, "cluster.container='--writable' is no image"),
         ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': folders have whole paths"),

@@ -18,6 +18,7 @@ import psutil
 from train.doctor import checks_devices, checks_host, checks_versions
 from train.doctor.probe import Finding, Probe, ask_tool, ok, read_instance, warn
 from train.host.machine import installed_versions, instance_names, instance_type
+from train.host.memory import usable_cpus
 
 PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"  # on EC2's Nitro machines: the instance type
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
@@ -82,7 +83,7 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
         hostname=platform.node(),
         python=sys.version_info[:3],
         glibc=platform.libc_ver()[1] if platform.libc_ver()[0] == "glibc" else "",
-        num_cpus=os.cpu_count() or 1,
+        num_cpus=usable_cpus(),
         limits={name: read_limit(kind) for name, kind in LIMITS.items()},
         memory_bytes=(memory.available, memory.total),
         free_bytes=lambda path: shutil.disk_usage(path).free if os.access(path, os.F_OK) else None,

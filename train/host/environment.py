@@ -13,6 +13,7 @@ from typing import Any
 import conf
 import train
 from train.host.machine import installed_versions
+from train.host.memory import usable_cpus
 
 PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
@@ -30,7 +31,7 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "machine": platform.machine(),
         "processor": processor(),
-        "cpus": os.cpu_count(),
+        "cpus": usable_cpus(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
