@@ -295,7 +295,8 @@ def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
         for name, value in {**set_to, "no_proxy": no_proxy, "NO_PROXY": no_proxy}.items():
             monkeypatch.setenv(name, value)
         bucket.proxy.set()
-        data, environment = opened(endpoint=endpoint, cache=uuid.uuid4().hex)[0], subprocess.check_output("env")
+        data = opened(endpoint=endpoint, cache=uuid.uuid4().hex, attempt_s=5.0, deadline_s=10.0)[0]
+        environment = subprocess.check_output("env")
         assert data.on_demand("validation").rows(np.arange(4)).tokens.any()
         assert bool(bucket.proxy.requests("safetensors")) == (not no_proxy)
         assert subprocess.check_output("env") == environment
