@@ -3,15 +3,19 @@
 import io
 import json
 import os
+import threading
 
 import pytest
 from rejections import rejects
+from running import eventually, train_here
 
 from launch.run_progress import TAIL_BYTES, read_progress
 from train.attempt import goodput
+from train.checkpoints.saver import AsyncSaver
 from train.config import Failure, S3Config
 from train.run_folder import parts
 from train.run_folder.folder import RunFolder
+from train.run_folder.ownership import LeaseLost
 from train.storage.folders import LocalFolder
 from train.telemetry.journal import Journal
 from train.telemetry.lines import first_damage, read_back, read_lines
@@ -47,8 +51,60 @@ def test_a_disk_that_is_full_ends_the_run_with_its_file_named(folder):
     journal = open_journal(folder)
     with pytest.raises(Failure, match=r"cannot write to .*metrics\.jsonl: No space left on device"):
         journal.write("train", {"step": 1})
+        journal.flush()
     journal.write("fault", {"step": 1})  # as the run does while it ends
     journal.close()
+
+
+def test_steps_do_not_wait_for_their_lines_which_keep_their_order(folder):
+    """The owner is looked for once for the lines that waited; of a lost folder all are left out."""
+    may_look, looks, shown = threading.Event(), [], []
+
+    def look():
+        looks.append(len(shown))
+        may_look.wait(10)
+
+    folder.ownership.check = look
+    journal = open_journal(folder)
+    for step in range(10):
+        journal.write("train", {"step": step}, lambda step=step: shown.append(step))
+    assert folder.metrics.read_bytes() == b"" and not shown
+    may_look.set()
+    journal.write("eval", {"step": 10}, lambda: shown.append(10))
+    assert [line["step"] for line in read_lines(folder.local)] == shown == list(range(11)) and 1 <= len(looks) <= 3
+
+    def lose():
+        raise LeaseLost("another job has it")
+
+    folder.ownership.check = lose
+    journal.write("train", {"step": 11})
+    journal.close()
+    assert not journal.waiting and len(list(read_lines(folder.local))) == 11
+
+
+def test_what_fails_beside_the_steps_ends_the_run(folder):
+    journal = open_journal(folder)
+    journal.write("train", {"step": 1}, lambda: [][0])
+    assert eventually(lambda: journal.failure)
+    with pytest.raises(IndexError):
+        journal.write("train", {"step": 2})
+    journal.write("train", {"step": 3}, lambda: [][1])
+    with pytest.raises(IndexError):
+        journal.close()
+
+
+def test_the_lines_of_the_steps_before_a_checkpoint_are_written_before_it(tmp_path, prepared, monkeypatch):
+    """A run that is killed right after it does not write them again when it resumes."""
+    save, seen = AsyncSaver.save, []
+
+    def look(self, progress, *args, **kwargs):
+        seen.append([line["step"] for line in read_lines(self.folder.local)])
+        return save(self, progress, *args, **kwargs)
+
+    monkeypatch.setattr(AsyncSaver, "save", look)
+    monkeypatch.setattr(Journal, "_write_beside", lambda self: None)
+    train_here(tmp_path / "run", prepared, "max_steps=4", "checkpoint.every=2", "eval_every=null")
+    assert seen[0] == [1, 2] and set(seen[1]) >= {1, 2, 3, 4}
 
 
 def test_curves_that_cannot_be_written_are_left_out(folder):

@@ -164,6 +164,8 @@ class CheckpointManager:
         own = {"loss_sum": loss_sum, "wait_s": window.wait_s, "work_s": window.work_s}
         must = is_last or (self.cfg.best.export and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
+        if self.recorder.journal is not None:
+            self.recorder.journal.flush()  # a run that resumes from here does not write these lines again
         if self.attempt.saves:
             self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
 

@@ -83,6 +83,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self.world = self.backend.world
         self.share = self.engine.data_size / self.world.size  # ranks that see the same rows count them once
+        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # of this process, before the attempt
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
@@ -238,12 +239,11 @@ class Recorder:
             line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
-        self.write("train", line)
+        self.write("train", line, lambda: self.console.train(line))
         if num_alarms:  # the same number on all ranks, so all of them gather
             for alarms in self.world.gather(self.monitor.alarms()):
                 for text in alarms:
                     self.alarm(text)
-        self.console.train(line)
 
     def mfu(self, flops_per_s: float) -> float | None:
         """The share of the devices' peak that the model's own arithmetic uses; None if either is unknown."""
@@ -252,8 +252,8 @@ class Recorder:
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
         self.is_first_evaluation = False
-        self.write("eval", {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s})
-        self.console.evaluation(step, metrics, eval_s)
+        line = {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s}
+        self.write("eval", line, lambda: self.console.evaluation(step, metrics, eval_s))
         for text in self.backend.notices():
             self.alarm(text)
 
@@ -268,8 +268,8 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
+        self.fault(text)  # first, since the lines of the steps before come with it
         logger.warning(f"step {self.progress.step}: {text}")
-        self.fault(text)
 
     def go_back(self, progress: Progress) -> None:
         """Continue from the earlier step of `progress`."""
@@ -323,15 +323,18 @@ class Recorder:
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:
             return None
-        attempt_s = max(age_s(os.getpid()), self.folder.attempt_s())
+        attempt_s = self.before_s + self.folder.attempt_s()
         return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
-    def write(self, kind: str, values: dict[str, Any]) -> None:
+    def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
+        """Write a line on rank 0, and call `then` on every rank, perhaps a little later; see Journal.write."""
+        if self.journal is not None and self.on_line is None:
+            cost_usd = self.cost_usd()
+            self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then)
+            return
         if self.on_line is not None:
             self.on_line(self, kind, values)
-        elif self.journal is not None:
-            cost_usd = self.cost_usd()
-            self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd})
+        then()
 
 
 def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:

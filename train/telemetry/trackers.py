@@ -31,7 +31,7 @@ END_WAIT_S = 15.0  # for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # at the end, when no line follows
 unended: list[Tracker] = []  # of this process; at its exit the hooks of their libraries may wait without a limit
 TAG = "baretrain.run_id"
-NO_CURVES = ("step", "steps", "examples", "epoch", "train_s", "tokens")
+NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure of each kind that is always there
 MOST_PARAMS, MOST_CHARS = 100, 500  # that MLflow takes at once, and that every version of it takes of a value
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
@@ -251,8 +251,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
     """Send a line of metrics.jsonl. Figures that are no finite number are left out."""
     kind = line["kind"]
-    left_out = (*NO_CURVES, "attempt", "time_unix_s")
-    numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in left_out}
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in NO_CURVES}
     figures = {f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}
     for tracker in trackers:
         tracker.add(Line(kind, line["step"], line["time_unix_s"], figures))
