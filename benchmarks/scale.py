@@ -34,10 +34,10 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Result, machine, shown, table
 from benchmarks.simulated import DIGITS, Simulated, StandInS3
-from train.config import S3Config, ShardsConfig
+from train.config import S3Config, ShardsConfig, TrainConfig
 from train.data.shards.cache import WINDOWS_HELD, cut_shards
 from train.data.shards.format import read_manifest
-from train.data.shards.order import ShardSampler
+from train.data.shards.order import ShardSampler, eval_shards
 from train.data.shards.prefetch import wanted_shards
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 PARTS = ("plan", "rank", "disk", "machines", "cold")
 RANKS, BATCH = 32, 4096  # ranks of a machine, sequences
+HELD_OUT = 0.01  # validation shards for each shard of training data, as a preparation makes them by default
 LATE = 0.95  # of the second epoch
 DRAWN = 1_000_000  # sequences
 COLD_MACHINES = 16
@@ -67,16 +68,22 @@ def sampler_of(
 
 
 def planned(data: Simulated, machines: int) -> Result:
-    """Training shards that all machines fetch, the most that one does, and the most before a first step."""
+    """Shards that all machines fetch, for evaluations too, also as times the data; the most that one does, and the most
+    before a first step.
+    """
     sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
     fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
-    parts, first, resumed = [], [], []
+    held_out = [data.shard_rows] * max(1, round(data.shards * HELD_OUT))
+    sample, parts, first, resumed = np.arange(sum(held_out)), [], [], []
     for number in range(machines):
-        here = sampler.lanes_of(range(number * RANKS, (number + 1) * RANKS))
-        parts.append(len(sampler.lanes.shards_of(here)))
+        ranks = range(number * RANKS, (number + 1) * RANKS)
+        here = sampler.lanes_of(ranks)
+        evaluated = eval_shards(held_out, sample, ranks, machines * RANKS, TrainConfig.samples)
+        parts.append(len(sampler.lanes.shards_of(here)) + len(evaluated))
         first.append(len(np.unique(fresh.shards_from(0, here)[0])))
         resumed.append(len(np.unique(later.shards_from(late, here)[0])))
-    return {"fetched": sum(parts), "most": max(parts), "first": max(first), "resumed": max(resumed)}
+    most = {"most": max(parts), "first": max(first), "resumed": max(resumed)}
+    return {"fetched": sum(parts), "times": sum(parts) / (data.shards + len(held_out)), **most}
 
 
 def plan_table(sizes: list[Simulated], machines: list[int]) -> str:
@@ -86,8 +93,8 @@ def plan_table(sizes: list[Simulated], machines: list[int]) -> str:
         for number in machines:
             plan = planned(data, number)
             cells = (plan["most"] * gb, plan["first"] * gb, plan["resumed"] * gb)
-            times = f"{plan['fetched'] / data.shards:.3f}"
-            rows.append((*size_cells(data), str(number), times, f"{plan['fetched']:,}", *map(shown, cells)))
+            fetched = (f"{plan['times']:.3f}", f"{plan['fetched']:,}")
+            rows.append((*size_cells(data), str(number), *fetched, *map(shown, cells)))
     head = ("shards", "GB", "machines", "all fetch, times the data", "GETs of shards", "a machine at most, GB")
     return table((*head, "before the first step, GB", f"the same at {LATE:.0%} of epoch 2"), rows)
 
@@ -182,7 +189,7 @@ class Machine:
         cache = self.data.cache
         assert cache is not None
         shards = len(self.order.lanes_here) * (WINDOWS_HELD + cut_shards(self.order))
-        return cache.validation_bytes + shards * cache.largest_bytes
+        return cache.eval_bytes(self.order) + shards * cache.largest_bytes
 
     def read(self, steps: int) -> tuple[np.ndarray, int]:
         """[rows]: the sequences of this machine in so many steps, each compared with its number; and the most bytes

@@ -8,7 +8,17 @@ import pytest
 
 from train.data.batches.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler, parts_of
 from train.data.random_bits import hash_bits
-from train.data.shards.order import PADDING, EvalOrder, ShardSampler, lanes_of, permuted, window_of_lane, window_sizes
+from train.data.shards.order import (
+    PADDING,
+    EvalOrder,
+    ShardSampler,
+    eval_sample,
+    eval_shards,
+    lanes_of,
+    permuted,
+    window_of_lane,
+    window_sizes,
+)
 
 SHARD_ROWS = [40, 30, 8, 20, 5]
 ROWS, G = sum(SHARD_ROWS), 12
@@ -237,6 +247,24 @@ def test_evaluation_has_each_result_once_in_the_order_of_the_data(rows, has_buck
         shares.append(np.concatenate([np.stack([items, items * 2], 1) for items, _ in seen]))
     assert len({len(share) for share in shares}) == 1
     assert order.merged(shares).tolist() == [[row, 2 * row] for row in range(rows)]
+
+
+@pytest.mark.parametrize("most", [None, 1, 3, 60])
+@pytest.mark.parametrize("machines", [1, 2, 3, 16, 120])
+def test_machines_share_the_validation_shards(machines, most):
+    """Two ranks each. Those between two parts are read by both machines, and what the report shows by the first."""
+    sample, ends = eval_sample(ROWS, most, seed=3), np.cumsum(SHARD_ROWS)
+    parts = []
+    for number in range(machines):
+        ranks = [2 * number, 2 * number + 1]
+        parts.append(eval_shards(SHARD_ROWS, sample, ranks, 2 * machines, num_shown=0))
+        for rank in ranks:
+            rows = sample[[row for batch in EvalOrder(len(sample), 4, rank, 2 * machines) for row in batch if row >= 0]]
+            assert {int(shard) for shard in np.searchsorted(ends, rows, side="right")} <= set(parts[-1])
+    used = np.unique(np.searchsorted(ends, sample, side="right")).tolist()
+    assert sorted({shard for part in parts for shard in part}) == used
+    assert sum(map(len, parts)) <= len(used) + 2 * machines
+    assert eval_shards(SHARD_ROWS, sample, [0], 2 * machines, num_shown=ROWS) == used
 
 
 def test_a_length_that_no_example_needs_is_no_batch_and_graphs_need_a_batch_of_each():

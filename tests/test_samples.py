@@ -14,12 +14,13 @@ from running import SEQ_LEN, train_config, train_here
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from train.data.batches.masking import IGNORE_INDEX
+from train.data.shards.order import spread
 from train.publish.push import gathered
 from train.run_folder import samples
 from train.run_folder.samples import MOST_CHARS, Answer, Guess, Sample, Samples
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
-from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed, spread
+from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed
 from train.tasks.mlm.task import Blank, Spelling
 
 

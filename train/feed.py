@@ -74,12 +74,14 @@ def train_order(
     """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
+    here = machines[world.rank // world.local_size]
     place: dict[str, Any] = {
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         "rank": engine.data_rank,
         "world_size": engine.data_size,
-        "machine_ranks": machines[world.rank // world.local_size],
+        "machine_ranks": here,
+        "eval_shards": task.eval_shards(here, engine.data_size),
         "consumed_rows": progress.examples,
     }
     if task.buckets is not None:
@@ -130,7 +132,7 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
     """This rank's batches of an evaluation. `collects`: only graphs are wanted, a batch of each length a rank."""
     rank, size = engine.data_rank, engine.data_size
-    most = batch_size * size if collects else task.eval_rows
     if task.buckets is None:
-        return EvalOrder(min(most, task.eval_rows), batch_size, rank, size)
+        return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)
+    most = batch_size * size if collects else task.eval_rows
     return BucketEvalOrder(task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=size, most=most)

@@ -25,7 +25,7 @@ from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
-from train.data.shards.order import ShardSampler
+from train.data.shards.order import ShardSampler, spread
 from train.data.shards.prefetch import Prefetcher
 from train.data.text.coverage import unknown_share, unused_capitals
 from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
@@ -316,11 +316,6 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 # ---- which validation examples become samples ----------------------------------------------------------------------
-
-
-def spread(num_rows: int, most: int) -> np.ndarray:
-    """The numbers of at most so many rows, from the first to the last."""
-    return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:

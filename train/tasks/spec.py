@@ -102,6 +102,10 @@ class Task(ABC):
         """Return how many shards of each lane to shuffle together. InputError if this machine cannot hold them."""
         return order.window_shards
 
+    def eval_shards(self, ranks: Sequence[int], world_size: int) -> list[int]:
+        """Return the validation shards that a machine of these data ranks reads; none of data that is not sharded."""
+        return []
+
     @abstractmethod
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Begin to bring the data that `order` needs to this machine. InputError if that is impossible."""

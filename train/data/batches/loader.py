@@ -91,6 +91,7 @@ class MaskedRows:
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
         self.sample = sample
         self.num_drawn, self.num_without = 0, 0  # of the first CHECKED_ROWS
+        self.last_item = 0  # in place of PADDING: other rows may be in shards that this machine does not have
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -100,7 +101,9 @@ class MaskedRows:
         swapper also `order` [K, B] int64, see Swapper.
         """
         is_padding = items == PADDING
-        epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
+        if not is_padding.all():
+            self.last_item = int(items.max())
+        epochs, rows = np.divmod(np.where(is_padding, self.last_item, items), len(self.shards))
         if self.sample is not None:
             rows = self.sample[rows]
         if not self.is_training:

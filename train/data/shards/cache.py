@@ -67,6 +67,12 @@ def launch_name() -> str:
     return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
 
 
+def held_out(manifest: DataManifest, order: ShardSampler) -> list[Shard]:
+    """Return the validation shards that this machine reads."""
+    shards = manifest.splits["validation"]
+    return shards if order.eval_shards is None else [shards[number] for number in order.eval_shards]
+
+
 class ShardCache:
     """The cache of one data set, as one run uses it. InputError if its folder cannot be made."""
 
@@ -80,7 +86,6 @@ class ShardCache:
         self.gave_up: Unreachable | None = None  # why this process waits for no shard any more
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
-        self.validation_bytes = sum(shard.bytes for shard in manifest.splits["validation"])
 
     # ---- size ------------------------------------------------------------------------------------------------------
 
@@ -108,13 +113,16 @@ class ShardCache:
         limit_bytes = self.limit_bytes()
         if self.part_bytes(order) <= limit_bytes:
             return order.window_shards
-        of_lane = (limit_bytes - self.validation_bytes) // (self.largest_bytes * len(order.lanes_here))
+        of_lane = (limit_bytes - self.eval_bytes(order)) // (self.largest_bytes * len(order.lanes_here))
         return max(0, min(order.window_shards, (of_lane - cut_shards(order)) // WINDOWS_HELD))
 
     def part_bytes(self, order: ShardSampler) -> int:
-        """Return the bytes that this machine reads: the shards of its lanes, and the validation shards."""
+        """Return the bytes that this machine reads, of training and validation shards."""
         train = self.manifest.splits["train"]
-        return self.validation_bytes + sum(train[number].bytes for number in order.lanes.shards_of(order.lanes_here))
+        return self.eval_bytes(order) + sum(train[number].bytes for number in order.lanes.shards_of(order.lanes_here))
+
+    def eval_bytes(self, order: ShardSampler) -> int:
+        return sum(shard.bytes for shard in held_out(self.manifest, order))
 
     def check_fits(self, order: ShardSampler | None) -> None:
         """Raise InputError if the cache cannot hold what the windows of `order` need; None: all of the data."""
@@ -132,7 +140,7 @@ class ShardCache:
             "data.cache_gb with it",
         )
         of_lane = (WINDOWS_HELD * order.window_shards + cut_shards(order)) * self.largest_bytes
-        needed = min(part_bytes, self.validation_bytes + len(order.lanes_here) * of_lane)
+        needed = min(part_bytes, self.eval_bytes(order) + len(order.lanes_here) * of_lane)
         check(
             needed <= limit_bytes,
             f"{may_take}, windows of {order.window_shards} shards of each of {len(order.lanes_here)} lanes need "

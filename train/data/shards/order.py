@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.data.random_bits import hash_bits
+from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # fills up the last evaluation batch, and is not counted
 ROWS_AT_ONCE = 4096  # looked up in the order together
@@ -167,15 +167,17 @@ class ShardSampler:
         machine_ranks: Sequence[int] | None = None,
         lanes: int | None = None,
         window_shards: int | None = None,
+        eval_shards: Sequence[int] | None = None,
         consumed_rows: int = 0,
     ) -> None:
         """`machine_ranks`: those of the same machine; None: `rank` alone. `window_shards`: of a lane, shuffled
-        together; None: WINDOW_SHARDS over all lanes.
+        together; None: WINDOW_SHARDS over all lanes. `eval_shards`: the validation shards that the machine reads; None:
+        all.
         """
         self.shard_rows, self.seed, self.global_batch_size = list(shard_rows), seed, global_batch_size
         self.rows, self.world_size = sum(shard_rows), world_size
         self.steps = self.rows // global_batch_size  # of an epoch
-        self.consumed_rows = consumed_rows
+        self.consumed_rows, self.eval_shards = consumed_rows, eval_shards
         self.lanes = Lanes(self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
         self.slots = self.slots_of(rank)
@@ -241,28 +243,58 @@ class ShardSampler:
         return now, np.concatenate([later, *following])
 
 
+def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
+    """Return the rows that are evaluated, rising: `most` of them, drawn by the seed; None: all."""
+    return draw_rows(rows, most or rows, seed, EVAL_STREAM)
+
+
+def eval_part(rows: int, rank: int, world_size: int) -> range:
+    """Return the rows of an evaluation that a rank reads: on each rank equally many, or one more."""
+    return range(rank * rows // world_size, (rank + 1) * rows // world_size)
+
+
+def eval_shards(
+    shard_rows: Sequence[int], sample: np.ndarray, ranks: Sequence[int], world_size: int, num_shown: int
+) -> list[int]:
+    """Return the validation shards that these ranks read, rising. `sample` [n]: the rows that are evaluated, rising;
+    `num_shown`: those of them, from the first to the last, that rank 0 reads for the report.
+    """
+    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # see MaskedRows.last_item
+    parts = [sample[part.start : part.stop] for part in own]
+    if 0 in ranks:
+        parts.append(sample[spread(len(sample), num_shown)])
+    return np.unique(np.searchsorted(np.cumsum(shard_rows), np.concatenate(parts), side="right")).tolist()
+
+
+def spread(num_rows: int, most: int) -> np.ndarray:
+    """Return the numbers of at most so many rows, from the first to the last."""
+    return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
+
+
 @dataclass(frozen=True)
 class EvalOrder:
-    """Every sequence once over all ranks, in equally many and equally large batches on each; PADDING fills the rest."""
+    """Every sequence once over all ranks, in equally many and equally large batches on each; PADDING fills the rest. A
+    rank reads a contiguous part, and so needs few shards.
+    """
 
     rows: int
     batch_size: int
     rank: int
     world_size: int
+    most_batches: int | None = None  # of a rank, where its first ones are enough
 
     def __len__(self) -> int:
-        return -(-self.rows // (self.batch_size * self.world_size))
+        return min(-(-self.rows // (self.batch_size * self.world_size)), self.most_batches or self.rows)
 
     def __iter__(self) -> Iterator[list[int]]:
-        padded = np.full(len(self) * self.batch_size * self.world_size, PADDING)
-        padded[: self.rows] = np.arange(self.rows)
-        yield from padded.reshape(len(self), self.batch_size * self.world_size)[
-            :, self.rank :: self.world_size
-        ].tolist()
+        padded = np.full(len(self) * self.batch_size, PADDING)
+        part = eval_part(self.rows, self.rank, self.world_size)[: len(padded)]
+        padded[: len(part)] = part
+        yield from padded.reshape(len(self), self.batch_size).tolist()
 
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """[rows, ...]: each result once, in the order of the data set, without those of PADDING. `shares` are the
         results of all ranks in the order of their batches, [len * batch, ...] each.
         """
-        stacked = np.stack([share.reshape(len(self), self.batch_size, *share.shape[1:]) for share in shares], axis=2)
-        return stacked.reshape(-1, *stacked.shape[3:])[: self.rows]
+        parts = (eval_part(self.rows, rank, self.world_size) for rank in range(self.world_size))
+        return np.concatenate([share[: len(part)] for share, part in zip(shares, parts, strict=True)])

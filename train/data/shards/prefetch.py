@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train.config import InputError
-from train.data.shards.cache import Fault, ShardCache
+from train.data.shards.cache import Fault, ShardCache, held_out
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.host.processes import PR_SET_PDEATHSIG
@@ -189,7 +189,7 @@ class ShardPrefetcher(Prefetcher):
         """Log how much this machine reads, and how much of it before the first step."""
         manifest, self.began_s = self.cache.manifest, time.monotonic()
         part = self.sampler.lanes.shards_of(self.sampler.lanes_here)
-        mine = [*(manifest.splits["train"][number] for number in part), *manifest.splits["validation"]]
+        mine = [*(manifest.splits["train"][number] for number in part), *held_out(manifest, self.sampler)]
         logger.info(
             "shards: this machine reads %d of %d (%s of %s), %d of them (%s) before the first step",
             *(len(mine), len(manifest.shards), size_of(mine), size_of(manifest.shards)),
@@ -217,7 +217,7 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
     """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
-    shards = [*manifest.splits["train"], *manifest.splits["validation"]]
+    shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
     now, later = sampler.upcoming_shards()
     numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])
     distinct, first = np.unique(numbers, return_index=True)

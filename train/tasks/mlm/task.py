@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.random_bits import EVAL_STREAM, draw_rows
 from train.data.shards.cache import cache_dir
-from train.data.shards.order import ShardSampler
+from train.data.shards.order import ShardSampler, eval_sample, eval_shards, spread
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
@@ -102,8 +101,8 @@ class MaskedLMTask(Task):
             self.eval_rows > 0 and math.isfinite(entropy),
             f"data.path={cfg.data.path} has no validation sequences or no unigram_entropy; prepare the data again",
         )
-        self.eval_sample = draw_rows(self.eval_rows, cfg.eval_examples or self.eval_rows, cfg.seed, EVAL_STREAM)
-        self.eval_rows = len(self.eval_sample)
+        self.eval_sample = eval_sample(self.eval_rows, cfg.eval_examples, seed=cfg.seed)
+        self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
         of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
         self.facts = {"unigram_entropy": entropy}
@@ -123,6 +122,10 @@ class MaskedLMTask(Task):
 
     def window_shards(self, order: ShardSampler) -> int:
         return self.data.window_shards(order)
+
+    def eval_shards(self, ranks: Sequence[int], world_size: int) -> list[int]:
+        shard_rows = [shard.rows for shard in self.manifest.splits["validation"]]
+        return eval_shards(shard_rows, self.eval_sample, ranks, world_size, self.num_shown)
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
@@ -194,8 +197,6 @@ class MaskedLMTask(Task):
     @torch.inference_mode()
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Validation sequences whose hidden tokens are all masked, on the host."""
-        from train.tasks.finetune import spread
-
         info = self.manifest.tokenizer
         drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
