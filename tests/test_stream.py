@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from forks import start_forked
+from forks import TORCHRUN, launch, start_forked
 from rejections import rejects
 from run_results import losses
 from running import eventually, lines, run, train_here, train_overrides
@@ -97,6 +97,26 @@ def test_lanes_are_the_same_run_on_1_2_3_and_4_ranks_from_disk_and_from_s3(bucke
     goes_on("four", 4, "s3")
     goes_on("three", 3, "disk", before="four")
     goes_on("two", 2, "s3", before="whole")
+
+
+def test_two_machines_fetch_their_parts_and_evaluate_as_one(bucket, shards, tmp_path):
+    """Each has a cache of its own. The samples of the report are those of one machine, too."""
+    options = ["global_batch_size=12", "data.window_shards=12", "micro_batch_size=2", "max_steps=3"]
+    train_here(tmp_path / "disk", shards, *options)
+    words = launch("train", overrides(bucket, tmp_path / "run", upload(bucket, shards), *options), ranks=1)[1:]
+    nodes = []
+    for node in (0, 1):
+        place = ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1"]
+        nodes.append(start_forked([TORCHRUN, *place, *words, f"data.cache_dir={tmp_path / str(node)}"], os.environ))
+    for node in nodes:
+        node.join()
+    assert [node.exitcode for node in nodes] == [0, 0]
+    scores = [[line["loss"] for line in lines(tmp_path / name, "eval")] for name in ("run", "disk")]
+    assert scores[0] == pytest.approx(scores[1], rel=2e-5)
+    assert len(json.loads((tmp_path / "run/samples.json").read_bytes())["samples"]) == 8
+    fetched = [{path.name for path in (tmp_path / str(node)).rglob("validation-*")} for node in (0, 1)]
+    held_out = {shard.file for shard in read_manifest(shards).splits["validation"]}
+    assert fetched[0] | fetched[1] == held_out and fetched[1] < held_out
 
 
 def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
