@@ -173,7 +173,7 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
     whole = {name: tensor[0] for name, tensor in rows.draw(items[None])["inputs"].items()}
     with torch.no_grad():
         logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
-        settings = {"weight": task.task.weights, "label_smoothing": float(smoothing)}
+        settings = {"weight": task.weights, "label_smoothing": float(smoothing)}
         wanted = F.cross_entropy(logits, whole["labels"], **settings)
         for parts in ([[*range(12)]], [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]]):
             drawn = rows.draw(np.array(parts))

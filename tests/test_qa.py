@@ -209,7 +209,7 @@ def knowing(task, *, deny=()):
     denied = torch.from_numpy(np.isin(owners, deny))
     for side, name in enumerate(("start", "end")):
         logits[rows, torch.where(denied, 0, columns[name]), side] = SURE
-    return statistics(logits, columns, task.task.k).numpy(), owners
+    return statistics(logits, columns, task.k).numpy(), owners
 
 
 def test_a_model_that_knows_gets_everything_right(task, tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from train.cli import compose as cli
 from train.config import RecordsConfig, TrainConfig, check
@@ -47,12 +47,13 @@ def show(cfg: TrainConfig) -> int:
         "learns from records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
-    from train.tasks import build_task  # torch takes seconds to import: what is wrong is rejected before
+    from train.tasks import build_task
+    from train.tasks.finetune import TextTask  # torch takes seconds to import: what is wrong is rejected before
     from train.tasks.texts import resolved_lengths
 
-    task = cast(Any, build_task(cfg))
-    assert isinstance(cfg.data, RecordsConfig)
-    given = {"seq_len": task.sizes.seq_len, "shortest": task.task.shortest}
+    task = build_task(cfg)
+    assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
+    given = {"seq_len": task.sizes.seq_len, "shortest": task.shortest}
     auto = resolved_lengths(replace(cfg, data=replace(cfg.data, lengths="auto")), task.tables, **given)
     for line in (*description(cfg, task.tables, task.lengths, auto), *task.remarks):
         print(line)
