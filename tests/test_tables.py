@@ -26,8 +26,11 @@ from train import records
 from train.cli import compose as cli
 from train.cli import progress
 from train.config import InputError, TrainConfig, check
+from train.data.records import kinds
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
 from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
+from train.data.records.token_rows import TokenRows
+from train.data.shards.order import PADDING
 from train.storage.folders import sha256_file
 from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tasks.qa import QAConfig
@@ -440,3 +443,46 @@ def test_the_command_suggests_lengths_that_save_much(command):
     suggested = re.search(r"in batches of (.*) tokens$", said, re.MULTILINE)[1]
     _, said = command("seq_len=128")
     assert "data.lengths=" not in said and f"of batches of {suggested} tokens" in said
+
+
+class Several(Words):
+    """Any number of labels for a text, as a number for each of all labels."""
+
+    kind = replace(
+        CLASSIFY_ROWS, name="several", columns={"text": kinds.STRING, "label": datasets.List(kinds.STRING)}, tokens={}
+    )
+
+    @property
+    def types(self):
+        return super().types | {"labels": datasets.List(datasets.Value("float32"), length=len(self.labels))}
+
+    def features(self, rows, indices, *, split):
+        rows = {**super().features(rows, indices, split=split)}
+        labels = rows.pop("label")
+        return {**rows, "labels": [np.isin(np.arange(len(self.labels)), row).astype(float) for row in labels]}
+
+
+def test_any_number_of_labels_for_a_row(plain, tmp_path):
+    rows = [["fun", "art"], [], ["art", "art"], ["art", "old"]]
+    settings = {"train": "train.jsonl", "validation": "dev.jsonl", "label_map": {"old": None}, "max_bad_rows": 2}
+    cfg = with_data(plain, path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **settings)
+
+    def write(rows):
+        lines = (json.dumps({"text": f"good {number}", "label": row}) + "\n" for number, row in enumerate(rows))
+        (tmp_path / "train.jsonl").write_text("".join(lines))
+        (tmp_path / "dev.jsonl").write_text('{"text": "bad", "label": ["art"]}')
+
+    write([*rows, "fun", [["fun"]]])
+    made = open_tables(cfg, Several())
+    facts = made.facts["splits"]["train"]
+    assert made.facts["labels"] == ["art", "fun"] and facts["label_counts"] == {"art": 3, "fun": 1}
+    assert "train.jsonl:5: label holds 'fun', not a list of labels" in facts["bad_examples"][0]
+    drawn = TokenRows(made.features("train"), pad_id=0, lengths=[SEQ_LEN], columns={"labels": "labels"})
+    drawn = drawn.draw(np.array([[0, 1, 2, 3, PADDING]]))
+    assert drawn["inputs"]["labels"][0, :4].tolist() == [[1, 1], [0, 0], [1, 0], [1, 0]] and drawn["count"] == [8.0]
+    assert drawn["inputs"]["labels"][0, 4].isnan().all()
+    for rows, what in (([[], []], "no row has a label"), ([["art"]] * 3, "all 3 rows have the label art")):
+        write(rows)
+        rejects(f"train: {what}, there is nothing to learn", open_tables, cfg, Several())
+    write([["art"], []])
+    assert open_tables(cfg, Several()).facts["labels"] == ["art"]

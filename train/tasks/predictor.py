@@ -17,7 +17,6 @@ from datasets import Dataset, Features, concatenate_datasets
 
 from train.config import ModelConfig, RecordsConfig, TaskConfig, TrainConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
-from train.data.records.kinds import TOKENS
 from train.data.records.table_facts import column, cut_words
 from train.models.heads import logits_of
 from train.tasks import TASKS, class_of, spec_of
@@ -57,7 +56,7 @@ class Predictor:
         self.spec = spec = spec_of(task)
         check(spec.head in names, f"{source}: the run's task is {task.kind}, but the model is a {names}")
         self.task: TextTask = class_of(spec)(task, sizes)
-        self.task.labels = self.task.labels_of(source, sizes.config)
+        self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
         self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; rows cut and tokens lost, as Featurizer's notes
         self.known: list[tuple[Any, Any]] = []  # the right answers of rows that have one, and the model's
@@ -103,7 +102,7 @@ class Predictor:
             part = rows[first : first + TOKENISED_TOGETHER]
             texts = {key: [row[key] for row in part] for key in self.spec.inputs if key in part[0]}
             columns = featurizer.features(texts, [*range(first, first + len(part))], split="new")
-            parts.append(Dataset.from_dict(columns, features=Features(TOKENS | featurizer.kind.tokens)))
+            parts.append(Dataset.from_dict(columns, features=Features(featurizer.types)))
             tokens_cut.append(featurizer.tokens_cut)
         return concatenate_datasets(parts), np.concatenate(tokens_cut)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from train.data.records.kinds import TOKENS
 from train.data.text.coverage import drops, num_dropped
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Featurizer(ABC):
         names = ("cls", "sep", "pad", "mask")
         reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         unknown = tokenizer.unk_token_id
+        self.labels: Sequence[str] = ()  # in the order of their numbers, once they are known
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
         self.dropping: Tokenizer | None = None  # a copy that cuts no text, if it drops what it does not know
@@ -44,10 +46,15 @@ class Featurizer(ABC):
         self.missed = np.zeros(2, np.int64)  # characters that it dropped of whole texts, and these with the tokens left
         self.tokens_cut = np.zeros(0, np.int64)  # of the rows that were read last: tokens behind seq_len
 
+    @property
+    def types(self) -> dict[str, Any]:
+        """Return the columns of a row of tokens, with their types."""
+        return TOKENS | self.kind.tokens
+
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return TOKENS and kind.tokens for a batch of rows with these numbers; there may be more or fewer than rows.
-        What new rows lack, as the target, is 0.
+        """Return the columns of rows of tokens for a batch of rows with these numbers; there may be more or fewer than
+        rows. What new rows lack, as the target, is 0.
         """
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:

@@ -33,10 +33,16 @@ class RowKind:
     target: str  # the key of what is to be predicted, which new rows may lack
     split_by: str  # the key of the text that stays in one split
     tokens: dict[str, Any]  # columns of a row of tokens beside TOKENS, with their types
-    # Takes the value of the target, the texts, and whether the row is for training. None: the target is a label's name.
+    # Takes the value of the target, the texts, and whether the row is for training. None: the target is a label's name,
+    # or a list of names if its type says so.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = None  # the target is a list of labels, each checked; BadRow
+    check_each: Callable[[str], None] | None = None  # a name for each item of split_by; BadRow
     has_unique_ids: bool = False
+
+    @property
+    def has_lists(self) -> bool:
+        """Return whether the target is a list of labels."""
+        return self.read_target is None and isinstance(self.columns[self.target], List)
 
     def columns_of(self, columns: ColumnsConfig) -> dict[str, str]:
         """The column of each key that is read, in the data."""

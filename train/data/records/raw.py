@@ -65,7 +65,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
             logger.warning("data.label_map does not name %s: these labels stay as they are", some)
         if labels:
             label = datasets.ClassLabel(names=labels)
-            table = table.cast_column(kind.target, datasets.List(label) if kind.check_each else label)
+            table = table.cast_column(kind.target, datasets.List(label) if kind.has_lists else label)
         splits |= hold_out(table, cfg, kind, seed) if split == "train" and cfg.validation is None else {split: table}
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
@@ -74,9 +74,12 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
         splits[split] = sample(table, most, seed, number)
     if has_labels:
-        numbers = np.unique(column(splits["train"], kind.target))
-        what = f"train: all {len(splits['train']):,} rows have the label {labels[numbers[0]]}"
-        check(len(numbers) > 1, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
+        num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
+        found = [labels[number] for number in np.unique(numbers)]
+        what = f"train: all {num_rows:,} rows have the label {found[0]}" if found else "train: no row has a label"
+        is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows  # it, and others none
+        ok = len(found) > 1 or is_some
+        check(ok, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
     return Raw(splits, labels, dropped)
 
 

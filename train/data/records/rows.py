@@ -190,6 +190,8 @@ def target_of(
             return {}
         return {kind.target: kind.read_target(value, example, not is_new)}
     try:
+        if kind.check_each is None and kind.has_lists:
+            return {kind.target: labels_of_row(value, row.columns[kind.target], labels, names)}
         if kind.check_each is None:
             if value not in labels.known:
                 check_single(value, row.columns[kind.target], kind)
@@ -216,6 +218,14 @@ def check_single(value: Any, column: str, kind: RowKind) -> None:
     else:
         what = f"a list: several labels of a row are multi-label classification; task={kind.name} learns one label"
     raise BadRow(f"{column} holds {value!r:.40}, {what}")
+
+
+def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
+    """Return the labels of a row, each once, without those that data.label_map leads to null."""
+    if not isinstance(value, list) or any(isinstance(each, list | dict) for each in value):
+        raise BadRow(f"{column} holds {value!r:.40}, not a list of labels")
+    found = dict.fromkeys(labels.of(each, names) for each in value)
+    return [name for name in found if name is not None]
 
 
 def labels_of_each(

@@ -31,7 +31,6 @@ from train.cli.progress import Phase
 from train.config import RecordsConfig, TrainConfig, check
 from train.data.records.featurizer import Featurizer
 from train.data.records.formats import load_saved
-from train.data.records.kinds import TOKENS
 from train.data.records.raw import read_raw
 from train.data.records.rows import Dropped
 from train.data.records.sources import is_named, settings_of, version
@@ -222,6 +221,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
     scratch.mkdir()
     raw = read_raw(data, featurizer.kind, s3, seed=request.cfg.seed, folder=scratch)
     check(version(data, s3) == now, f"data.path={data.path} changed while it was read; start again")
+    featurizer.labels = raw.labels
     splits, tokens = {}, {}
     for split, examples in raw.splits.items():
         tokens[split] = make_features(featurizer, split, examples, scratch)
@@ -279,7 +279,7 @@ def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset
         batch_size=ROWS_AT_ONCE,
         writer_batch_size=ROWS_AT_ONCE,
         remove_columns=names,
-        features=datasets.Features(TOKENS | featurizer.kind.tokens),
+        features=datasets.Features(featurizer.types),
         cache_file_name=str(scratch / f"{split}-tokens.arrow"),
         load_from_cache_file=False,
         new_fingerprint=f"tokens-{split}",  # else it pickles the tokenizer to make one
