@@ -282,8 +282,8 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
     model = task.build_model().eval()
     inputs = one_batch(task, [0, 1, PADDING])
     several = make("data.lengths=[16,32]")
-    assert several.task.k == 16 and several.buckets.lengths == (16, 32, 48)
-    assert make().lengths[0] >= make().task.k == 20  # by default no length keeps fewer candidates
+    assert several.k == 16 and several.buckets.lengths == (16, 32, 48)
+    assert make().lengths[0] >= make().k == 20  # by default no length keeps fewer candidates
     with torch.no_grad():
         rows = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])

@@ -60,6 +60,8 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         table = write_table(rows, cfg, kind, folder / f"{number}.arrow")
         dropped[split].check()
         labels = labels or (names.in_order() if has_labels else [])
+        ok = bool(labels) or not has_labels or not len(table)
+        check(ok, f"{split}: no row has a label, there is nothing to learn; is data.columns.{kind.target} right?")
         if split == "train" and names.unmapped and any(cfg.label_map.values()):
             some = ", ".join(sorted(names.unmapped)[:SHOWN_LABELS])
             logger.warning("data.label_map does not name %s: these labels stay as they are", some)
@@ -75,9 +77,9 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         splits[split] = sample(table, most, seed, number)
     if has_labels:
         num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
-        found = [labels[number] for number in np.unique(numbers)]
-        what = f"train: all {num_rows:,} rows have the label {found[0]}" if found else "train: no row has a label"
+        found = [labels[number] for number in np.unique(numbers)] or ["none"]
         is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows  # it, and others none
+        what = f"train: all {num_rows:,} rows have the label {found[0]}"
         ok = len(found) > 1 or is_some
         check(ok, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
     return Raw(splits, labels, dropped)
