@@ -3,8 +3,8 @@
     python -m benchmarks.ranks [--ranks 2 8 32 64] [--steps 20] [--step-ms 82]
 
 Each rank is a process of this machine, joined by gloo; the device's work is a sleep of `--step-ms` (that of ALBERT-
-base on trn1). "waiting" adds five numbers over the ranks before every step; "voting" is what `train.votes` does: post
-before the step, read after it. Figures are milliseconds inside these calls: median over steps of the mean over ranks.
+base on trn1). "waiting" adds five numbers over the ranks before every step; "voting" is what `Votes` does: post before
+the step, read after it. Figures are milliseconds inside these calls: median over steps of the mean over ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest, Votes
 from train.cli.console import without_stdout
 from train.ranks import World
-from train.votes import Votes
 
 WARM_UP = 3  # steps
 

@@ -45,7 +45,7 @@ from benchmarks.pretraining import (
     transformers_model,
 )
 from train import loop
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.backend.ddp import DDP
 from train.bench.measure import matmul_flops_per_s
 from train.config import BackendConfig

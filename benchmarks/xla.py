@@ -178,7 +178,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
     import torch_xla.core.xla_model as xm  # before the clock starts, as in naive
 
     from train import loop
-    from train.attempt.preempt import StopRequest
+    from train.attempt.stopping import StopRequest
 
     meter = Meter(num_steps)  # a step of ours ends with what it has queued
     counts, sums, parameters = [], [], []

@@ -24,7 +24,7 @@ from train.run_folder.outcome import STOP_FILE, read_outcome
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
-# Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away.
+# Kinds of stops (train/attempt/stopping.py): a signal to torchrun, or its death; and machines that are taken away.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block")
 RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last

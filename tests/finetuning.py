@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from train import loop
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.cli import compose as cli
 from train.config import TrainConfig
 from train.tasks import Task, build_task

@@ -19,7 +19,7 @@ from pathlib import Path
 
 def hold():
     import train.optim
-    from train.attempt.preempt import StopRequest
+    from train.attempt.stopping import StopRequest
 
     rate, ask, asked = train.optim.learning_rate, StopRequest.ask, []
 

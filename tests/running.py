@@ -15,7 +15,7 @@ from typing import Any
 from forks import DEVICE, TORCHRUN, free_port, launch, run_forked
 from forks import ROOT as ROOT
 
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.cli import compose as cli
 from train.config import PrepareConfig, TrainConfig
 

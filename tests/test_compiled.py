@@ -18,7 +18,7 @@ from running import ROOT, lines, run, train_config, train_overrides
 from traced import without_kernels
 
 from train import loop, precompile
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.backend import auto_compile, compiled
 from train.backend.compiled import KernelCache
 from train.cli.command import DONE, REJECTED

@@ -10,7 +10,7 @@ from running import SYLLABLES, train_config
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from train import loop, predict
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.checkpoints import __main__ as command
 from train.checkpoints.export import export_step
 from train.checkpoints.manifest import Manifest

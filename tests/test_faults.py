@@ -17,7 +17,7 @@ from toy import NAN, spoilt
 
 from train import entry, loop
 from train.attempt import attempt
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.backend.nonfinite import Skips
 from train.checkpoints.saver import SavesFail
 from train.cli import compose as cli

@@ -15,7 +15,7 @@ from rejections import rejects
 from running import ROOT, lines, run
 from transformers import AutoModelForSequenceClassification
 
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.checkpoints.manifest import step_name
 from train.config import InputError
 from train.report.run import read_run

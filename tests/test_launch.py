@@ -19,7 +19,7 @@ from forks import TORCHRUN, free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
 from train import entry, loop
-from train.attempt.preempt import StoppedEarly, StopRequest
+from train.attempt.stopping import StoppedEarly, StopRequest
 from train.backend import rendezvous
 from train.backend.rendezvous import join
 from train.cli import compose as cli
@@ -192,9 +192,9 @@ def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():
 IN_TORCH = """
 from datetime import timedelta
 import torch.distributed as dist
-from train.attempt import preempt
-preempt.GRACE_S = 0.2
-with preempt.StopRequest() as stop, stop.nothing_to_save():
+from train.attempt import stopping
+stopping.GRACE_S = 0.2
+with stopping.StopRequest() as stop, stop.nothing_to_save():
     store = dist.HashStore()
     print("waiting", flush=True)
     store.wait(["never"], timedelta(seconds=600))

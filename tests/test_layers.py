@@ -17,7 +17,7 @@ PACKAGES = """
     config, host, cli, storage, run_folder, ranks,
     data.random_bits, data.files, data.shards, data.text, data.batches, data.records,
     models, optim, backend, parallel, tasks, cli.compose, cli.saved, checkpoints, telemetry, attempt,
-    votes feed, evaluation, loop, report, publish compare,
+    feed, evaluation, loop, report, publish compare,
     doctor precompile prepare convert shards records predict hub, bench, settings, entry, __main__, baretrain
 """.split(",")
 PACKAGES = [[f"train.{package}" for package in line.split()] for line in PACKAGES]

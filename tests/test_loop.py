@@ -13,7 +13,7 @@ from toy import Rows, ToyTask
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from train import loop, prepare
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.config import BackendConfig, InputError
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig

@@ -21,7 +21,7 @@ from running import ROOT, lines, run, train_config, train_overrides
 
 from train import __main__ as program
 from train import loop
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.backend import base, ddp, neuron, open_backend, xla_environment
 from train.backend.base import load
 from train.backend.ddp import DDP

@@ -12,7 +12,7 @@ from running import train_config
 
 from train import loop
 from train.attempt.checkpoint_manager import CheckpointManager
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder
 from train.run_folder.lease import identity, name_of

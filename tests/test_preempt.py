@@ -22,9 +22,8 @@ from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
 
-from train.attempt import notices, preempt
-from train.attempt.notices import Notices
-from train.attempt.preempt import StopRequest
+from train.attempt import stopping
+from train.attempt.stopping import Notices, StopRequest
 from train.config import InputError, PreemptConfig, Unreachable
 from train.host import metadata
 from train.host.metadata import Metadata
@@ -58,7 +57,7 @@ def stop() -> StopRequest:
 @pytest.fixture
 def wall_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=NOW)
-    monkeypatch.setattr(notices, "now", lambda: clock.now)
+    monkeypatch.setattr(stopping, "now", lambda: clock.now)
     return clock
 
 
@@ -87,7 +86,7 @@ def more_rounds(imds: FakeIMDS) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that `StopRequest` reads."""
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(preempt, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=time.sleep))
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=time.sleep))
     return clock
 
 
@@ -100,7 +99,7 @@ def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(c
             clock.now_s += 120
         signal.raise_signal(signal.SIGINT)
         stop.ask("another")
-        clock.now_s += preempt.REPEAT_S
+        clock.now_s += stopping.REPEAT_S
         signal.raise_signal(signal.SIGTERM)  # torchrun's, for the same reason
         assert (stop.reason, stop.signal) == (notice or "SIGINT", "SIGINT")
         clock.now_s += 0.1
@@ -224,16 +223,16 @@ def test_a_service_in_trouble_is_told_once_and_asked_again(imds, stop, warnings,
     ],
 )
 def test_where_the_metadata_is_asked(monkeypatch, mode, environ, on_ec2, expected):
-    monkeypatch.setattr(notices, "is_ec2", lambda: on_ec2)
-    assert notices.watches_metadata(mode, environ) is expected
+    monkeypatch.setattr(stopping, "is_ec2", lambda: on_ec2)
+    assert stopping.watches_metadata(mode, environ) is expected
 
 
 def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
-    assert not notices.is_ec2(tmp_path / "none")
+    assert not stopping.is_ec2(tmp_path / "none")
     (tmp_path / "tag").write_text("Not Specified\n")
-    assert not notices.is_ec2(tmp_path / "tag")
+    assert not stopping.is_ec2(tmp_path / "tag")
     (tmp_path / "tag").write_text("i-0af01c0123456789a\n")
-    assert notices.is_ec2(tmp_path / "tag")
+    assert stopping.is_ec2(tmp_path / "tag")
 
 
 def test_the_address_is_botocore_s():
@@ -310,10 +309,10 @@ def test_a_terminal_that_closes_asks_to_stop_unless_nohup_says_otherwise(ignored
 
 STUCK = """
 import ctypes
-from train.attempt import preempt
-preempt.REPEAT_S, preempt.GRACE_S = 0.1, 0.1
+from train.attempt import stopping
+stopping.REPEAT_S, stopping.GRACE_S = 0.1, 0.1
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-with preempt.StopRequest():
+with stopping.StopRequest():
     print("here", flush=True)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # for ever, as a collective whose peer is gone; signals do not interrupt it

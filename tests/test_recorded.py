@@ -24,7 +24,7 @@ from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.status import status
 from train import loop, predict, prepare, records, shards
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.checkpoints.__main__ import main as checkpoints
 from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, REJECTED

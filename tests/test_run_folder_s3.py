@@ -17,7 +17,7 @@ from services.fault_proxy import Fault, line_of
 
 from train import entry, loop
 from train.attempt.checkpoint_manager import CheckpointManager
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store

@@ -6,7 +6,7 @@ import pytest
 from running import train_config
 
 from train import loop
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.config import InputError
 
 FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"

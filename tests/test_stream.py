@@ -23,7 +23,7 @@ from services.relay import relaying
 from streaming import overrides, upload, windowed
 
 from train import loop
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.cli import compose as cli
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache, download, prefetch

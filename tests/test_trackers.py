@@ -22,7 +22,7 @@ from services.process import Process, free_port
 from toy import Toy
 
 from train import loop, precompile
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.bench import measure
 from train.bench.config import BenchConfig
 from train.cli import compose

@@ -22,7 +22,7 @@ from forks import DEVICE
 from torch import Tensor, nn
 
 from train import loop, ranks
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest
 from train.checkpoints.store import LocalStore
 from train.config import (
     BackendConfig,

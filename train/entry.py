@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from train.attempt.preempt import StoppedEarly, StopRequest
 from train.attempt.rejection import inform_others
+from train.attempt.stopping import StoppedEarly, StopRequest
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig

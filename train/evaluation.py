@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from train.attempt.attempt import Attempt
+from train.attempt.stopping import Votes
 from train.config import InputError, Unreachable
 from train.data.batches.loader import Batch, Batches, batched
 from train.feed import draw, eval_order
 from train.run_folder import samples
 from train.tasks import best_metric
 from train.telemetry.metrics import Recorder
-from train.votes import Votes
 
 if TYPE_CHECKING:
     from train.backend import Backend

@@ -16,7 +16,7 @@ from torch import nn
 
 from train.attempt.attempt import ENDS, Attempt, begin, record_end
 from train.attempt.checkpoint_manager import CheckpointManager
-from train.attempt.preempt import StopRequest
+from train.attempt.stopping import StopRequest, Votes
 from train.backend import Backend, Workload, open_backend
 from train.checkpoints.manifest import Progress
 from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan
@@ -38,7 +38,6 @@ from train.tasks import Task, build_task
 from train.telemetry.metrics import Recorder
 from train.telemetry.monitor import open_monitor
 from train.telemetry.trackers import check_trackers
-from train.votes import Votes
 
 logger = logging.getLogger("train")
 OnLine = Callable[[Recorder, str, dict[str, Any]], None]

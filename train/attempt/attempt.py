@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.attempt.notices import Notices
-from train.attempt.preempt import StoppedEarly, StopRequest
+from train.attempt.stopping import Notices, StoppedEarly, StopRequest
 from train.attempt.watchdog import Watchdog
 from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted

@@ -16,7 +16,7 @@ import torch
 
 from train import loop
 from train.attempt.attempt import OutOfMemory
-from train.attempt.preempt import StoppedEarly, StopRequest
+from train.attempt.stopping import StoppedEarly, StopRequest
 from train.backend import Backend
 from train.backend.base import peak_device_bytes
 from train.bench.config import BenchConfig
