@@ -1,9 +1,12 @@
 """Settings: what is rejected, in which words, and what follows from those that are given."""
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from train.cli import compose as cli
@@ -48,7 +51,7 @@ def test_tables_of_names_take_new_ones():
         ('data.label_map={a: "it\'s", b: null}', {"a": "it's", "b": None}),
         ("data.label_map={it's: a, c d: null}", {"it's": "a", "c d": None}),
         ('data.label_map={\'a. b\': yes, 1.5: "say \\"hi\\""}', {"a. b": "yes", "1.5": 'say "hi"'}),
-        ("data.labels=[don't, -1, yes]", ["don't", "-1", "yes"]),
+        ("data.labels=[don't, -1, yes, null, 1e3, 'a b']", ["don't", "-1", "yes", "null", "1e3", "a b"]),
         ("data.more_validation={dev: dev's.csv}", {"dev": "dev's.csv"}),
         ("data.path='~/x'", "~/x"),
     ],
@@ -56,6 +59,25 @@ def test_tables_of_names_take_new_ones():
 def test_names_of_the_users_own_may_hold_any_character(override, expected):
     given = ["task=classify", "data=csv", "data.path=x", "run_dir=r", "max_steps=1", "micro_batch_size=1", override]
     assert getattr(cli.load_config(TrainConfig, given).data, override.partition("=")[0][5:]) == expected
+
+
+def test_a_recipe_may_name_norwegian(tmp_path, monkeypatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    recipe = "defaults: [csv]\nlabels: [de, no, en]\nlabel_map: {off: no}\nname: no\nheader: no\npath: x\n"
+    (tmp_path / "conf/data/reviews.yaml").write_text(recipe)
+    monkeypatch.delitem(sys.modules, "conf")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = ["task=classify", "data=reviews", "run_dir=r", "max_steps=1", "micro_batch_size=1"]
+    data = cli.load_config(TrainConfig, given).data
+    assert (data.labels, data.label_map, data.name) == (["de", "no", "en"], {"off": "no"}, "no")
+    assert data.header is False  # where a setting is true or false, the word is one
+    assert yaml.safe_load("no") is False  # elsewhere YAML is as it was
+
+
+def test_a_wrong_setting_is_named_under_a_debugger_too(monkeypatch):
+    monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does where sys.settrace is in use
+    with pytest.raises(InputError, match="^model.hidden_sise is not a setting; did you mean hidden_size"):
+        load("model.hidden_sise=1")
 
 
 def test_every_experiment_composes():

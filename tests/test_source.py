@@ -134,12 +134,18 @@ def test_a_tokenizer_that_will_not_do_is_rejected(make, says, tmp_path):
     rejects(f"tokenizer {tmp_path} {says}", task_tokenizer, ModelConfig(tokenizer=str(tmp_path)))
 
 
-def test_weights_without_a_tokenizer_are_rejected(folder, tmp_path):
-    """transformers makes one that knows no word."""
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(folder / name)
-    says = "cannot be loaded: it has no tokenizer.json or vocabulary file"
-    rejects(says, task_tokenizer, ModelConfig(pretrained=str(tmp_path)))
+def test_the_class_of_any_fast_tokenizer_is_accepted(tmp_path):
+    """transformers 4 wrote it for ModernBERT and others."""
+    path = write_tokenizer(tmp_path) / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert len(task_tokenizer(ModelConfig(tokenizer=str(tmp_path)))) == 10
+
+
+@pytest.mark.parametrize("kind", ["albert", "modernbert", "deberta-v2"])
+def test_weights_without_a_tokenizer_are_rejected(kind, folder, tmp_path):
+    """transformers makes one that knows no word, or says that it could not."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    rejects("it has no tokenizer.json or vocabulary file$", task_tokenizer, ModelConfig(pretrained=str(tmp_path)))
     assert len(task_tokenizer(ModelConfig(pretrained=str(tmp_path), tokenizer=str(folder)))) == 10
     rejects("model.tokenizer is not set", task_tokenizer, ModelConfig())
 

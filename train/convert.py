@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
-from train.config import S3Config, check
+from train.config import S3Config, check, shortlist
 from train.data.records.formats import load_saved
 from train.data.shards.format import MAX_SEQ_LEN, SPLITS, DataManifest, Rows, Shard, write_manifest, write_shard
 from train.data.text.coverage import unknown_share
@@ -43,7 +43,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
     check(not folder.names(), f"{output} is not empty; choose another folder")
     for split in SPLITS:
         names = saved[split].column_names
-        check(column in names, f"{source} has no column {column}; there are {', '.join(names)} (--column)")
+        check(column in names, f"{source} has no column {column}; there are {shortlist(names)} (--column)")
         check(len(saved[split]) > 0, f"{source} has a split without a single sequence")
     seq_len = len_of(saved[SPLITS[0]][0][column], column)
     theirs = load_tokenizer(tokenizer)

@@ -17,7 +17,7 @@ from train.checkpoints.manifest import Damaged, Manifest, step_name
 from train.checkpoints.store import ALWAYS_VALID, Retention, Store, best, open_store
 from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
-from train.config import InputError, S3Config, check
+from train.config import InputError, S3Config, check, shortlist
 from train.host import machine
 from train.run_folder.ownership import LeaseLost, Ownership
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
@@ -44,7 +44,7 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
     space for it.
     """
     steps = store.steps()
-    check(step in steps, f"there is no step {step} in {store.location}; there are: {', '.join(map(str, steps)) or '-'}")
+    check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
     try:
         return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
     except OSError as error:

@@ -9,23 +9,24 @@ import copy
 import difflib
 import functools
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from train.cli.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
-from train.cli.help import groups, settings_help
+from train.cli.help import groups, settings_help, words_as_text
+from train.cli.names import opened, quoted
 from train.cli.precedence import check_digits, check_groups, over_recipe
 from train.config import (
     SPLITS,
@@ -66,8 +67,8 @@ SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the o
     ("corpus", "hf", HFCorpusConfig),
 ]
 CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds its own
-TABLES = ("data.label_map", "data.more_validation", "compare.variants", "compare.largest_batch")
-LABELS = "data.labels"
+
+NAME = re.compile(r"\w[\w./]*")  # of a setting
 
 Config = TypeVar("Config")
 
@@ -137,7 +138,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     # Hydra has no value for "no option of this group", which is a default here.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
-        with initialize_config_module("conf", version_base="1.3"):
+        with initialize_config_module("conf", version_base="1.3"), words_as_text():
             composed = compose(CONFIGS[schema], overrides=overrides)
         for key, value in preferred(schema, overrides).items():
             OmegaConf.update(composed, key, value)
@@ -161,8 +162,7 @@ def check_override(schema: type, override: str) -> None:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
         check_printable(override)
-        hint = f"""write '{key}="{value}"'""" if equals else "quote special characters, as in 'key=\"a (b)\"'"
-        raise InputError(f"{override} is not key=value; {hint}") from error
+        raise InputError(f"{override} is not key=value; {spelling(key, equals, value)}") from error
     check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
     check(
         not parsed.is_sweep_override(),
@@ -183,6 +183,21 @@ def check_override(schema: type, override: str) -> None:
         )
 
 
+def spelling(key: str, equals: str, value: str) -> str:
+    """Return a hint for text that Hydra does not read as key=value: how it reads it."""
+    name = key.strip()
+    if not equals:
+        return f"write {name}=..." if NAME.fullmatch(name) else "quote special characters, as in 'key=\"a (b)\"'"
+    if re.fullmatch(rf"{NAME.pattern}\[.*", name):
+        name = name.partition("[")[0]
+        return f"a list is given as a whole, as {name}=[a,b]"
+    if not NAME.fullmatch(name):
+        return f"{name!r} is not a name"
+    if name != key or value.startswith("="):
+        return f"write {shlex.quote(name + '=' + value.lstrip('= '))}"
+    return f"write {shlex.quote(name + '=' + quoted(value))}"
+
+
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     """Return what follows from the overrides where a recipe may say otherwise; see `train.cli.precedence`."""
     parse = OverridesParser.create().parse_override
@@ -196,54 +211,14 @@ def close_to(name: str, names: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else "--cfg job lists all"
 
 
-def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split overrides into those that Hydra reads and the settings that hold the user's own names.
-
-    Such names may have any character, and Hydra's grammar accepts neither {-1: neg} nor [don't]. A value that begins
-    with ~ is quoted for Hydra.
-    """
-    for_hydra: list[str] = []
-    users_own: dict[str, Any] = {}
-    for override in overrides:
-        key, _, text = override.partition("=")
-        if key in TABLES:
-            users_own[key] = {**users_own.get(key, {}), **own_names(key, text, dict)}
-        elif key == LABELS:
-            users_own[key] = own_names(key, text, list)
-        else:
-            for_hydra.append(f"{key}={quoted(text)}" if text.startswith("~") else override)
-    return for_hydra, users_own
-
-
-def quoted(text: str) -> str:
-    """A value of an override that is read as this text, whatever it holds but references (${...})."""
-    return QuotedString(text, Quote.double).with_quotes()
-
-
-def own_names(key: str, text: str, kind: type) -> Any:
-    """Parse a table or list of names as Hydra does, or else as YAML, whose plain scalars may have more characters."""
-    value: Any
-    try:
-        value = OverridesParser.create().parse_override(f"{key}={text}").value()
-    except HydraException:
-        try:
-            value = yaml.BaseLoader(text).get_single_data()  # scalars stay as they are written
-        except yaml.YAMLError:
-            value = None
-    what = "table, as {a: b, c: d}" if kind is dict else "list, as [a, b]"
-    check(isinstance(value, kind), f"{key}={text}: {key} is a {what}")
-    if kind is list:
-        return [str(name) for name in value]
-    return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
-
-
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
 
 
 def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
     """One line for the user, from the several of an error of Hydra or OmegaConf."""
-    while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
-        error = error.__cause__
+    while isinstance(cause := error.__cause__, HydraException) or getattr(cause, "full_key", None) is not None:
+        assert cause is not None  # under a debugger OmegaConf adds a cause of its own, which names no setting
+        error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
     first = lines[0] if lines else type(error).__name__

@@ -9,7 +9,8 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from importlib import resources
@@ -151,7 +152,25 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
 def option_values(group: str, option: str) -> dict[str, Any]:
     """Return the settings in the file of an option, without those of the options that it extends."""
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
-    return {key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"}
+    with words_as_text():
+        return {key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"}
+
+
+@contextmanager
+def words_as_text() -> Iterator[None]:
+    """A block in which YAML reads `no`, `off`, `yes` and `on` as words, as the command line does: a label or a language
+    may be called so. Settings that are true or false accept the words, too.
+    """
+    known = yaml.SafeLoader.yaml_implicit_resolvers
+    truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
+    yaml.SafeLoader.yaml_implicit_resolvers = {
+        first: [(tag, truths if tag == "tag:yaml.org,2002:bool" else pattern) for tag, pattern in resolvers]
+        for first, resolvers in known.items()
+    }
+    try:
+        yield
+    finally:
+        yaml.SafeLoader.yaml_implicit_resolvers = known
 
 
 def option_help(group: str, option: str) -> str:

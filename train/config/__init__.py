@@ -23,6 +23,7 @@ from train.config.checks import (
     check_values,
     leaves,
     setting,
+    shortlist,
 )
 from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, S3Config, ShardsConfig, check_endpoint
 from train.config.learning import HeadSize, ModelConfig, OptimConfig, TaskConfig

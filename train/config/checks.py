@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -12,6 +12,7 @@ LARGEST_FLOAT = 1e100  # the product of two such numbers is still finite
 LARGEST = 2**63  # numbers must be below it: NumPy, torch and safetensors count in 64 bits
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take a little more, but not every float
 CONTROLS = ("Cc", "Zl", "Zp")  # Unicode's categories of control characters and line ends
+SHOWN_NAMES = 10  # of many, in a message
 T = TypeVar("T")
 MARKS = ("delimiter", "quote", "escape", "separator")  # settings that may be a tab, or Hive's \x01
 
@@ -84,6 +85,12 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{key}[{index}]")
     else:
         yield key, value
+
+
+def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
+    """Return names for a message of one line: of many the first, and how many there are."""
+    every = list(map(str, names))
+    return ", ".join(every[:most]) + (f", ... ({len(every):,})" if len(every) > most else "")
 
 
 def check_choice(key: str, value: object, choices: Sequence[object]) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from train.config.checks import Section, check, setting
+from train.config.checks import Section, check, setting, shortlist
 
 MAX_MICRO_BATCHES_AHEAD = 1000  # minutes of training, and at a megabyte each a gigabyte of memory
 MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
@@ -111,9 +111,9 @@ class RecordsConfig(DataConfig):
         reserved = sorted({"train", "validation"} & set(self.more_validation))
         check(not reserved, f"data.more_validation names {', '.join(reserved)}; choose other names")
         twice = sorted({label for label in self.labels if self.labels.count(label) > 1})
-        check(not twice, f"data.labels names {', '.join(twice)} twice")
+        check(not twice, f"data.labels names {shortlist(twice)} twice")
         unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
-        check(not (self.labels and unknown), f"data.label_map leads to {', '.join(unknown)}, not one of data.labels")
+        check(not (self.labels and unknown), f"data.label_map leads to {shortlist(unknown)}, not one of data.labels")
 
 
 @dataclass(kw_only=True)

@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from train.config import ModelConfig, check
+from train.config import ModelConfig, check, shortlist
+from train.config.checks import SHOWN_NAMES
 from train.models.encoder import fitting_config, make_network
 from train.models.network import Network
 
 logger = logging.getLogger("train")
 
-SHOWN_LABELS = 10
 # The names of a head's dropout in the configurations of transformers.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
@@ -86,7 +86,7 @@ def names_of_head(config: PreTrainedConfig) -> list[str]:
     """Return the labels that a head was trained on. Raises InputError if they are not texts that all differ."""
     names = [config.id2label.get(number) for number in range(config.num_labels)]
     is_usable = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    shown = ", ".join(map(repr, names[:SHOWN_LABELS]))
+    shown = shortlist(map(repr, names))
     check(
         is_usable,
         f"{config.name_or_path}/config.json: id2label must hold a name of its own for each label, not {shown}",
@@ -105,10 +105,11 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     has_names = theirs != [f"LABEL_{number}" for number in range(len(theirs))]
     remedy = "model.new_head=true begins with a new head"
     if sorted(theirs) == sorted(ours):
-        remedy = f"set data.labels=[{','.join(theirs)}], or {remedy}"
+        order = f"[{','.join(theirs)}]" if len(theirs) <= SHOWN_NAMES else "the order of its config.json"
+        remedy = f"set data.labels={order}, or {remedy}"
     check(
         len(theirs) == len(ours) and not (has_names and theirs != ours),
-        f"{cfg.pretrained} has a head for the labels {', '.join(theirs)}, the data has {', '.join(ours)}; {remedy}",
+        f"{cfg.pretrained} has a head for the labels {shortlist(theirs)}, the data has {shortlist(ours)}; {remedy}",
     )
     if not has_names and ours != theirs and ours != [str(number) for number in range(len(ours))]:
         report_taken(cfg.pretrained, tuple(zip(theirs, ours, strict=True)))
@@ -116,11 +117,8 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
 
 @cache  # a run checks more than once
 def report_taken(source: str, pairs: tuple[tuple[str, str], ...]) -> None:
-    shown = ", ".join(f"{theirs} is taken for {ours}" for theirs, ours in pairs[:SHOWN_LABELS])
-    more = ", ..." if len(pairs) > SHOWN_LABELS else ""
     logger.warning(
-        "%s has a head without names: %s%s; if that is wrong, set data.labels in its order, or model.new_head=true",
+        "%s has a head without names: %s; if that is wrong, set data.labels in its order, or model.new_head=true",
         source,
-        shown,
-        more,
+        shortlist(f"{theirs} is taken for {ours}" for theirs, ours in pairs),
     )

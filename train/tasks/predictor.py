@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, concatenate_datasets
 
-from train.config import ModelConfig, RecordsConfig, TaskConfig, TrainConfig, check
+from train.config import ModelConfig, RecordsConfig, TaskConfig, TrainConfig, check, shortlist
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import column, cut_words
 from train.models.heads import logits_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from train.tasks.finetune import TextTask
 
 TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times as much memory
-SHOWN_LABELS = 10
 CPU = torch.device("cpu")
 
 
@@ -139,8 +138,7 @@ class Predictor:
         labels = self.task.labels
         if not (self.has_target and labels):
             return ""
-        more = ", ..." if len(labels) > SHOWN_LABELS else ""
-        return f"no row has a label that the model knows: {', '.join(labels[:SHOWN_LABELS])}{more}"
+        return f"no row has a label that the model knows: {shortlist(labels)}"
 
 
 def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:

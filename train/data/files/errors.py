@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from train.config import Failure, InputError
+from train.config import Failure, InputError, shortlist
 from train.storage.schema import BadContent
 
 SHOWN_COLUMNS = 20
@@ -24,9 +24,8 @@ def listed(columns: Iterable[str], wanted: str) -> str:
     """The names of columns for a message: some of many, and one that is `wanted` but for blanks and capitals."""
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
-    more = f", ... ({len(names):,})" if len(names) > SHOWN_COLUMNS else ""
     hint = "" if near is None else f'; "{near}" is there: blanks and capitals count'
-    return (", ".join(names[:SHOWN_COLUMNS]) + more or "(none)") + hint
+    return (shortlist(names, SHOWN_COLUMNS) or "(none)") + hint
 
 
 @contextmanager

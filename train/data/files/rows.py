@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check
+from train.config import InputError, check, shortlist
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 
 Values = dict[str, Any] | BadRow  # of a row, by column
@@ -74,7 +74,7 @@ def csv_rows(
             raise InputError(f"{name}:{line}: no header: {broken}")
         names = fields
         twice = sorted({name for name in names if name and names.count(name) > 1})
-        check(not twice, f"{name}:{line}: two columns are named {', '.join(twice)}; rename one")
+        check(not twice, f"{name}:{line}: two columns are named {shortlist(twice)}; rename one")
 
     def rows() -> Iterator[tuple[int, Values]]:
         columns, first = names, "header" if header else "first row"

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 
-from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check
+from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check, shortlist
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import BATCH_ROWS, Values, json_rows, open_parquet
@@ -239,7 +239,7 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
         return {"train": saved}
     wanted = {split: name or "train" for split, name in names.items()}
     missing = sorted(set(wanted.values()) - set(saved))
-    check(not missing, f"data.path={location} has no split {', '.join(missing)}; there are {', '.join(saved)}")
+    check(not missing, f"data.path={location} has no split {shortlist(missing)}; there are {shortlist(saved)}")
     return {split: saved[name] for split, name in wanted.items()}
 
 

@@ -18,12 +18,12 @@ from datasets.arrow_writer import ArrowWriter
 
 from train.cli import progress
 from train.cli.progress import Phase
-from train.config import RecordsConfig, S3Config, check
+from train.config import RecordsConfig, S3Config, check, shortlist
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.formats import Table, open_splits
 from train.data.records.kinds import STRING, RowKind
-from train.data.records.rows import SHOWN_LABELS, Dropped, LabelNames, examples
+from train.data.records.rows import Dropped, LabelNames, examples
 from train.data.records.sources import FILE_FORMATS, MAX_LISTED, is_named, layout
 from train.data.records.table_facts import column
 from train.storage.folders import scratch_folder
@@ -63,7 +63,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         ok = bool(labels) or not has_labels or not len(table)
         check(ok, f"{split}: no row has a label, there is nothing to learn; is data.columns.{kind.target} right?")
         if split == "train" and names.unmapped and any(cfg.label_map.values()):
-            some = ", ".join(sorted(names.unmapped)[:SHOWN_LABELS])
+            some = shortlist(sorted(names.unmapped))
             logger.warning("data.label_map does not name %s: these labels stay as they are", some)
         if labels:
             label = datasets.ClassLabel(names=labels)
@@ -121,7 +121,7 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     if not cfg.labels:
         return [name for name in mapped if name is not None]
     agree = mapped.keys() - {None} <= set(cfg.labels)
-    have = f"{table.where}: its labels are {', '.join(names)}, data.labels are {', '.join(cfg.labels)}"
+    have = f"{table.where}: its labels are {shortlist(names)}, data.labels are {shortlist(cfg.labels)}"
     check(agree, f"{have}; name the same ones, or lead from one to the other with data.label_map")
     return list(cfg.labels)
 
@@ -135,7 +135,7 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
     elif dropped.bad_rows or dropped.left_out:
         hint = f"{dropped.bad_rows:,} bad ones and {dropped.left_out:,} that data.label_map leads to null"
     else:
-        hint = f"none is in {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
+        hint = f"none is in {shortlist(names, MAX_LISTED)}"
         hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
     check(rows[split] > 0, f"{split}: no row is left: {hint}")
 

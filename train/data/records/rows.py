@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from train.config import InputError, RecordsConfig, check
+from train.config import InputError, RecordsConfig, check, shortlist
 from train.data.files.errors import BadRow, listed
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, plain, plain_label
@@ -19,7 +19,6 @@ logger = logging.getLogger("train")
 MAX_NAMED = 10  # bad rows of a split that are named
 SHOWN_CHARS = 300  # of them in an error, which is one line
 MAX_LABELS = 1000  # seen in the data; more are another column
-SHOWN_LABELS = 10
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
 MAX_NUMBERS = 50  # that are labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -91,8 +90,7 @@ class LabelNames:
             raise BadRow("an empty label")
         name = name if name in self.known else self.spellings.get(plain_label(name), name)
         if self.known and name not in self.known:
-            some = ", ".join(self.known[:SHOWN_LABELS]) + (", ..." if len(self.known) > SHOWN_LABELS else "")
-            raise BadRow(f"unknown label {key[:40]}; the labels are {some}")
+            raise BadRow(f"unknown label {key[:40]}; the labels are {shortlist(self.known)}")
         self.seen.add(name)
         if plain_label(key) not in self.map:
             self.unmapped.add(name)
@@ -107,7 +105,7 @@ class LabelNames:
         seen = sorted(self.seen) if not self.known else []
         check(
             not (TRUTHS & {*seen} and BITS & {*seen}),
-            f"the labels are {', '.join(seen[:SHOWN_LABELS])}, and true may be 1: data.label_map={{true: 1, false: 0}} "
+            f"the labels are {shortlist(seen)}, and true may be 1: data.label_map={{true: 1, false: 0}} "
             "joins them; if each is a class, list all in data.labels",
         )
         values = {name: float(name.replace(",", ".")) for name in seen if SCORE.fullmatch(name)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from train.config import InputError, RecordsConfig, S3Config, Unreachable, check
+from train.config import InputError, RecordsConfig, S3Config, Unreachable, check, shortlist
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
@@ -131,7 +131,8 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
     }
     for split in files.keys() - {"train"}:
         both = set(files[split]) & set(files["train"])
-        check(not both, f"{', '.join(sorted(map(str, both)))}: both in train and in {split}; name other files")
+        some = shortlist(sorted(map(str, both)), MAX_LISTED)
+        check(not both, f"{some}: both in train and in {split}; name other files")
     return files
 
 
@@ -159,8 +160,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
 def only_one(location: str, names: list[str]) -> str:
     """The only name. InputError for several: no guess is made, because one of them may be the test set."""
     check(bool(names), f"data.path={location} holds no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
-    some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
-    many = f"data.path={location} holds {len(names)} files ({some})"
+    many = f"data.path={location} holds {len(names)} files ({shortlist(names, MAX_LISTED)})"
     check(len(names) == 1, f"{many}; say which is for training: data.train=NAME, or a glob")
     return names[0]
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from train.config import shortlist
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # shares of rows that are as short
 SHORTEST_EDGE = 4
-SHOWN_LABELS = 10
 STEP = 16  # tokens, of which lengths are multiples, as matrix units like them
 LEAST_GAIN = 0.01  # share of the tokens computed; a length more makes batches of an epoch less mixed
 MOST_GRAPHS = 3  # lengths that data.lengths=auto chooses where each is a graph to compile
@@ -48,10 +49,7 @@ def facts_of_split(
 def untrained_labels(label_counts: dict[str, int]) -> str:
     """Return a line about the labels that no training row has; empty if there is none."""
     names = [name for name, count in label_counts.items() if not count]
-    more = ", ..." if len(names) > SHOWN_LABELS else ""
-    return (
-        f"no training row has the label {', '.join(names[:SHOWN_LABELS])}{more}: it cannot be learnt" if names else ""
-    )
+    return f"no training row has the label {shortlist(names)}: it cannot be learnt" if names else ""
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:

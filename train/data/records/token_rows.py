@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from train.config import check
+from train.config import check, shortlist
 from train.data.batches.buckets import parts_of
 from train.data.batches.loader import Batch
 from train.data.batches.masking import IGNORE_INDEX
@@ -95,7 +95,7 @@ class TokenRows:
                 `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
-        check(not missing, f"the data has no column {', '.join(missing)}; there are {', '.join(table.column_names)}")
+        check(not missing, f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}")
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
         arrow = table.with_format("arrow")[:]  # as it is on disk; only rows that were selected are gathered
         self.tokens = Lists(arrow.column("input_ids"))

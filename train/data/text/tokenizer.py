@@ -47,6 +47,9 @@ FILES = [
     "added_tokens.json",
     "*.model",
 ]  # at the Hub
+PIECES = ("tokenizer.json", "vocab*", "*.model")
+NO_PIECES = "it has no tokenizer.json or vocabulary file"
+ANY_FAST = "PreTrainedTokenizerFast"  # in files of transformers 4, for a tokenizer.json of whatever model
 # Reads a tokenizer.json, and text of all scripts with it: damage in its tables makes the library's Rust code panic, or
 # ends the process, where no `except` helps. Of CJK, Hangul and what has no letters every 97th character is enough.
 TRIAL = """
@@ -185,6 +188,8 @@ def load_tokenizer(
         with quiet(), asking_hub(source):
             folder = fetched(source, FILES)
             config = tokenizer_config(source, folder)
+            has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
+            check(has_pieces, f"tokenizer {source} cannot be loaded: {NO_PIECES}")
             if (folder / "tokenizer.json").is_file():
                 try_tokenizer(folder)
             tokenizer = AutoTokenizer.from_pretrained(
@@ -204,7 +209,7 @@ def load_tokenizer(
     )
     check(
         len(tokenizer) > len(tokenizer.all_special_ids),  # what transformers makes where there is no file
-        f"tokenizer {source} cannot be loaded: it has no tokenizer.json or vocabulary file",
+        f"tokenizer {source} cannot be loaded: {NO_PIECES}",
     )
     for name in needs:
         check(getattr(tokenizer, name) is not None, f"tokenizer {source} has no {name}, which the model needs")
@@ -231,7 +236,8 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
     config.tokenizer_class = values.get("tokenizer_class")
     for name in map(str, filter(None, (settings.get("tokenizer_class"), config.tokenizer_class))):
-        for variant in (name, name.removesuffix("Fast"), f"{name}Fast"):  # transformers tries all, of all its classes
+        variants = (name, name.removesuffix("Fast"), f"{name}Fast")  # transformers tries all, of all its classes
+        for variant in variants if name != ANY_FAST else ():
             found: Any = tokenizer_class_from_name(variant)
             check(
                 found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)),

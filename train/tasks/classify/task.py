@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from datasets import Dataset, Value
 from torch import Tensor
 
-from train.config import check
+from train.config import check, shortlist
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
@@ -173,13 +173,13 @@ def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
     if given is not None:
         check(
             len(given) == len(labels),
-            f"task.class_weights has {len(given)} numbers for {len(labels)} labels ({', '.join(labels)})",
+            f"task.class_weights has {len(given)} numbers for {len(labels)} labels ({shortlist(labels)})",
         )
         return np.array(given, np.float32)
     if not cfg.balanced:
         return None
     absent = [name for name, count in zip(labels, counts, strict=True) if not count]
-    check(not absent, f"task.balanced=true: no training row has the label {', '.join(absent)}; set task.class_weights")
+    check(not absent, f"task.balanced=true: no training row has the label {shortlist(absent)}; set task.class_weights")
     return (counts.sum() / (len(labels) * counts)).astype(np.float32)
 
 

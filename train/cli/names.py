@@ -1,0 +1,66 @@
+"""Settings that hold the user's own names: labels, columns' values, files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+
+from train.config import check
+
+TABLES = ("data.label_map", "data.more_validation", "compare.variants", "compare.largest_batch")
+LABELS = "data.labels"
+
+
+def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split overrides into those that Hydra reads and the settings that hold the user's own names.
+
+    Such names may have any character, and Hydra's grammar accepts neither {-1: neg} nor [don't]. A value that begins
+    with ~ is quoted for Hydra.
+    """
+    for_hydra: list[str] = []
+    users_own: dict[str, Any] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key in TABLES:
+            users_own[key] = {**users_own.get(key, {}), **own_table(key, text)}
+        elif key == LABELS:
+            users_own[key] = own_list(key, text)
+        else:
+            for_hydra.append(f"{key}={quoted(text)}" if text.startswith("~") else override)
+    return for_hydra, users_own
+
+
+def quoted(text: str) -> str:
+    """A value of an override that is read as this text, whatever it holds but references (${...})."""
+    return QuotedString(text, Quote.double).with_quotes()
+
+
+def own_table(key: str, text: str) -> dict[str, str | None]:
+    """Parse a table of names as Hydra does, or else as YAML, whose plain scalars may have more characters."""
+    try:
+        value = OverridesParser.create().parse_override(f"{key}={text}").value()
+    except HydraException:
+        value = as_written(text)
+    check(isinstance(value, dict), f"{key}={text}: {key} is a table, as {{a: b, c: d}}")
+    return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
+
+
+def own_list(key: str, text: str) -> list[str]:
+    """Parse a list of names, each of which is as it is written: [no, null, 1e3] holds these three words."""
+    value = as_written(text)
+    ok = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    check(ok, f"{key}={text}: {key} is a list, as [a, b]")
+    return value
+
+
+def as_written(text: str) -> Any:
+    """Return what YAML holds, with scalars as texts; None if it is none."""
+    try:
+        return yaml.BaseLoader(text).get_single_data()
+    except yaml.YAMLError:
+        return None
