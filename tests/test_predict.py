@@ -253,7 +253,7 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
     [
         (b"name,body\n", "holds no row"),
         (b"name,body\nrow1,ba\nrow2,b\xff\n", "new.csv:3: byte 0xff is not utf-8"),
-        (b"name,text\nrow1,ba\n", "no column body (data.columns.text); the columns are: name, text"),
+        (b"name,text\nrow1,ba\n", "no column body (--text-column); the columns are: name, text"),
     ],
     ids=["header_alone", "not_utf8", "wrong_column"],
 )
@@ -288,6 +288,10 @@ def test_what_a_model_is_not_for(labelled, answering, capsys):
     assert "learnt without text_pair: see --text-pair" in rejected(capsys, labelled[0], *pair)
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
     assert "learnt without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more)
+    given = [labelled[0], "--input", labelled[1]]
+    assert "no column nosuch (--label-column)" in rejected(capsys, *given, "--label-column", "nosuch")
+    assert "--tags-column: " in rejected(capsys, *given, "--tags-column", "stars")
+    assert "only --input has columns" in rejected(capsys, labelled[0], *labels, "--label-column", "stars")
 
 
 def test_a_pretraining_has_no_head_and_a_run_that_has_just_begun_no_model(tmp_path, tokenizer_folder, capsys):

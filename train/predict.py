@@ -12,6 +12,7 @@ import argparse
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ SPECS = [spec for spec in TASKS.values() if spec.inputs]
 INPUTS = {name: text for spec in SPECS for name, text in spec.inputs.items()}  # and flags' help
 OPTIONS = {name: text for spec in SPECS for name, text in spec.options.items()}
 ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
+FLAGS = {  # what errors of reading say of settings, and what it is here
+    "data.path=": "--input ",
+    "set data.format to": "give --format",
+    "say which is for training: data.train=NAME, or a glob": "name one of them",
+}
 COLUMNS = [item.name for item in fields(ColumnsConfig)]
 Row = dict[str, Any]
 
@@ -69,11 +75,15 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
         )
         assert isinstance(cfg.data, RecordsConfig)
         data = cfg.data
-    flags_given = {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
-    columns = {name: value or getattr(ColumnsConfig(), name) for name, value in flags_given.items()}
+    columns = {name: value or getattr(ColumnsConfig(), name) for name, value in columns_given(options).items()}
     data = replace(data, columns=replace(data.columns, **columns), cache_dir=options.cache_dir)
     source = located("MODEL", options.model, s3, cache_dir(data), needs="config.json")
     return Predictor(source, data, run=run, seq_len=options.seq_len)
+
+
+def columns_given(options: argparse.Namespace) -> dict[str, str]:
+    """The columns that flags name, by their keys."""
+    return {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
 
 
 def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
@@ -114,7 +124,24 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
         return iter([{"id": "0", **trained.task.row_of(given)}])
     form = options.format or ("auto" if is_named(options.input) else trained.data.format)
     data = replace(trained.data, format=form)
-    return read_texts(data, trained.task.featurizer.kind, options.input, s3, labels=trained.task.labels)
+    kind = trained.task.featurizer.kind
+    named = [name for name, column in columns_given(options).items() if column]
+    unread = set(named) - {"id", "word", "tag", *kind.columns}
+    check(not unread, f"{flags(f'{name}_column' for name in sorted(unread))}: {options.model} {spec.does}")
+    return in_words_of_flags(read_texts(data, kind, options.input, s3, labels=trained.task.labels, named=named))
+
+
+def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
+    """The same rows; an error that names a setting for which there is a flag names the flag."""
+    try:
+        yield from rows
+    except InputError as error:
+        said = re.sub(
+            r"data\.columns\.(\w+)(=?)", lambda key: flags([f"{key[1]}_column"]) + " " * len(key[2]), str(error)
+        )
+        for setting, flag in FLAGS.items():
+            said = said.replace(setting, flag)
+        raise InputError(said) from error
 
 
 def inputs_given(options: argparse.Namespace) -> dict[str, str]:
@@ -229,6 +256,8 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     ok = any(fits(spec, given) for spec in SPECS) if options.input is None else not given
     ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in SPECS]
     check(ok, f"{flags(given)}: these flags do not go together; give {', or '.join(ways)}, or --input alone")
+    names = [f"{name}_column" for name in columns_given(options)]
+    check(options.input is not None or not names, f"{flags(names)}: only --input has columns")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
     if options.format is not None:
         check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))

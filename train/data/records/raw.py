@@ -7,7 +7,7 @@ few at a time into Arrow files. A row that cannot be used is named, counted, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,12 +148,19 @@ def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) ->
 
 
 def read_texts(
-    cfg: RecordsConfig, kind: RowKind, path: str, s3: S3Config, *, labels: Sequence[str] = ()
+    cfg: RecordsConfig,
+    kind: RowKind,
+    path: str,
+    s3: S3Config,
+    *,
+    labels: Sequence[str] = (),
+    named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """New examples of a file, or of a saved data set, in its order, read like the training data was.
 
     Columns as in `Raw`; a label is a name, one of `labels` if they are given, or None. The target is only there where
-    the data has one. A row that cannot be read is an InputError that names the row.
+    the data has one. A row that cannot be read is an InputError that names the row, as is a column of the keys `named`
+    that the data lacks.
     """
     new = replace(cfg, path=path, train=None, validation=None, more_validation={})
     says_format = is_named(path) and not path.endswith(".json")
@@ -161,4 +168,4 @@ def read_texts(
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
     with scratch_folder() as scratch:
         tables = open_splits(new, kind.columns_of(new.columns).values(), s3, scratch)["train"]
-        yield from examples(tables, new, kind, LabelNames(new, labels), None)
+        yield from examples(tables, new, kind, LabelNames(new, labels), None, named=named)

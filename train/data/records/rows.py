@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -134,11 +134,18 @@ class LabelNames:
 
 
 def examples(
-    tables: Iterable[Table], cfg: RecordsConfig, kind: RowKind, labels: LabelNames, dropped: Dropped | None
+    tables: Iterable[Table],
+    cfg: RecordsConfig,
+    kind: RowKind,
+    labels: LabelNames,
+    dropped: Dropped | None,
+    *,
+    named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Rows with the columns of `kind`, a label by its name. Bad rows go to `dropped`.
 
-    If that is None the rows are new ones: they have a target only if the data does, a label that is not known is None.
+    If that is None the rows are new ones: they have a target only if the data does or it is one of the columns `named`,
+    a label that is not known is None.
 
     Raises:
         InputError: a column is missing; for new rows, one is bad.
@@ -147,7 +154,9 @@ def examples(
     ids: set[str] = set()
     for table in tables:
         columns = kind.columns_of(table.keys or cfg.columns)
-        rows = with_columns({key: columns[key] for key in columns if not is_new or key != kind.target}, table)
+        rows = with_columns(
+            {key: columns[key] for key in columns if not is_new or key != kind.target or key in named}, table
+        )
         names, first = table.class_names.get(columns[kind.target]), number + 1
         for where, values in rows:
             number += 1
