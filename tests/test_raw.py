@@ -368,11 +368,16 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
     datasets.DatasetDict(train=table(), test=table()).save_to_disk(folder / "two")
     (folder / "three").mkdir()
     put(folder, "three/train.jsonl", '{"text": "a", "label": 1}\n{"text": \n')
+    (folder / "four").mkdir()
+    os.mkfifo(folder / "pipe.csv")
+    os.mkfifo(folder / "four/train.csv")
     for name, settings, message in (
         ("one", {"validation": "test"}, "holds one data set, not splits test"),
         ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
         ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read: "),
         ("nowhere", {}, "there is no such file or folder"),
+        ("pipe.csv", {}, "pipe.csv is neither a regular file nor a folder .a pipe"),
+        ("four", {}, "four/train.csv is neither a regular file nor a folder"),
     ):
         rejects(message, read, folder / name, **settings)
 

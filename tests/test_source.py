@@ -15,6 +15,7 @@ from transformers import AutoModelForMaskedLM, CanineTokenizer
 from train.config import ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
+from train.models.pretrained import read_model_config
 from train.models.source import resolved, task_tokenizer
 
 LOCAL = S3Config()
@@ -48,6 +49,16 @@ def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
     assert cfg == ModelConfig(pretrained=str(folder), tokenizer=str(folder))
     assert resolved(cfg, LOCAL, tmp_path) == cfg
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["pretrained", "init_from"])
+def test_the_parent_of_models_names_them(key, folder, tmp_path):
+    for name in ("one", "deeper/two"):
+        shutil.copytree(folder, tmp_path / name)
+    says = f"{tmp_path} .*; there are models in one, deeper/two: name one"
+    cfg = ModelConfig(**{key: str(tmp_path)})
+    rejects(says, lambda: task_tokenizer(resolved(cfg, LOCAL, tmp_path / "cache")))
+    rejects(f"no config.json{says[len(str(tmp_path)) + 3 :]}", read_model_config, str(tmp_path))
 
 
 def test_a_run_gives_its_export(finished, tmp_path):

@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from train.cli import compose as cli
-from train.config import RecordsConfig, TrainConfig, check
+from train.config import RecordsConfig, TrainConfig, check, shortlist
 from train.data.records.table_facts import cut_words, padding_share
 
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
 
 NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # what a run must have, and data does not
+SHOWN_CLASSES = 50
 WORTH_SAYING = 0.1  # share of the tokens computed that other lengths would save
 
 
@@ -69,8 +70,8 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: 
         yield f"{split}: {facts['examples']:,} examples, {facts['rows']:,} rows of tokens"
         if facts["label_counts"]:
             total = sum(facts["label_counts"].values())
-            counts = (f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items())
-            yield f"  classes   {', '.join(counts)}"
+            counts = [f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items()]
+            yield f"  classes   {shortlist(counts, SHOWN_CLASSES)}"
         yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
         cut = cut_words(rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len)
         yield f"  cut       {cut or 'no row'}"

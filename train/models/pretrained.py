@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from train.config import InputError, check
 from train.data.text.tokenizer import quiet
 from train.storage.hub_access import asking_hub, fetched, why_missing
-from train.storage.model_folder import read_model_json
+from train.storage.model_folder import models_below, read_model_json
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
@@ -121,7 +121,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
     except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
     if values is None:
-        raise InputError(unavailable(source, FileNotFoundError("it has no config.json")))
+        raise InputError(unavailable(source, FileNotFoundError(f"it has no config.json{models_below(folder)}")))
     try:
         config = AutoConfig.for_model(values.pop("model_type"), **{**values, "name_or_path": source})
     except Exception as error:  # whatever a value makes the code of an architecture raise

@@ -24,6 +24,7 @@ from train.run_folder.exported import is_outdated, saved_steps
 from train.storage.atomic_io import made_once
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 from train.storage.hub_access import hub_or_path, is_at_hub
+from train.storage.model_folder import models_below
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,7 +69,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
     check(
         is_run,
         f"{key}={location} is neither a run (it has no config.yaml with metrics.jsonl) nor a folder of transformers "
-        f"(it has no {needs})",
+        f"(it has no {needs}{'' if is_s3(location) else models_below(local_path(location))})",
     )
     exported = {name.removeprefix("export/") for name in folder.names("export/")}
     if "config.json" in exported and any(name.endswith(".safetensors") for name in exported):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from train.config import shortlist
 from train.storage.schema import BadContent, of_type, read_object, shown
 
 # Encoders of text whose code in transformers loads nothing else: no kernels of the Hub, no model within the model.
@@ -25,6 +26,7 @@ WAS_SET = "_attn_implementation_autoset"  # true or false, which transformers 4.
 FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer has
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # of another machine; transformers replaces them
 LARGEST, DEEPEST = 10**9, 1000  # a size; layers: each is an object, so that a number alone could keep a machine busy
+MOST_NAMED = 5  # folders in an error
 MOST_LABELS = 10**6  # transformers makes a name of each
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
@@ -62,6 +64,13 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
     return values
 
 
+def models_below(folder: Path) -> str:
+    """Return the end of a message about a folder that holds no model: the folders in it that do."""
+    found = [path for pattern in ("*/config.json", "*/*/config.json") for path in sorted(folder.glob(pattern))]
+    names = [name for path in found if (name := path.parent.relative_to(folder).as_posix()).isprintable()]
+    return f"; there are models in {shortlist(names, MOST_NAMED)}: name one" if names else ""
+
+
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:
     """Return what tokenizer_config.json holds, {} without the file. Raises BadContent for keys of it, or of
     special_tokens_map.json, by which transformers would read files from elsewhere.
@@ -81,7 +90,7 @@ def read_tokenizer_json(folder: Path) -> dict[str, Any]:
 
 def read_checked(path: Path) -> dict[str, Any] | None:
     """Return the object in a file, None without the file. Raises BadContent if a key at any depth loads something."""
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         values = read_object(path.read_bytes())

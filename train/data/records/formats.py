@@ -20,6 +20,7 @@ from train.data.records.conll import conll_rows
 from train.data.records.delimited import Lines, csv_lines
 from train.data.records.sources import (
     FILE_FORMATS,
+    NO_FILE,
     SUFFIXES,
     File,
     S3File,
@@ -104,6 +105,7 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
     """One of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters. Parquet is Parquet
     whatever it is said to be: read as text it would hold no row.
     """
+    check(path.is_file(), f"{name} is {NO_FILE}")
     with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
         if file.read(len(PARQUET_START)) == PARQUET_START:
             return "parquet"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
+NO_FILE = "neither a regular file nor a folder (a pipe can be read once, and may have no end): write it to a file"
 MAX_LISTED = 5  # files named in an error
 # Settings that leave the rows as they are.
 NOT_READING = ("path", "num_workers", "prefetch", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
@@ -142,6 +143,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)
     check(root.exists(), f"data.path={location}: there is no such file or folder")
+    check(root.is_file() or root.is_dir(), f"data.path={location} is {NO_FILE}")
     if root.is_file():
         if pattern is None:
             return [root]

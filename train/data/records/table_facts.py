@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0
 SHORTEST_EDGE = 4
 STEP = 16  # tokens, of which lengths are multiples, as matrix units like them
 LEAST_GAIN = 0.01  # share of the tokens computed; a length more makes batches of an epoch less mixed
+FEW_EXAMPLES = 30  # for an evaluation: with fewer, one answer moves a figure by more than three hundredths
 MOST_GRAPHS = 3  # lengths that data.lengths=auto chooses where each is a graph to compile
 
 
@@ -46,10 +47,15 @@ def facts_of_split(
     }
 
 
-def untrained_labels(label_counts: dict[str, int]) -> str:
-    """Return a line about the labels that no training row has; empty if there is none."""
-    names = [name for name, count in label_counts.items() if not count]
-    return f"no training row has the label {shortlist(names)}: it cannot be learnt" if names else ""
+def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line about the labels that no training row has, and one for each split that is too small to judge by."""
+    names = [name for name, count in splits["train"]["label_counts"].items() if not count]
+    if names:
+        yield f"no training row has the label {shortlist(names)}: it cannot be learnt"
+    for split, facts in splits.items():
+        if split != "train" and (rows := facts["examples"]) < FEW_EXAMPLES:
+            what = f"{split} has only {rows} example{'s' if rows > 1 else ''}"
+            yield f"{what}: one answer moves a score by {1 / rows:.0%}; hold out at least {FEW_EXAMPLES}"
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:

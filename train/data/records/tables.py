@@ -34,7 +34,7 @@ from train.data.records.formats import load_saved
 from train.data.records.raw import read_raw
 from train.data.records.rows import Dropped
 from train.data.records.sources import is_named, settings_of, version
-from train.data.records.table_facts import column, facts_of_split, untrained_labels
+from train.data.records.table_facts import column, facts_of_split, shortages
 from train.data.records.table_folder import (
     FORMAT,
     NAME,
@@ -159,9 +159,8 @@ def provide(request: TableRequest) -> str:
             folder = find_saved(request, source, facts)
         else:
             folder = find_or_make(request)
-        labels = parse_facts((folder / NAME).read_bytes())["splits"]["train"]["label_counts"]
-        if is_first_machine and (note := untrained_labels(labels)):
-            logger.warning(note)
+        for line in shortages(parse_facts((folder / NAME).read_bytes())["splits"]) if is_first_machine else ():
+            logger.warning(line)
         if data.save_to is not None and is_first_machine:
             save(folder, open_folder(data.save_to, request.cfg.s3))
     # The tokenizer used threads here: loader workers that are forked now must not, and must not warn of it.

@@ -29,7 +29,7 @@ from train.data.text.encoding import Vocabulary
 from train.host.memory import available_bytes
 from train.storage.folders import Folder, scratch_folder, sha256_bytes
 from train.storage.hub_access import asking_hub, fetched, hub_or_path, why_missing
-from train.storage.model_folder import read_model_json, read_tokenizer_json
+from train.storage.model_folder import models_below, read_model_json, read_tokenizer_json
 from train.storage.schema import Sha256, shown
 
 logger = logging.getLogger("train")
@@ -189,7 +189,7 @@ def load_tokenizer(
             folder = fetched(source, FILES)
             config = tokenizer_config(source, folder)
             has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
-            check(has_pieces, f"tokenizer {source} cannot be loaded: {NO_PIECES}")
+            check(has_pieces, f"tokenizer {source} cannot be loaded: {NO_PIECES}{models_below(folder)}")
             if (folder / "tokenizer.json").is_file():
                 try_tokenizer(folder)
             tokenizer = AutoTokenizer.from_pretrained(
