@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
 # Kinds of stops (train/attempt/stopping.py): a signal to torchrun, or its death; and machines that are taken away.
 KILLED = "SIGTERM"
-TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block")
+TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
 RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 

@@ -19,8 +19,10 @@ from pathlib import Path
 
 def hold():
     import train.optim
+    from train.attempt import stopping
     from train.attempt.stopping import StopRequest
 
+    stopping.POLL_S = 0.1
     rate, ask, asked = train.optim.learning_rate, StopRequest.ask, []
 
     def noted(self, reason, **settings):

@@ -16,7 +16,7 @@ from launch.spec import State
 from train.cli.command import DONE
 
 LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
-LONG += ["preempt.poll_s=0.1", "export=false", "lease.ttl_s=5"]
+LONG += ["export=false", "lease.ttl_s=5"]
 
 
 @pytest.fixture(scope="session")

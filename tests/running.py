@@ -83,7 +83,7 @@ def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
 
 def train_config(run_dir: Path, data: Path, *overrides: str) -> TrainConfig:
     """For a run in the tests' own process. Those of `run` and `command` have a watchdog as well."""
-    return cli.load_config(TrainConfig, train_overrides(run_dir, data, "watchdog.enabled=false", *overrides))
+    return cli.load_config(TrainConfig, train_overrides(run_dir, data, "watchdog.step_s=0", *overrides))
 
 
 def run(

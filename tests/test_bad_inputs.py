@@ -142,7 +142,6 @@ VALUES = [
     ("best.metric=f2", "best.metric=f2"),
     ("seq_len=64", "seq_len=64"),
     ("task.max_predictions=32", "task.max_predictions=32"),
-    ("checkpoint.max_wait_s=700", "checkpoint.max_wait_s=700"),
     ("data.attempt_s=301", "data.attempt_s=301"),
     ("hub.push_to=a/b/c", "hub.push_to=a/b/c"),
     ("model.num_heads=3", "model.num_heads=3"),

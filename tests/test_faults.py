@@ -16,7 +16,7 @@ from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
 from train import entry, loop
-from train.attempt import attempt
+from train.attempt import attempt, checkpoint_manager
 from train.attempt.stopping import StopRequest
 from train.backend.nonfinite import Skips
 from train.checkpoints.saver import SavesFail
@@ -204,7 +204,8 @@ def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_
     monkeypatch.setattr(Skips, "known_streak", lambda skips: 0)
     toy.scale = lambda call: NAN if call > 4 else 1.0
     said = r"6 steps in a row .* \(nonfinite.max_skips=3; this device counts skips itself .* every log_every=10 steps\)"
-    options = {"max_steps": 50, "eval_every": None, "log_every": 10, "nonfinite": NonfiniteConfig(max_rollbacks=0)}
+    monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
+    options = {"max_steps": 50, "eval_every": None, "log_every": 10}
     rejects(said, toy.train, error=FloatingPointError, **options)
     assert toy.losses == 10
 

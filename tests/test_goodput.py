@@ -2,14 +2,15 @@
 
 import json
 import time
+from unittest import mock
 
 import pytest
 
 from train.attempt import goodput
 from train.attempt.goodput import newest_saved, suggested_interval_s
-from train.config import StragglerConfig
 from train.run_folder.folder import RunFolder
 from train.storage.folders import LocalFolder
+from train.telemetry import stragglers
 from train.telemetry.stragglers import Stragglers
 
 
@@ -98,31 +99,32 @@ PAIR = [[1.0, 1.0, 1.0, 2.0, 2.1], [1.0, 1.0, 1.0, 2.1, 2.0]]
 LENGTHS = [[size * work for work in EVEN] for size in (1, 10, 0.1, 5, 70, 3, 0.5, 200) * 3]
 
 
-def watched(works, hosts=None, stages=None, **settings):
+def watched(works, hosts=None, stages=None, *, windows):
     """The alarms that each line gave rise to, by its number, and the fields of the last one."""
-    watcher = Stragglers(StragglerConfig(**settings), hosts or [f"host{rank}" for rank in range(len(works[0]))], stages)
-    alarms = {number: texts for number, line in enumerate(works) if (texts := watcher.see(line))}
+    watcher = Stragglers(hosts or [f"host{rank}" for rank in range(len(works[0]))], stages)
+    with mock.patch.object(stragglers, "WINDOWS", windows):
+        alarms = {number: texts for number, line in enumerate(works) if (texts := watcher.see(line))}
     return alarms, watcher.fields
 
 
 @pytest.mark.parametrize(
-    ("works", "settings", "alarms"),
+    ("works", "windows", "alarms"),
     [
-        ([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], {"windows": 3}, [6, 16]),  # warm-up
-        ([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], {"windows": 3}, [7, 27, 47, 67]),  # again
-        ([SLOW] * 20, {"windows": 3}, [6]),  # from the start: it has no past, and takes twice as many lines
-        (LENGTHS, {"windows": 2}, []),
-        (TURNS, {"windows": 2}, []),
-        ([[1.0, 1.0, 1.4]] * 9, {"windows": 2}, []),  # a little
-        ([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], {"windows": 5}, [10]),  # measured by the other
-        ([*[[1.0] * 5] * 4, *PAIR * 3], {"windows": 3}, [6]),  # whichever is slower
-        ([*SHARED, *[[1.0, 2.0]] * 6, *[[1.0, 1.0]] * 6], {"windows": 5}, []),  # by chance anyway
-        ([*SHARED, *[[1.0, 3.0]] * 6], {"windows": 5}, [len(SHARED) + 4]),  # slower than ever
+        ([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], 3, [6, 16]),  # warm-up
+        ([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], 3, [7, 27, 47, 67]),  # again
+        ([SLOW] * 20, 3, [6]),  # from the start: it has no past, and takes twice as many lines
+        (LENGTHS, 2, []),
+        (TURNS, 2, []),
+        ([[1.0, 1.0, 1.4]] * 9, 2, []),  # a little
+        ([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], 5, [10]),  # measured by the other
+        ([*[[1.0] * 5] * 4, *PAIR * 3], 3, [6]),  # whichever is slower
+        ([*SHARED, *[[1.0, 2.0]] * 6, *[[1.0, 1.0]] * 6], 5, []),  # by chance anyway
+        ([*SHARED, *[[1.0, 3.0]] * 6], 5, [len(SHARED) + 4]),  # slower than ever
     ],
     ids="once again at-start lengths in-turns a-little of-two two by-chance slower-than-ever".split(),
 )
-def test_a_rank_that_becomes_slow_is_named_once_and_again_when_that_is_over(works, settings, alarms):
-    assert list(watched(works, factor=1.5, **settings)[0]) == alarms
+def test_a_rank_that_becomes_slow_is_named_once_and_again_when_that_is_over(works, windows, alarms):
+    assert list(watched(works, windows=windows)[0]) == alarms
 
 
 def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
@@ -133,7 +135,7 @@ def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
     assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
     alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)
     assert [text.split(" on ")[0] for text in alarms[6]] == ["rank 3", "rank 4"]
-    assert watched([[5.0]] * 9, factor=1.5, windows=2) == ({}, {})  # one alone is measured by none
+    assert watched([[5.0]] * 9, windows=2) == ({}, {})  # one alone is measured by none
 
 
 def test_ranks_are_compared_with_those_of_their_stage_only():

@@ -234,13 +234,6 @@ def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
     assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == toy.weights(2)
 
 
-def test_a_wish_for_a_save_is_granted_once_and_the_run_goes_on(toy):
-    stop = StopRequest()
-    toy.scale = lambda call: stop.ask_save("a notice") or 1.0 if call == 2 else 1.0
-    assert toy.train(stop=stop, checkpoint={"every": 100}) == ("done", 6)
-    assert list(toy.saved()) == [3, 6] and stop.saves_soon is None
-
-
 def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_in_order(toy, monkeypatch):
     draw, bad = Rows.draw, []
 

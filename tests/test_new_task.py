@@ -190,7 +190,7 @@ def settings(prepared, tmp_path_factory):
     data += ["data.lengths=[32]"]  # by default they differ between devices
     given = ["task=focal", "task.gamma=1", "optim=sgd", "optim.momentum=0.8", "optim.lr=0.1", *data]
     given += ["optim.schedule=constant"]  # on XLA a rate that is a Python number is one more graph
-    given += ["max_steps=4", "eval_every=2", "watchdog.enabled=false"]
+    given += ["max_steps=4", "eval_every=2", "watchdog.step_s=0"]
     return tuning(tmp_path_factory.mktemp("cache") / "run", prepared / "tokenizer", *given)
 
 

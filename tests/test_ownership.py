@@ -193,12 +193,12 @@ def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(fo
     """At step 3 of 50, with a checkpoint, an evaluation and a line of the metrics at every step."""
     is_due, before = CheckpointManager.is_due, {}
 
-    def lose_it(self, num_asked):
+    def lose_it(self):
         if self.recorder.progress.step == 3 and not before:
             self.saver.wait()
             take_over(folder.storage)
             before.update(content(folder))
-        return is_due(self, num_asked)
+        return is_due(self)
 
     monkeypatch.setattr(CheckpointManager, "is_due", lose_it)
     with pytest.raises(LeaseLost, match="is lost: process .* on node-2"):

@@ -10,9 +10,9 @@ from rejections import rejects
 from toy import NAN
 from toy import toy as toy
 
+from train.attempt import checkpoint_manager
 from train.backend.ddp import DDP, CudaWork
 from train.config import BackendConfig, InstanceConfig, ModelConfig
-from train.config.attempt import NonfiniteConfig
 from train.models.encoder import build_masked_lm
 from train.models.network import is_norm
 from train.tasks.mlm.task import loss_sum
@@ -65,7 +65,8 @@ def test_norms_in_bf16_need_the_precision(toy):
     rejects("backend.norms=bf16 is for backend.precision=bf16; here it is fp32", DDP, NARROW)
 
 
-def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(toy):
+def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(toy, monkeypatch):
+    monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
     """Three in a row, and three steps in a row without a finite gradient would be too many."""
     toy.scale = lambda call: 1e6 if 3 <= call <= 5 else SMALL
     assert toy.train(max_steps=8, backend=FP16, checkpoint={"every": 1, "keep": 0}) == ("done", 8)
@@ -74,10 +75,11 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_
     assert len(toy.faults()) == 3 and all("1 steps were skipped" in fault for fault in toy.faults())
 
 
-def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy):
+def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy, monkeypatch):
+    monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
     toy.scale = lambda call: NAN if call > 4 else SMALL
     with pytest.raises(FloatingPointError, match="3 steps in a row had no finite gradient, up to step 23"):
-        toy.train(max_steps=50, eval_every=None, backend=FP16, nonfinite=NonfiniteConfig(max_rollbacks=0))
+        toy.train(max_steps=50, eval_every=None, backend=FP16)
     # From 65536 to 1 in 16 steps, then three that the scale does not excuse.
     assert toy.values("train", "loss_scale")[-4:] == [1.0, 0.5, 0.25, 0.125]
 

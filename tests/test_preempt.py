@@ -20,7 +20,7 @@ import pytest
 from forks import launch, start_changed, start_forked
 from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
-from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
+from services.fake_imds import EVENTS, SPOT, TOKEN, FakeIMDS
 
 from train.attempt import stopping
 from train.attempt.stopping import Notices, StopRequest
@@ -28,9 +28,13 @@ from train.config import InputError, PreemptConfig, Unreachable
 from train.host import metadata
 from train.host.metadata import Metadata
 
-POLL_S = 0.02
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
 NOW = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
+
+
+@pytest.fixture(autouse=True)
+def polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def watching(
     run_s: float = 0,
     **settings: object,
 ) -> Notices:
-    preempt = PreemptConfig(**{"poll_s": POLL_S, **settings})  # type: ignore[arg-type]
+    preempt = PreemptConfig(**settings)  # type: ignore[arg-type]
     cfg = SimpleNamespace(preempt=preempt, max_run_s=max_run_s)
     return Notices(cfg, stop, stop_file, time.monotonic() - run_s)  # type: ignore[arg-type]
 
@@ -125,8 +129,8 @@ def test_a_notice_that_comes_ends_the_run_also_if_the_token_was_forgotten(imds, 
     imds.say(EVENTS, [])
     with watching(stop):
         more_rounds(imds)
-        assert (stop.reason, stop.saves_soon) == (None, None)
-        assert {request.status for request in imds.seen(SPOT) + imds.seen(REBALANCE)} == {404}
+        assert stop.reason is None
+        assert {request.status for request in imds.seen(SPOT)} == {404}
         imds.expire_tokens()
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)
@@ -138,43 +142,27 @@ def event(code: str, state: str = "active") -> dict[str, str]:
     return {"NotBefore": "20 Nov 2026 08:10:00 GMT", "Code": code, "EventId": "instance-event-0d59", "State": state}
 
 
-def of(moment: str) -> dict[str, str]:
-    return {"noticeTime": moment}
-
-
 NEAR = timedelta(minutes=7)  # two minutes and the minute of a save before the event
 STOPS = [event("instance-reboot"), event("instance-stop")]
 MENDED = [event("system-reboot"), event("system-maintenance"), event("instance-stop", state="canceled")]
 
 
 @pytest.mark.parametrize(
-    ("path", "said", "settings", "later", "kind", "words"),
+    ("path", "said", "later", "kind", "words"),
     [
-        (SPOT, SPOT_NOTICE, {}, NEAR, "spot_notice", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"),
-        (REBALANCE, of("08:22"), {"rebalance": "leave"}, NEAR, "rebalance", "EC2 rebalance recommendation of 08:22"),
-        (REBALANCE, of("08:22"), {"rebalance": "ignore"}, NEAR, "", None),
-        (EVENTS, STOPS, {}, NEAR - timedelta(seconds=1), "", None),
-        (EVENTS, STOPS, {}, NEAR, "scheduled_event", "EC2 scheduled event: instance-stop at 2026-11-20T08:10:00Z"),
-        (EVENTS, [event("instance-retirement")], {}, NEAR, "scheduled_event", "EC2 scheduled event: instance-r"),
-        (EVENTS, MENDED, {}, 3 * NEAR, "", None),
+        (SPOT, SPOT_NOTICE, NEAR, "spot_notice", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"),
+        (EVENTS, STOPS, NEAR - timedelta(seconds=1), "", None),
+        (EVENTS, STOPS, NEAR, "scheduled_event", "EC2 scheduled event: instance-stop at 2026-11-20T08:10:00Z"),
+        (EVENTS, [event("instance-retirement")], NEAR, "scheduled_event", "EC2 scheduled event: instance-r"),
+        (EVENTS, MENDED, 3 * NEAR, "", None),
     ],
 )
-def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, settings, later, kind, words):
+def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later, kind, words):
     monkeypatch.setattr(Metadata, "get", lambda _, name: said if path.endswith(name) else None)
     stop.save_s, wall_clock.now = 60, NOW + later
-    watching(stop, notices="on", **settings).look_at_metadata()
-    assert (stop.kind, stop.saves_soon) == (kind, None)
+    watching(stop, notices="on").look_at_metadata()
+    assert stop.kind == kind
     assert words is None if stop.reason is None else stop.reason.startswith(words)
-
-
-def test_a_rebalance_recommendation_asks_for_one_save(stop, monkeypatch):
-    notices, said = watching(stop, notices="on"), {}
-    monkeypatch.setattr(Metadata, "get", lambda _, name: dict(said) if "rebalance" in name else None)
-    for moment, asks in (("08:22", True), ("08:22", False), ("09:22", True)):
-        said.update(of(moment))
-        notices.look_at_metadata()
-        assert (stop.saves_soon, stop.reason) == (f"EC2 rebalance recommendation of {moment}" if asks else None, None)
-        stop.saves_soon = None
 
 
 # ---- the metadata service ------------------------------------------------------------------------------------------
@@ -186,7 +174,7 @@ def test_a_rebalance_recommendation_asks_for_one_save(stop, monkeypatch):
         ({"status": 403}, "status 403"),  # the instance has its metadata service turned off
         ({"speaks_http": False}, "SSH-2.0"),
         ({"answering": threading.Event()}, "no token within 0.1 s"),
-        ({"said": {REBALANCE: '{"noticeTime": 5}'}}, "noticeTime"),
+        ({"said": {SPOT: '{"action": 5}'}}, "action"),
     ],
     ids=["off", "another service", "hangs", "no text"],
 )
@@ -200,7 +188,7 @@ def test_a_service_in_trouble_is_told_once_and_asked_again(imds, stop, warnings,
         asked = len(imds.requests)
         eventually(lambda: len(imds.requests) >= asked + 4)
         (warning,) = warnings()
-        assert imds.endpoint in warning and words in warning and stop.saves_soon is None
+        assert imds.endpoint in warning and words in warning and stop.reason is None
         changes.get("answering", threading.Event()).set()
         monkeypatch.undo()
         imds.say(SPOT, SPOT_NOTICE)
@@ -345,8 +333,7 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     """For torchrun an exit code of 75 is a failure, to be tried again. Until the notice one rank holds the other up."""
     run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
     options = ["max_steps=100000", "max_epochs=null", "eval_every=null", "checkpoint.every=100000", "export=false"]
-    options += ["preempt.poll_s=0.05", "straggler.windows=2"]
-    slow = "time.sleep(0.05 * int(os.environ['RANK']))"
+    slow = "import train.telemetry.stragglers as s; s.WINDOWS = 2; time.sleep(0.05 * int(os.environ['RANK']))"
     process = start_changed(tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3)
     try:
         metrics = run_dir / "metrics.jsonl"

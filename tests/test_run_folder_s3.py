@@ -16,6 +16,7 @@ from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
 from train import entry, loop
+from train.attempt import checkpoint_manager, notices
 from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.stopping import StopRequest
 from train.checkpoints.saver import SavesFail
@@ -73,7 +74,7 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     """
     bucket.proxy.set(Fault("delay", match="^PUT .*step_00000006/manifest.json"))
     # The watchdog vanishes with the machine.
-    options = [*bucket.overrides(), "watchdog.enabled=false", "lease.ttl_s=1"]
+    options = [*bucket.overrides(), "watchdog.step_s=0", "lease.ttl_s=1"]
     arguments = train_overrides(bucket.location("run"), prepared, *options)
     process = start_forked(["train", *arguments], os.environ)
     eventually(lambda: any(seen.fault for seen in bucket.proxy.requests("manifest")) or not process.is_alive())
@@ -141,7 +142,7 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
 def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_uploaded(bucket, prepared, monkeypatch):
     """By hand, as docs/faults.md says. No step is done twice, and the next start knows how the last one ended."""
 
-    def leave(checkpoints, num_asked):
+    def leave(checkpoints):
         if checkpoints.recorder.progress.step == 5:
             checkpoints.saver.wait()
             bucket.proxy.set(Fault("status"))
@@ -149,7 +150,8 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
 
     with monkeypatch.context() as away, pytest.raises(SavesFail, match="saving step 6: .*; step 6 is whole in "):
         away.setattr(CheckpointManager, "is_due", leave)
-        train(bucket, prepared, "checkpoint.patience_s=0")
+        away.setattr(checkpoint_manager, "PATIENCE_S", 0)
+        train(bucket, prepared)
     bucket.proxy.set()
     local = RunFolder(bucket.location("run"), bucket.config()).path
     (kept,) = (local / "staging/saving").iterdir()
@@ -342,10 +344,10 @@ def test_an_outcome_that_may_not_be_deleted_does_not_pass_for_that_of_the_next_a
     assert folder.last_outcome()["kind"] == "second"  # the first one of an attempt stays
 
 
-def test_a_role_that_may_not_delete_trains_on_and_is_told_once(bucket, prepared, capsys):
+def test_a_role_that_may_not_delete_trains_on_and_is_told_once(bucket, prepared, capsys, monkeypatch):
     """Each start finds leases, records and marks of those before it, and the last one a STOP file."""
     bucket.proxy.set(MAY_NOT_DELETE)
-    often = ["checkpoint.every=1", "checkpoint.keep=2", "checkpoint.max_failures=1"]
+    often = ["checkpoint.every=1", "checkpoint.keep=2"]
     for steps in (3, 4, 5):
         assert train(bucket, prepared, *often, f"max_steps={steps}") == ("done", steps)
         assert capsys.readouterr().err.count("s3:DeleteObject") == 1
@@ -354,7 +356,8 @@ def test_a_role_that_may_not_delete_trains_on_and_is_told_once(bucket, prepared,
         f"run/checkpoints/step_{step:08d}/manifest.json" for step in (1, 2, 3, 4, 5)
     ]
     bucket.put("run/STOP", b"")
-    _, step = train(bucket, prepared, "max_steps=100000", "preempt.poll_s=0.05")
+    monkeypatch.setattr(notices, "POLL_S", 0.05)
+    _, step = train(bucket, prepared, "max_steps=100000")
     assert 5 < step < 100000 and opened(bucket).previous["outcome"] == "stopped"
 
 

@@ -50,9 +50,11 @@ def backend():
     return DDP(BackendConfig(device=DEVICE, precision="fp32"))
 
 
-def saver_of(store, *, check_owner=lambda: None, **settings):
+def saver_of(store, *, check_owner=lambda: None, max_wait_s=10.0, **settings):
     folder = SimpleNamespace(ownership=SimpleNamespace(check=check_owner), mirror=lambda: None)
-    return AsyncSaver(CheckpointConfig(**settings), store, replica(*built()), backend(), DRAFT, folder)
+    result = AsyncSaver(CheckpointConfig(**settings), store, replica(*built()), backend(), DRAFT, folder)
+    result.max_wait_s = max_wait_s
+    return result
 
 
 def replica(model, optimizer):
@@ -126,10 +128,10 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
+def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypatch):
     """It is no failure, before more work is at risk than may be lost."""
     store, trained = HeldStore(tmp_path), built()
-    saver = saver_of(store, max_wait_s=0.01, max_failures=2)
+    saver = saver_of(store, max_wait_s=0.01)
     wanted = trained[0][0].weight.detach().cpu().clone()
     save(saver, 3, trained)
     step(*trained)
@@ -138,14 +140,14 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
     assert (skipped.step, skipped.num_bytes) == (6, 0)
     assert "left out: the save before has been under way for 0 s" in skipped.failure
     seen = [saver.failure]
-    saver.cfg.max_loss_s = 1e-9
-    for number in (9, 12):
+    monkeypatch.setattr("train.checkpoints.saver.MAX_LOSS_S", 1e-9)
+    for number in (9, 12, 15):
         save(saver, number, trained)
         seen.append(saver.failure)
-    assert [failure is not None for failure in seen] == [False, False, True]
+    assert [failure is not None for failure in seen] == [False, False, False, True]
     store.opened.set()
     saver.close(waits=True)
-    assert [(result.step, result.failure) for result in saver.take()[2:]] == [(3, None)] and saver.failure is None
+    assert [(result.step, result.failure) for result in saver.take()[3:]] == [(3, None)] and saver.failure is None
     assert store.steps() == [3]
     assert torch.equal(torch.load(tmp_path / "step_00000003/model.pt")["0.weight"], wanted)
 
@@ -215,7 +217,7 @@ class Rejecting(LocalStore):
 @pytest.mark.parametrize("rejected", ["model.pt", "optimizer.pt", "ranks.pt", "commit"])
 def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_path, rejected):
     store, trained = Rejecting(tmp_path), built()
-    saver = saver_of(store, max_failures=2)
+    saver = saver_of(store)
     assert saved(saver, 3, trained) is None
     store.rejected = rejected
     assert "No space left on device" in saved(saver, 6, trained)
@@ -227,14 +229,14 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_
 
 def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_path):
     store, trained = Rejecting(tmp_path), built()
-    saver, seen = saver_of(store, max_failures=2), []
-    for number, rejected in enumerate(["model.pt", "", "commit", "model.pt"], start=1):
+    saver, seen = saver_of(store), []
+    for number, rejected in enumerate(["model.pt", "", "commit", "model.pt", "model.pt"], start=1):
         store.rejected = rejected
         saved(saver, number, trained)
         seen.append(saver.failure)
-    assert seen[:3] == [None] * 3
-    for words in ("2 saves in a row failed", "No space left on device", f"newest checkpoint is of step 2 ({tmp_path})"):
-        assert words in str(seen[3])
+    assert seen[:4] == [None] * 4
+    for words in ("3 saves in a row failed", "No space left on device", f"newest checkpoint is of step 2 ({tmp_path})"):
+        assert words in str(seen[4])
     assert store.steps() == [2]
 
 
@@ -249,7 +251,7 @@ def test_a_save_succeeds_though_an_older_step_cannot_be_removed(tmp_path, monkey
 
     monkeypatch.setattr(os, "unlink", reject)
     store, trained = LocalStore(tmp_path / "checkpoints"), built()
-    saver = saver_of(store, keep=2, max_failures=1)
+    saver = saver_of(store, keep=2)
     assert [saved(saver, number, trained) for number in (1, 2, 3)] == [None] * 3
     assert (store.steps(), saver.failure) == ([2, 3], None)
     (name,) = store.leftovers()
@@ -363,7 +365,7 @@ def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
 
 
 def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
-    run_dir, options = tmp_path / "run", ["checkpoint.max_failures=2", "max_steps=20", "max_epochs=9"]
+    run_dir, options = tmp_path / "run", ["max_steps=20", "max_epochs=9"]
     options += ["checkpoint.every=1", "eval_every=null", "export=false"]
     train_here(run_dir, prepared, *options, "max_steps=1")
     shutil.rmtree(run_dir / "checkpoints")

@@ -145,7 +145,7 @@ def main(folder):
     model = nn.Linear(2, 2, bias=False)
     run_folder = SimpleNamespace(ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None)
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
-    saver = AsyncSaver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, run_folder)
+    saver = AsyncSaver(CheckpointConfig(keep=0), store, engine, backend, DRAFT, run_folder)
     failures = []
     for step, store.rejected in FAULTS.items():
         model.weight.data.fill_(float("nan" if store.rejected == "NaN" and backend.world.rank == 1 else step))

@@ -13,7 +13,6 @@ from train.attempt.checkpoint_manager import last_save_patience_s
 from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
-from train.config import CheckpointConfig
 from train.run_folder.lease import name_of
 from train.run_folder.ownership import LeaseLost
 from train.storage import folders
@@ -137,7 +136,7 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
     [(None, 0, 300, 300), (1000.0, 0, 300, 300), (1000.0, 900, 1, 100), (1000.0, 2000, 0, 0)],
 )
 def test_the_last_save_is_not_tried_again_after_max_run_s(max_run_s, run_s, least_s, most_s):
-    cfg = SimpleNamespace(max_run_s=max_run_s, checkpoint=CheckpointConfig(patience_s=300.0))
+    cfg = SimpleNamespace(max_run_s=max_run_s)
     assert least_s <= last_save_patience_s(cfg, time.monotonic() - run_s) <= most_s
 
 

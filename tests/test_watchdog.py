@@ -243,7 +243,7 @@ def test_nothing_of_the_end_goes_into_a_run_folder_of_another_job(start: Start, 
 
 
 def test_switched_off_it_watches_nothing(run_dir: Path):
-    cfg = WatchdogConfig(enabled=False, step_s=0.01, start_s=0.01)
+    cfg = WatchdogConfig(step_s=0, start_s=0.01)
     with Watchdog(cfg, RunFolder(str(run_dir))) as dog:
         dog.phase("data", step=1)
         dog.heartbeat()

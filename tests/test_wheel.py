@@ -68,7 +68,7 @@ def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
     assert f"baretrain {train.__version__}" in run("--version")
     prepared = ["corpus=text", "corpus.path=text.txt", "output=data", "seq_len=32", "tokenizer.vocab_size=120"]
     run("prepare", *prepared, "validation_fraction=0.25")
-    short = [*TINY, "data.path=data", "global_batch_size=8", "max_steps=2", "watchdog.enabled=false"]
+    short = [*TINY, "data.path=data", "global_batch_size=8", "max_steps=2", "watchdog.step_s=0"]
     run("train", *short, "run_dir=runs/one")
     run("train", *short, "run_dir=runs/two", ranks=2)
     run("launch", "cluster=local", "cluster.gate=false", "submit=true", "--", *short, "run_dir=runs/three")

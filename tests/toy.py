@@ -22,6 +22,7 @@ from forks import DEVICE
 from torch import Tensor, nn
 
 from train import loop, ranks
+from train.attempt import stopping
 from train.attempt.stopping import StopRequest
 from train.checkpoints.store import LocalStore
 from train.config import (
@@ -132,13 +133,13 @@ class Toy:
         sections = {
             "checkpoint": CheckpointConfig(every=3),
             "optim": OptimConfig(lr=0.01, warmup_steps=0),
-            "preempt": PreemptConfig(notices="off", poll_s=0.05),
+            "preempt": PreemptConfig(notices="off"),
         }
         settings |= {key: replace(section, **settings.get(key, {})) for key, section in sections.items()}
         cfg = TrainConfig(
             run_dir=str(self.folder / name), task=ToyConfig(), data=ShardsConfig(path="toy", num_workers=0), **settings
         )
-        cfg.watchdog.enabled = False
+        cfg.watchdog.step_s = 0
         return cfg
 
     def train(self, name: str = "run", *, stop: StopRequest | None = None, **changes: Any) -> tuple[str, int]:
@@ -189,4 +190,5 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
     toy = Toy(tmp_path)
     monkeypatch.setitem(TASKS, "toy", spec_of(lambda: ToyTask(toy)))
     monkeypatch.setattr(ranks, "POLL_S", 0.001)
+    monkeypatch.setattr(stopping, "POLL_S", 0.05)
     return toy

@@ -187,7 +187,7 @@ def train(
         score = evaluate(attempt, backend, engine, metrics) if evaluates else None
         stops = vote.stops > 0 or progress.owes_evaluation
         ends = stops or is_over(attempt, progress)
-        if ends or checkpoints.is_due(vote.saves):
+        if ends or checkpoints.is_due():
             checkpoints.save(score, is_last=ends)
         if stops:
             return who_asked(attempt, votes)

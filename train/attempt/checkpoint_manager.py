@@ -15,7 +15,7 @@ import torch
 from train.attempt import goodput
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
-from train.checkpoints.saver import AsyncSaver, Saved, SavesFail
+from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
 from train.checkpoints.store import best, open_store
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
 from train.host.environment import versions
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from train.parallel import Engine
 
 logger = logging.getLogger("train")
+PATIENCE_S = 300.0  # for which the last save is retried while S3 does not answer
+MAX_ROLLBACKS = 2  # the run ends the next time: other data has not helped twice
 
 
 class CheckpointManager:
@@ -78,6 +80,8 @@ class CheckpointManager:
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
         draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
         self.saver = AsyncSaver(self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder)
+        if self.cfg.backend.timeout_s is not None:  # the other ranks wait in a collective while rank 0 waits for a save
+            self.saver.max_wait_s = min(MAX_WAIT_S, self.cfg.backend.timeout_s / 2)
         self.saver.newest = attempt.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
         self._restore_window(self.loaded)
         for fault in self.loaded.faults:
@@ -140,24 +144,21 @@ class CheckpointManager:
         self.attempt.checkpoint, self.attempt.stop.save_s = self.saver.newest, self.saver.save_s
         return saves
 
-    def is_due(self, num_asked: float) -> bool:
-        """Whether to save after this step, which is not the last. `num_asked`: ranks that were asked to save soon. The
-        first step after a rollback is saved too, to keep the fact of the rollback and the new position in the data.
+    def is_due(self) -> bool:
+        """Return whether to save after this step, which is not the last. The first step after a rollback is saved too,
+        to keep the fact of the rollback and the new position in the data.
         """
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
-        return progress.step % cfg.every == 0 or num_asked > 0 or is_best or is_after_rollback
+        return progress.step % cfg.every == 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
         """Begin to save this step. `metric` is the score of its evaluation, if there was one. The last save waits for
         the one before it, and so does that of the best evaluation if it will be exported.
         """
-        progress, window, stop = self.recorder.progress, self.recorder.window, self.attempt.stop
+        progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
-        if stop.saves_soon is not None:
-            logger.info("step %d: saving, as asked by %s", progress.step, stop.saves_soon)
-            stop.saves_soon = None
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
@@ -174,7 +175,7 @@ class CheckpointManager:
         was to that one. The data continues from its present position. Raises FloatingPointError if there is no
         checkpoint to go back to, or this happened too often.
         """
-        now, limit, skips = self.recorder.progress, self.cfg.nonfinite.max_rollbacks, self.recorder.skips_in_a_row
+        now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
         if skips > self.cfg.nonfinite.max_skips:
             text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}; this device counts skips itself and is "
@@ -182,10 +183,8 @@ class CheckpointManager:
         self.attempt.watch.phase("roll back", is_start=True)
         self.saver.wait(self.on_wait)
         self.report()
-        if now.rollbacks >= limit:
-            raise FloatingPointError(
-                f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks={limit}); try a lower optim.lr"
-            )
+        if now.rollbacks >= MAX_ROLLBACKS:
+            raise FloatingPointError(f"{text}, after {now.rollbacks} rollbacks; try a lower optim.lr")
         self.world.run_on_rank0(self._quarantine_what_failed, self.on_wait)
         loaded = self._load()
         if not loaded.ranks:
@@ -198,7 +197,7 @@ class CheckpointManager:
         self.recorder.go_back(progress)
         self._restore_window(loaded)
         self.recorder.alarm(
-            f"{text}: back to step {progress.step}, with other data (rollback {progress.rollbacks} of {limit})"
+            f"{text}: back to step {progress.step}, with other data (rollback {progress.rollbacks} of {MAX_ROLLBACKS})"
         )
         return progress
 
@@ -240,7 +239,7 @@ class CheckpointManager:
             stall_s=sum(stalls_s) / len(stalls_s),
             save_s=self.saver.save_s,
             step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
-            max_loss_s=self.cfg.checkpoint.max_loss_s,
+            max_loss_s=MAX_LOSS_S,
         )
 
     def remove_leftovers(self) -> None:
@@ -287,4 +286,4 @@ class CheckpointManager:
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
     """How long the last save is tried again: no longer than this attempt may take."""
     left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
-    return max(0.0, min(cfg.checkpoint.patience_s, left_s))
+    return max(0.0, min(PATIENCE_S, left_s))

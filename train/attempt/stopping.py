@@ -14,7 +14,6 @@ When torchrun itself dies, the kernel sends its ranks SIGTERM (train/host/torchr
 EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
 
 - spot/instance-action: this spot instance will be taken back, announced two minutes ahead at best.
-- events/recommendations/rebalance: it may be taken back soon; sent long before the notice, or together with it.
 - events/maintenance/scheduled: a stop or retirement for good, announced days ahead; obeyed shortly before it begins.
   Reboots are left to the SIGTERM that they begin with: the machine comes back, and a run that is restarted on it
   before the reboot would leave again and again.
@@ -54,6 +53,7 @@ BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long befo
 BLOCK_MARGIN_S = 60  # beside the save: for the steps in which the ranks agree, and for clocks that differ
 EVENT_LEAD_S = 120  # before a scheduled stop; as long as after a spot notice
 FOR_GOOD = ("instance-stop", "instance-retirement")
+POLL_S = 5.0  # AWS recommends it; a spot notice comes two minutes before the end
 CLOSE_S = 5.0  # for the last request; a thread that S3 holds longer ends with the process
 
 
@@ -65,14 +65,13 @@ class StopRequest:
     """While open, this catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP. The second
     signal ends the process at once; while the main thread is in a call that runs no Python handler, a thread does.
 
-    Other threads call `ask` and `ask_save`. A signal after that counts as the first: EC2, Slurm and torchrun send
+    Other threads call `ask`. A signal after that counts as the first: EC2, Slurm and torchrun send
     SIGTERM after a notice, and the run must not leave without the checkpoint that it stops for.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None  # leave at the next step, with a checkpoint
         self.kind = ""  # an identifier of the reason, for programs; empty where the reason itself is one
-        self.saves_soon: str | None = None  # save at the next step and continue; the loop sets it back
         self.save_s = 0.0  # seconds that the last save took
         self.signal: str | None = None  # the first one's name
         self.at_s = 0.0  # when it came
@@ -127,10 +126,6 @@ class StopRequest:
             if self.reason is None:
                 self.reason, self.kind = reason, kind
 
-    def ask_save(self, reason: str) -> None:
-        """Have the run save at the next step and continue. The first reason stays until then. From any thread."""
-        self.saves_soon = self.saves_soon or reason
-
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.signal is not None and now_s - self.at_s > REPEAT_S:
@@ -146,9 +141,9 @@ class StopRequest:
 
 
 class Notices:
-    """Threads that ask `stop` to leave or to save, a context of local rank 0 of each machine.
+    """Threads that ask `stop` to leave, a context of local rank 0 of each machine.
 
-    Each source has a thread of its own, which asks at once and then every `cfg.poll_s`: S3 may take minutes to answer
+    Each source has a thread of its own, which asks at once and then every POLL_S: S3 may take minutes to answer
     whether a file exists, and a spot notice leaves two. A source that fails is reported once and asked again. Before an
     end that is known, `stop.save_s` is kept free, which the last save took. Raises InputError for a capacity block that
     has no time left and for an invalid address.
@@ -169,7 +164,6 @@ class Notices:
         if watches_metadata(self.cfg.notices, os.environ):
             self.metadata = Metadata(metadata_endpoint(os.environ))
             self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
-        self.rebalance: object = None  # the last recommendation that was followed
         self.closed = threading.Event()
         self.threads = [
             threading.Thread(target=self.watch, args=(name, look), name=f"notices: {name}", daemon=True)
@@ -194,9 +188,9 @@ class Notices:
                 fails = False
             except (OSError, HTTPException, ValueError, InputError, Unreachable) as error:
                 if not fails:
-                    logger.warning("%s: %s; asked again every %g s", name, error, self.cfg.poll_s)
+                    logger.warning("%s: %s; asked again every %g s", name, error, POLL_S)
                 fails = True
-            if self.closed.wait(self.cfg.poll_s):
+            if self.closed.wait(POLL_S):
                 return
 
     def look_at_clock(self) -> None:
@@ -217,8 +211,6 @@ class Notices:
         if notice := self.metadata.get("spot/instance-action"):
             asked = f"EC2 spot notice: {field(notice, 'action')} at {field(notice, 'time')}"
             self.stop.ask(asked, kind="spot_notice")
-        if self.cfg.rebalance != "ignore":
-            self.look_at_rebalance(self.metadata.get("events/recommendations/rebalance"))
         events = self.metadata.get("events/maintenance/scheduled")
         for event in events if isinstance(events, list) else ():
             if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
@@ -227,16 +219,6 @@ class Notices:
             if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
                 asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
                 self.stop.ask(asked, kind="scheduled_event")
-
-    def look_at_rebalance(self, notice: Any) -> None:
-        if notice is None or notice == self.rebalance:
-            return
-        asked = f"EC2 rebalance recommendation of {field(notice, 'noticeTime')}"
-        self.rebalance = notice
-        if self.cfg.rebalance == "leave":
-            self.stop.ask(asked, kind="rebalance")
-        else:
-            self.stop.ask_save(asked)
 
 
 def watches_metadata(mode: str, environ: Mapping[str, str]) -> bool:
@@ -278,12 +260,11 @@ class Counted(NamedTuple):
     """Numbers of ranks."""
 
     stops: float
-    saves: float
     failures: float
 
 
 class Votes:
-    """What each rank has to say about the run after a step: stop, save, or a failure. No step waits for it: a vote
+    """What each rank has to say about the run after a step: stop, or a failure. No step waits for it: a vote
     travels while the devices work (benchmarks/ranks.py). Every rank calls each method at the same steps.
     """
 
@@ -291,14 +272,12 @@ class Votes:
         self.world, self.stop = world, stop
         self.failure: Exception | None = None
         self.counting: Callable[[], list[float]] = list
-        self.counted = Counted(0, 0, 0)
+        self.counted = Counted(0, 0)
 
     def cast(self, failure: Exception | None) -> None:
         """Post this rank's vote; `failure`: why the run cannot continue after the step that begins now."""
         self.failure = failure
-        self.counting = self.world.begin_sum(
-            [self.stop.reason is not None, self.stop.saves_soon is not None, failure is not None]
-        )
+        self.counting = self.world.begin_sum([self.stop.reason is not None, failure is not None])
 
     def count(self) -> Counted:
         """The votes that were cast before the step."""

@@ -97,7 +97,7 @@ class Watchdog:
         self.closed = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        if self.cfg.enabled and sys.platform == "linux":
+        if self.cfg.step_s > 0 and sys.platform == "linux":
             self.handle = os.memfd_create("heartbeat")
             os.ftruncate(self.handle, ctypes.sizeof(Heartbeat))
             self.own = Heartbeat.from_buffer(mmap.mmap(self.handle, ctypes.sizeof(Heartbeat)))

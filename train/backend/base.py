@@ -60,7 +60,6 @@ class Backend(ABC):
     continues_dropout: bool = True  # whether random numbers that are put back were seen to continue on the device
     lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
     compiles: str = "none"  # what torch.compile makes kernels of: none | layers | model
-    may_compile: bool = False  # whether backend.compile is an option here that the run does not use
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step were another graph
 
@@ -166,7 +165,7 @@ class Backend(ABC):
         return torch.profiler.profile()
 
     def profile_text(self) -> str:
-        """Return what the device says of the steps so far, in Markdown; "" where PyTorch's profiler sees it all."""
+        """Return what the device says of the steps so far; "" where PyTorch's profiler sees it all."""
         return ""
 
     # ---- random numbers and files ----------------------------------------------------------------------------------

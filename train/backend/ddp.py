@@ -90,7 +90,6 @@ class DDP(Backend):
             self.compiler = None
         compiles_on_gpu = is_cuda and self.compiler is not None
         self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
-        self.may_compile = self.compiler is None
         self.drops_masks = self.compiler is None  # else each form of a batch is one more graph
 
     def join_ranks(self, collectives: str, timeout_s: float) -> None:

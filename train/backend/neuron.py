@@ -65,8 +65,7 @@ class Neuron(DDP):
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
-        self.may_compile = cfg.compile in ("none", "auto")
-        if not self.may_compile:
+        if cfg.compile not in ("none", "auto"):
             self.compiler = self.open_compiler(cfg, S3Config(), must_keep=False)
         self.device = torch.device(DEVICE)
         self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)

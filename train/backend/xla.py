@@ -260,7 +260,7 @@ class XLA(Backend):
     # ---- random numbers and files ----------------------------------------------------------------------------------
 
     def profile_text(self) -> str:
-        return f"\n## PyTorch/XLA since the start\n\n```\n{metrics.short_metrics_report()}\n```\n"
+        return f"\nPyTorch/XLA since the start:\n\n{metrics.short_metrics_report()}\n"
 
     def seed(self, seed: int) -> None:
         own = seed + RANK_STRIDE * (self.world.rank + 1)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # errors of a service that is away or rejects: it may take the files later
+MAX_WAIT_S = 10.0  # of a save for the one before, while the training stands still; then the save is left out
+MAX_LOSS_S = 1800.0  # work that a fault may cost
+MAX_FAILURES = 3  # in a row, after which the run ends: a first one may be a service's bad moment
 LONGEST_PAUSE_S = 10.0  # between two attempts at a request of the last save
 Result = TypeVar("Result")
 
@@ -71,7 +74,7 @@ class AsyncSaver:
         folder: RunFolder,
     ) -> None:
         """`draft` has what the manifests of this attempt have in common."""
-        self.cfg, self.store, self.draft, self.folder = cfg, store, draft, folder
+        self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S
         self.engine, self.backend, self.world = engine, backend, backend.world
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
         self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
@@ -99,7 +102,7 @@ class AsyncSaver:
         on_wait: Callable[[], None] = no_wait,
     ) -> None:
         """Begin to save this step, with this rank's `own` small state. While the last save is pending, this waits for
-        checkpoint.max_wait_s and then leaves the step out; with `must` it waits as long as it takes. A request to S3
+        `max_wait_s` and then leaves the step out; with `must` it waits as long as it takes. A request to S3
         that fails is retried for `patience_s`.
         """
         began_s = time.monotonic()
@@ -144,7 +147,7 @@ class AsyncSaver:
     def is_free(self, step: int, began_s: float) -> bool:
         """Whether the last save has ended, on rank 0; waits for it a while."""
         if self.pending is not None:
-            wait_for([self.pending], timeout=max(0.0, self.cfg.max_wait_s - (time.monotonic() - began_s)))
+            wait_for([self.pending], timeout=max(0.0, self.max_wait_s - (time.monotonic() - began_s)))
             self.collect()
         if self.pending is None:
             return True
@@ -152,7 +155,7 @@ class AsyncSaver:
         why = f"left out: the save before has been under way for {now_s - self.pending_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
         # A slow save counts as a failure once more work is at risk than may be lost.
-        if now_s - self.pending_began_s > self.cfg.max_loss_s:
+        if now_s - self.pending_began_s > MAX_LOSS_S:
             self.failures.append(why)
         return False
 
@@ -180,7 +183,7 @@ class AsyncSaver:
     @property
     def failure(self) -> SavesFail | None:
         """The reason why the run has to end; None if saves succeed."""
-        if len(self.failures) < self.cfg.max_failures:
+        if len(self.failures) < MAX_FAILURES:
             return None
         text = f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}"
         return SavesFail(f"{text}; {self.newest_text}")

@@ -44,4 +44,4 @@ from train.config.prepare import (
     PrepareConfig,
 )
 from train.config.telemetry import TelemetryConfig
-from train.config.train import HubConfig, StragglerConfig, TrainConfig, flat, flatten, to_dict
+from train.config.train import HubConfig, TrainConfig, flat, flatten, to_dict

@@ -21,9 +21,6 @@ class PreemptConfig(Section, prefix="preempt."):
     """What stops the run at its next step, besides signals, max_run_s and a file run_dir/STOP."""
 
     notices: str = setting("auto", among=("auto", "on", "off"))  # EC2's spot notices, from IMDSv2; auto: on EC2
-    poll_s: float = setting(5.0, least=0.01)  # AWS recommends 5 s; a spot notice comes two minutes before the end
-    rebalance: str = setting("save", among=("save", "leave", "ignore"))  # what EC2's rebalance recommendation leads
-    # to; save: and continue
     block_end: str | None = None  # end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
 
     def __post_init__(self) -> None:
@@ -40,9 +37,8 @@ class PreemptConfig(Section, prefix="preempt."):
 class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer of each rank that end it when it makes no progress, so that torchrun can start it again."""
 
-    enabled: bool = True  # false: stuck ranks are not ended, as under a debugger
-    step_s: float = setting(480.0, above=0)  # a rank without a heartbeat (micro batch, batch of an evaluation) for
-    # this long is stuck
+    step_s: float = setting(480.0, least=0)  # a rank without a heartbeat (micro batch, batch of an evaluation) for
+    # this long is stuck; 0: no rank is ended, as under a debugger
     start_s: float = setting(7200.0, above=0)  # the same until the first step is done: joining, loading and compiling
 
 
@@ -53,9 +49,7 @@ class NonfiniteConfig(Section, prefix="nonfinite."):
     max_skips: int = setting(3, above=0)  # in a row, after which the run goes back to its newest checkpoint, and past
     # the data that came since. On CPUs, and with backend=neuron, it does so after exactly this number. CUDA and XLA
     # devices count by themselves and are asked every log_every steps, so that no step waits: the run goes back at the
-    # first line with this many or more
-    max_rollbacks: int = setting(2, least=0)  # the next time the run ends: after max_skips * (max_rollbacks + 1) skips
-    # if all are in a row
+    # first line with this many or more. After two rollbacks it ends the next time
 
 
 @dataclass(kw_only=True)
@@ -63,11 +57,6 @@ class CheckpointConfig(Section, prefix="checkpoint."):
     every: int = setting(1000, above=0)  # steps between saves; the last step always saves
     keep: int = 3  # newest ones that are kept, at least two, and the best one beside them; 0: all
     best: bool = False  # also save whenever an evaluation is better than all before
-    max_wait_s: float = setting(10.0, least=0)  # longest wait of a save for the one before; then the save is skipped
-    max_failures: int = setting(3, above=0)  # failed saves in a row after which the run stops
-    patience_s: float = setting(300.0, least=0)  # while S3 does not answer, the last save is retried this long, or
-    # until max_run_s is over
-    max_loss_s: float = setting(1800.0, above=0)  # work that a fault may cost: the longest interval that is suggested
 
     def __post_init__(self) -> None:
         super().__post_init__()

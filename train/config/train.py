@@ -36,13 +36,6 @@ class EarlyStopConfig(Section, prefix="early_stop."):
 
 
 @dataclass(kw_only=True)
-class StragglerConfig(Section, prefix="straggler."):
-    factor: float = setting(1.5, above=1)  # a rank is named once its own work takes this many times the median of the
-    # other ranks, and longer than in nine of ten of its own earlier lines, and again when that is over
-    windows: int = setting(5, above=0)  # metrics lines in a row for which that holds; twice as many from the start
-
-
-@dataclass(kw_only=True)
 class HubConfig:
     """Where a finished run is pushed on the Hugging Face Hub. The token is that of `hf auth login` or HF_TOKEN."""
 
@@ -76,9 +69,7 @@ class TrainConfig(Section):
     export: bool = True  # write run_dir/export for plain transformers at the end
     samples: int = setting(8, least=0, most=MAX_SAMPLES)  # validation examples that the export answers for the report
     tensorboard: bool = True  # also write TensorBoard files to run_dir/tensorboard
-    profile: bool = False  # trace some steps of rank 0: run_dir/profile/summary.md says where their time went
-    profile_after: int = setting(10, least=0)  # steps of the attempt before these: the first compile and fill caches
-    profile_steps: int = setting(5, least=1)  # steps that are traced
+    profile: bool = False  # trace some steps of rank 0: run_dir/profile/ gets the trace and its table by kernel
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
@@ -96,17 +87,12 @@ class TrainConfig(Section):
     preempt: PreemptConfig = field(default_factory=PreemptConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
-    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        timeout_s = self.backend.timeout_s or DEFAULT_TIMEOUT_S
-        check(
-            self.checkpoint.max_wait_s < timeout_s,
-            f"checkpoint.max_wait_s={self.checkpoint.max_wait_s:g} must be below backend.timeout_s={timeout_s:g}",
-        )
         if isinstance(self.data, ShardsConfig) and self.data.path.startswith("s3://"):
+            timeout_s = self.backend.timeout_s or DEFAULT_TIMEOUT_S
             check(
                 self.data.deadline_s < timeout_s,
                 f"data.deadline_s={self.data.deadline_s:g} must be below backend.timeout_s={timeout_s:g}, so that a "

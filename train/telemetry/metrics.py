@@ -86,7 +86,7 @@ class Recorder:
         self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # of this process, before the attempt
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
-        self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
+        self.stragglers = Stragglers(hosts, stages)
 
     @property
     def is_first(self) -> bool:
@@ -128,9 +128,9 @@ class Recorder:
         self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
 
     def data_ready(self) -> None:
-        self.step_wait_s = time.perf_counter() - self.began_s
-        self.window.wait_s += self.step_wait_s
-        self.window.work_s += self.step_wait_s
+        wait_s = time.perf_counter() - self.began_s
+        self.window.wait_s += wait_s
+        self.window.work_s += wait_s
 
     def waited(self, wait_s: float) -> None:
         """Count a wait for data outside of a step: for the first batches, which no step has drawn ahead."""
@@ -161,7 +161,7 @@ class Recorder:
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
         self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
-        if self.profiler is not None and (told := self.profiler.end_step(self.step_wait_s)):
+        if self.profiler is not None and (told := self.profiler.end_step()):
             self.alarm(told)
         for text in self.backend.notices():
             self.alarm(text)

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from train.config import StragglerConfig
-
+FACTOR = 1.5  # of the median of the other ranks' work, from which a rank is slow
+WINDOWS = 5  # lines in a row for which that holds; twice as many from the start
 WARM_UP = 1  # lines that are not counted: the first steps compile, open files, fill caches
 MEMORY = 100  # lines of a rank's past
 USUAL = 0.9  # share of the lines of its past that a slow rank has to exceed
@@ -21,19 +21,19 @@ class Pace:
     streak: list[float] = field(default_factory=list)  # the newest lines, if all are slow; once named, if none is
     is_named: bool = False
 
-    def see(self, ratio: float, cfg: StragglerConfig) -> int:
+    def see(self, ratio: float) -> int:
         """The number of lines in a row after which the rank becomes a straggler, or ceases to be one; else 0. Until it
         is named, a rank is compared with its own bad lines too: those of a shared machine are slow by chance.
         """
         usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
-        if (ratio > max(cfg.factor, usual)) == self.is_named:
+        if (ratio > max(FACTOR, usual)) == self.is_named:
             if not self.is_named:
                 self.past.extend([*self.streak, ratio])  # a slow stretch that ends by itself is usual for this rank
             self.streak = []
             return 0
         self.streak.append(ratio)
-        has_past = self.is_named or len(self.past) >= cfg.windows
-        needed = cfg.windows if has_past else 2 * cfg.windows
+        has_past = self.is_named or len(self.past) >= WINDOWS
+        needed = WINDOWS if has_past else 2 * WINDOWS
         if len(self.streak) < needed:
             return 0
         if self.is_named:
@@ -47,8 +47,8 @@ class Stragglers:
     are compared with others of their stage only, by default with all.
     """
 
-    def __init__(self, cfg: StragglerConfig, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
-        self.cfg, self.hosts, self.stages = cfg, hosts, stages or [0] * len(hosts)
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
+        self.hosts, self.stages = hosts, stages or [0] * len(hosts)
         self.paces = [Pace() for _ in hosts]
         self.seen = 0
         self.fields: dict[str, float] = {}  # of the line
@@ -66,7 +66,7 @@ class Stragglers:
         texts = []
         for rank, ratio in ratios.items():
             pace = self.paces[rank]
-            if num_lines := pace.see(ratio, self.cfg):
+            if num_lines := pace.see(ratio):
                 texts.append(
                     f"rank {rank} on {self.hosts[rank]} holds the others up: its own work takes {ratio:.1f} times the "
                     f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
