@@ -259,9 +259,9 @@ def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> 
     """Say what each of the planned machines fetches from S3, if each of its ranks reads rows of its own."""
     if at.global_batch_size is None or at.replicas != at.world_size or not isinstance(cfg.data, ShardsConfig):
         return []
-    shards, ranks, window = manifest.splits["train"], at.world_size // at.nodes, cfg.data.window_shards or WINDOW_SHARDS
+    shards, ranks = manifest.splits["train"], at.world_size // at.nodes
     machines = [range(first, first + ranks) for first in range(0, at.world_size, ranks)]
-    lanes = lanes_of(at.global_batch_size, min(len(shards), window))
+    lanes = lanes_of(at.global_batch_size, min(len(shards), WINDOW_SHARDS))
     order = ShardSampler(
         [shard.rows for shard in shards],
         seed=cfg.seed,
@@ -270,7 +270,7 @@ def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> 
         world_size=at.world_size,
         machine_ranks=machines[0],
         lanes=lanes,
-        window_shards=window_of_lane(window, lanes),
+        window_shards=window_of_lane(WINDOW_SHARDS, lanes),
     )
     part, first = order.lanes.shards_of(order.lanes_here), {*order.upcoming_shards()[0].tolist()}
     gb = [sum(shards[number].bytes for number in numbers) / 1e9 for numbers in (part, range(len(shards)), first)]

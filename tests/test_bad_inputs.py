@@ -146,10 +146,9 @@ VALUES = [
     ("hub.push_to=a/b/c", "hub.push_to=a/b/c"),
     ("model.num_heads=3", "model.num_heads=3"),
     # ---- trackers
-    ("telemetry.trackers=[neptune]", "neptune is not known; choose one of: tensorboard, mlflow, wandb"),
+    ("telemetry.trackers=[neptune]", "neptune is not known; choose one of: mlflow, wandb"),
     ("telemetry.trackers=[wandb,wandb]", "names a tracker twice"),
     ("telemetry.trackers=[mlflow]", "set telemetry.mlflow_uri or MLFLOW_TRACKING_URI"),
-    (["tensorboard=false", "telemetry.trackers=[tensorboard]"], "contradict one another"),
     # ---- models
     ("model.hidden_size=4611686018427387904", "hidden_size 4611686018427387904"),
     ("model.hidden_size=1000000", "weights alone take about"),
@@ -202,11 +201,8 @@ FLAGS = [
     ("compare", "experiment=demo data.path=DATA compare.run=[a]", "compare.run names a"),
     ("compare", "experiment=demo compare.variants=none", "compare.variants is a table"),
     ("compare", "experiment=demo compare.nosuch=1", "compare.nosuch is not a setting"),
-    ("compare", "experiment=demo compare.output=http://x/y compare.run=[xla]", "http://x/y"),
     ("compare", "experiment=demo compare.run=[xla]", "one variant only"),
     ("compare", "experiment=demo compare.run=[xla,xla]", "names a variant twice"),
-    ("compare", "experiment=demo 'compare.largest_batch={nosuch: 3}'", "compare.largest_batch names nosuch"),
-    ("compare", "experiment=demo 'compare.largest_batch={xla: 0}'", "compare.largest_batch has 0"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'", "variant a: nosuch is not a setting"),
     ("compare", "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'", "is not the name of a file"),
     ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "and none is run_dir"),
@@ -216,9 +212,7 @@ FLAGS = [
     ("compare", f"{ONE_MORE} {shlex.quote(UNQUOTED)}", "No closing quotation"),
     ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("bench", f"{BENCH} stepz=3", "stepz is not a setting; did you mean steps?"),
-    ("bench", f"{BENCH} steps=5 windows=2", "steps=5 must be a multiple of windows=2"),
     ("bench", f"{BENCH} nproc=2", "nproc: only a sweep has them; add --sweep"),
-    ("bench", f"{BENCH} save_as=a/b --sweep", "save_as=a/b is the name of an experiment"),
     ("bench", f"{BENCH} output=/nowhere/a.json", "/nowhere is no folder"),
     ("bench", f"{BENCH} output=s3:/b/x", "s3:/b/x is neither a URL"),
     ("bench", f"{BENCH} data.path=/none --sweep", "/none"),  # before the first try

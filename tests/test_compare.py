@@ -333,14 +333,6 @@ def test_a_variant_is_the_run_with_its_own_settings_last():
     assert made["a"] == ["experiment=demo", "backend=ddp", "seed=4", 'run_dir="runs/x/a"']
 
 
-def test_a_variant_runs_at_its_largest_batch_too_unless_that_is_the_batch_of_all():
-    given = ["compare.variants={a: seed=4}", "compare.run=[xla,a]", "compare.largest_batch={xla: 16, a: 52}"]
-    made = variants_of(*given, "micro_batch_size=16", "global_batch_size=null")
-    assert list(made) == ["xla", "a", "a_batch_52"]
-    batch = ["seed=4", 'run_dir="runs/x/a_batch_52"', "micro_batch_size=52", "global_batch_size=null"]
-    assert made["a_batch_52"] == ["experiment=demo", *batch]
-
-
 def test_the_experiment_is_the_work_of_the_published_comparison_and_the_variants_that_come_along_compose():
     cli.add_schema(CompareConfig, "compare", [])
     cfg = cli.load_config(CompareConfig, ["experiment=compare_squad"])

@@ -67,7 +67,7 @@ BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
 # What makes a run short, by module. The demo's model learns in a second.
 SHORT = {
     "train": "max_steps=4 max_epochs=null eval_every=2 checkpoint.every=2 log_every=2 data.num_workers=0".split(),
-    "train.bench": ["steps=2", "warmup=1", "windows=1"],
+    "train.bench": ["steps=2", "warmup=1"],
     "train.compare": ["max_steps=2", "eval_every=2", "log_every=1"],
     "train.prepare": ["tokenizer.vocab_size=120", "validation_fraction=0.25"],
 }

@@ -25,7 +25,7 @@ COMMAND = "python -m train.settings > docs/settings.md"
 KEY = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `(.*?)` \| (.*?) ?(?<!\\)\| (.*) \|$", re.MULTILINE)
 OPTION = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
 # Tables of the user's own names.
-OWN = ("compare.variants", "compare.largest_batch", "data.label_map", "data.more_validation")
+OWN = ("compare.variants", "data.label_map", "data.more_validation")
 
 
 @pytest.fixture(scope="module", autouse=True)

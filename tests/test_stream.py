@@ -22,7 +22,7 @@ from services.fault_proxy import Fault
 from services.relay import relaying
 from streaming import overrides, upload, windowed
 
-from train import loop
+from train import feed, loop
 from train.attempt.stopping import StopRequest
 from train.cli import compose as cli
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
@@ -39,10 +39,12 @@ from train.storage.s3 import S3Folder
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
-def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket, shards, tmp_path):
+def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket, shards, tmp_path, monkeypatch):
     """Windows of one shard: the order of a run from disk with the same windows. Files of the user stay in the cache."""
     options = ["max_steps=30", "eval_every=10"]
-    train_here(tmp_path / "disk", shards, *options, "data.window_shards=1")
+    with monkeypatch.context() as small:
+        small.setattr(feed, "WINDOW_SHARDS", 1)
+        train_here(tmp_path / "disk", shards, *options)
     folder = tmp_path / "run-cache" / read_manifest(shards).id[:16]
     folder.mkdir(parents=True)
     (folder / "thesis.safetensors").write_text("not of this data set")
@@ -101,7 +103,7 @@ def test_lanes_are_the_same_run_on_1_2_3_and_4_ranks_from_disk_and_from_s3(bucke
 
 def test_two_machines_fetch_their_parts_and_evaluate_as_one(bucket, shards, tmp_path):
     """Each has a cache of its own. The samples of the report are those of one machine, too."""
-    options = ["global_batch_size=12", "data.window_shards=12", "micro_batch_size=2", "max_steps=3"]
+    options = ["global_batch_size=12", "micro_batch_size=2", "max_steps=3"]
     train_here(tmp_path / "disk", shards, *options)
     words = launch("train", overrides(bucket, tmp_path / "run", upload(bucket, shards), *options), ranks=1)[1:]
     nodes = []
@@ -119,13 +121,23 @@ def test_two_machines_fetch_their_parts_and_evaluate_as_one(bucket, shards, tmp_
     assert fetched[0] | fetched[1] == held_out and fetched[1] < held_out
 
 
+ONE_BY_ONE = """
+import sys
+from train import feed
+from train.data.shards import prefetch
+feed.WINDOW_SHARDS, prefetch.DOWNLOADS = 1, 1
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
 def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
     """A loader process looks ahead, and waits for a shard that hangs, when the last step is done."""
     location = upload(bucket, shards)
     bucket.proxy.set(Fault("stall", "train-", skip=1))  # one comes, and serves the first step
     more = ["max_steps=1", "eval_every=null", "data.num_workers=2", "data.deadline_s=200", "data.verify=false"]
-    more += ["data.window_shards=1", "export=false", "data.attempt_s=100", "data.downloads=1"]
-    process = start_forked(["train", *overrides(bucket, tmp_path / "run", location, *more)], os.environ)
+    more += ["export=false", "data.attempt_s=100"]
+    process = start_forked(["-c", ONE_BY_ONE, *overrides(bucket, tmp_path / "run", location, *more)], os.environ)
     process.join(60)
     assert process.exitcode == 0
     assert losses(tmp_path / "run")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.manifest import Progress
-from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
+from train.config import InputError, Plan, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
 from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
@@ -86,36 +86,29 @@ def train_order(
     }
     if task.buckets is not None:
         return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
-    wanted = cfg.data.window_shards if isinstance(cfg.data, ShardsConfig) else None
     if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may have another batch
-        order = choose_windows(task, world, wanted, place)
+        order = choose_windows(task, world, place)
     else:
         order = ShardSampler(task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place)
-    lanes, window = order.lanes.number, order.window_shards
-    check(
-        wanted is None or (lanes <= wanted and window_of_lane(wanted, lanes) == window),
-        f"data.window_shards={wanted}, but this run shuffles {window} shards of each of {lanes} lanes together; set "
-        f"data.window_shards={window * lanes}, leave it out or choose another run_dir",
-    )
-    progress.lanes, progress.window_shards = lanes, window
+    progress.lanes, progress.window_shards = order.lanes.number, order.window_shards
     if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
         logger.warning("%s", more)
     return order
 
 
-def choose_windows(task: Task, world: World, wanted: int | None, place: dict[str, Any]) -> ShardSampler:
+def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSampler:
     """The order of a new run: as many lanes as the data has shards for, fewer if a machine's cache is too small for a
     shard of each.
     """
-    most = min(len(task.shard_rows), wanted or WINDOW_SHARDS)
+    most = min(len(task.shard_rows), WINDOW_SHARDS)
     while True:
         lanes = lanes_of(place["global_batch_size"], most)
-        window = window_of_lane(wanted or WINDOW_SHARDS, lanes)
+        window = window_of_lane(WINDOW_SHARDS, lanes)
         order = ShardSampler(task.shard_rows, lanes=lanes, window_shards=window, **place)
         mine = world.agree(lambda order=order: task.window_shards(order))  # type: ignore[misc]
         window = min(world.all_gather_object(mine))  # disks differ
         if window or lanes == 1:
-            order.window_shards = window or wanted or 1
+            order.window_shards = window or 1
             return order
         most = lanes - 1
 

@@ -15,8 +15,8 @@ from train.host.runtime import search_rarely
 from train.host.torchrun import die_with_torchrun, end_torchrun
 from train.storage.folders import local_path
 
-USED: tuple[str, ...] = ("steps", "warmup", "windows", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
-USED += ("save_as", "data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
+USED: tuple[str, ...] = ("steps", "warmup", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
+USED += ("data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "experiment=demo output=bench.json",
             "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
-            "experiment=albert_pretrain --sweep nproc=8 instance=p5.48xlarge save_as=albert_p5",
+            "experiment=albert_pretrain --sweep nproc=8 instance=p5.48xlarge",
         ),
         keys=USED,
     )

@@ -17,7 +17,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-import conf
 from train.bench.config import BenchConfig
 from train.bench.speeds import GIB
 from train.cli import compose as cli
@@ -59,13 +58,9 @@ class Try:
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Try, print each result as it comes, and write the best as an experiment."""
+    """Try, and print each result as it comes, then the best as an experiment."""
     check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the try under way ends as well
-    target = None if cfg.save_as is None else Path(conf.__file__ or "").parent / "experiment" / f"{cfg.save_as}.yaml"
-    if target is not None:
-        check(not target.exists(), f"save_as={cfg.save_as}: {target} exists; choose another name")
-        check(os.access(target.parent, os.W_OK), f"save_as={cfg.save_as}: no file can be written to {target.parent}")
     share, sizes, first = sizes_of(cfg)
     from train.tasks import build_task  # late: torch takes seconds to import
 
@@ -109,11 +104,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
         raise Failure(f"no micro batch fits, not even {tries[-1].micro_batch_size}: {tries[-1].verdict}")
     size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"
     print(f"{ended}; the fastest is {size}")
-    if target is None:
-        print(text, end="")
-    else:
-        write_atomic(target, text.encode())
-        print(f"{target}: python -m train experiment={cfg.save_as}")
+    print(text, end="")
     return cli.DONE
 
 
@@ -183,7 +174,7 @@ def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> s
 
 def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gib: float, output: str) -> list[str]:
     """The command that measures one micro batch."""
-    others = {"steps", "warmup", "windows"}
+    others = {"steps", "warmup"}
     given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
     launcher = ["-m", "train.host.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
     own = [f"micro_batch_size={size}", f"max_memory_gib={limit_gib}", f'output="{output}"']

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import check
-from train.config.train import CompareConfig
+from train.config.train import TOLERANCE, CompareConfig
 from train.report.__main__ import check_output, write_report
 from train.report.__main__ import main as report
 from train.report.texts import printable
@@ -23,8 +23,7 @@ EXAMPLES = (
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
     "runs/native s3://bucket/runs/compiled --tolerance 0.02 --output reports/compiled",
 )
-USED: tuple[str, ...] = ("run_dir", "data.path", "compare.run", "compare.variants", "compare.largest_batch")
-USED += ("compare.ranks", "compare.tolerance", "compare.output")
+USED: tuple[str, ...] = ("run_dir", "data.path", "compare.run", "compare.variants", "compare.ranks")
 USED += ("max_steps", "max_epochs", "micro_batch_size", "seq_len")
 
 
@@ -45,7 +44,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     from train.compare.variants import Runner, check_tasks, make_variants
 
     check("LOCAL_RANK" not in os.environ, "compare starts the ranks itself, by compare.ranks; run it without torchrun")
-    check_output(cfg.compare.output)
+    check_output(None)
     variants = make_variants(cfg, given)
     check(len(variants) > 1, "there is one variant only: compare.run names two or more, the baseline first")
     check_tasks(variants)
@@ -58,7 +57,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     failed = {name: ending.reason for name, ending in endings.items() if ending.outcome == "failed"}
     if done:
         missing = [f"{name} is missing here, it failed: {printable(reason)}" for name, reason in failed.items()]
-        write_report(done, cfg.s3, output=cfg.compare.output, tolerance=cfg.compare.tolerance, failed=missing)
+        write_report(done, cfg.s3, output=None, tolerance=TOLERANCE, failed=missing)
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
     return FAILED if failed else DONE

@@ -42,19 +42,11 @@ def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
     """The runs of a comparison, the baseline first. `given`: the overrides that led to `cfg`."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
     made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
-    variants = [made[name] for name in cfg.compare.names]
-    for variant in list(variants):
-        if size := cfg.compare.largest_batch.get(variant.name):
-            largest = make_variant(cfg, common, variant.name, batch_size=size)
-            if settings(largest.cfg) != settings(variant.cfg):  # it may be the batch of all
-                variants.append(largest)
-    return variants
+    return [made[name] for name in cfg.compare.names]
 
 
-def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_size: int | None = None) -> Variant:
-    """A variant with the batch of all, or with a micro batch of its own and no accumulation."""
-    folder = name if batch_size is None else f"{name}_batch_{batch_size}"
-    location = f"{cfg.run_dir.rstrip('/')}/{folder}"
+def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Variant:
+    location = f"{cfg.run_dir.rstrip('/')}/{name}"
     try:
         own = shlex.split(cfg.compare.variants[name])
     except ValueError as error:
@@ -62,13 +54,11 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_
     is_plain = all("=" in each and not each.startswith("run_dir=") for each in own)
     check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be settings, key=value, and none is run_dir")
     own.append(f"run_dir={cli.quoted(location)}")
-    if batch_size is not None:
-        own += [f"micro_batch_size={batch_size}", "global_batch_size=null"]
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [*(override for override in common if not override.startswith(keys)), *own]
     with named(name):
         cli.check_typed(TrainConfig, own)
-        return Variant(folder, location, overrides, cli.load_config(TrainConfig, overrides))
+        return Variant(name, location, overrides, cli.load_config(TrainConfig, overrides))
 
 
 def settings(cfg: TrainConfig) -> bytes:

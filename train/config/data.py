@@ -12,7 +12,6 @@ from train.config.checks import Section, check, setting, shortlist
 
 MAX_MICRO_BATCHES_AHEAD = 1000  # minutes of training, and at a megabyte each a gigabyte of memory
 MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
-MAX_DOWNLOADS = 64  # each holds its shard in memory, about 64 MiB twice; a few fill a network card
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by datasets' save_to_disk
 MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
 
@@ -32,15 +31,11 @@ class DataConfig(Section, prefix="data."):
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    window_shards: int | None = setting(None, above=0)  # shards whose sequences are shuffled together, over all lanes,
-    # of which there are not more; None: 256, or as many as the cache holds
     cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # disk space, 1e9 bytes; None: 90 % of the free
-    downloads: int = setting(4, above=0, most=MAX_DOWNLOADS)  # shards that are fetched at once, by one process per node
     attempt_s: float = setting(60.0, above=0)  # a download of which nothing comes for so long is started again, with a
     # new client
     deadline_s: float = setting(300.0, above=0)  # a batch waits for a shard as long as bytes of any come; after so long
     # without, the run ends and names it
-    refetches: int = setting(3, above=0)  # further downloads of a shard whose checksum is wrong
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from train.config.checks import Section, check, check_choice, setting
+from train.config.checks import Section, check, check_choice
 
-TRACKERS = ("tensorboard", "mlflow", "wandb")
+TRACKERS = ("mlflow", "wandb")
 
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, prefix="telemetry."):
-    """Trackers that get the curves of a run. Keys and passwords are those of the environment."""
+    """Trackers that get the curves of a run. Projects, keys and passwords are those of the environment."""
 
-    trackers: list[str] = field(default_factory=list)  # any of tensorboard (as tensorboard=true), mlflow, wandb
+    trackers: list[str] = field(default_factory=list)  # any of mlflow and wandb
     mlflow_uri: str | None = None  # of MLflow's server, http://host:5000; null: MLFLOW_TRACKING_URI
-    mlflow_experiment: str | None = None  # null: MLFLOW_EXPERIMENT_NAME, or else Default
-    wandb_project: str | None = None  # null: WANDB_PROJECT
-    wandb_mode: str | None = setting(None, among=("online", "offline"))  # null: WANDB_MODE, or else online
 
     def __post_init__(self) -> None:
         super().__post_init__()

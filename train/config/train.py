@@ -113,10 +113,6 @@ class TrainConfig(Section):
             "best.export=true needs the best checkpoint: set checkpoint.best=true",
         )
         check(
-            self.tensorboard or "tensorboard" not in self.telemetry.trackers,
-            "tensorboard=false and telemetry.trackers=[tensorboard] contradict one another; leave one of them out",
-        )
-        check(
             self.hub.push_to is None or self.export,
             f"hub.push_to={self.hub.push_to} pushes what export=true writes; set export=true",
         )
@@ -135,21 +131,14 @@ class VariantsConfig(Section, prefix="compare."):
     # first; empty: all of compare.variants
     variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))  # by name, the settings in which each
     # differs, as typed; more are added to these
-    largest_batch: dict[str, int] = field(default_factory=dict)  # by variant, the largest micro batch that fits: one
-    # more run with this batch, without accumulation
     ranks: int = setting(1, above=0)  # of this machine; above 1 each run is started by torchrun
-    tolerance: float = setting(TOLERANCE, least=0)  # share of the baseline's last score by which equal ones may differ
-    output: str | None = None  # folder of the page; None: report/ in run_dir, for a run_dir in S3 here
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, names in (("run", self.run), ("largest_batch", self.largest_batch)):
-            unknown = [name for name in names if name not in self.variants]
-            known = ", ".join(self.variants) or "none is set"
-            check(not unknown, f"compare.{key} names {', '.join(unknown)}; compare.variants has: {known}")
+        unknown = [name for name in self.run if name not in self.variants]
+        known = ", ".join(self.variants) or "none is set"
+        check(not unknown, f"compare.run names {', '.join(unknown)}; compare.variants has: {known}")
         check(len(set(self.run)) == len(self.run), f"compare.run=[{','.join(self.run)}] names a variant twice")
-        smallest = min(self.largest_batch.values(), default=1)
-        check(smallest > 0, f"compare.largest_batch has {smallest}; it must be above 0")
 
     @property
     def names(self) -> list[str]:

@@ -34,7 +34,7 @@ TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure of each kind that is always there
 MOST_PARAMS, MOST_CHARS = 100, 500  # that MLflow takes at once, and that every version of it takes of a value
-PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
+PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # unless they are set: a silent server holds the thread for seconds, and nothing is printed or reported
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -59,7 +59,7 @@ class Line:
 class Run:
     """What a tracker is told of a run."""
 
-    cfg: TelemetryConfig
+    mlflow_uri: str | None  # of the settings
     id: str  # 32 hexadecimal digits, the same in all attempts
     name: str
     folder: Path  # on this machine
@@ -82,8 +82,8 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self.client = client = MlflowClient(run.cfg.mlflow_uri)
-        name = run.cfg.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        self.client = client = MlflowClient(run.mlflow_uri)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
@@ -119,16 +119,13 @@ class WandB:
     def __init__(self, run: Run) -> None:
         import wandb
 
-        mode = run.cfg.wandb_mode or os.environ.get("WANDB_MODE") or "online"
-        if mode == "online" and not wandb.login(prompt=False):
+        if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(prompt=False):
             raise RuntimeError("no key of Weights & Biases: set WANDB_API_KEY, or call wandb login")
         settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S)
         self.run = wandb.init(
             id=run.id,
             resume="allow",
             reinit="create_new",
-            project=run.cfg.wandb_project,
-            mode=run.cfg.wandb_mode,  # type: ignore[arg-type]
             name=run.name,
             dir=str(run.folder),
             config=run.settings,
@@ -243,9 +240,8 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
     if cfg.telemetry.trackers:
         os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     name = folder.location.rstrip("/").rpartition("/")[2]
-    run = Run(cfg.telemetry, folder.run_id, name, folder.path, flat(cfg))
-    names = [name for name in cfg.telemetry.trackers if name in CLIENTS]  # the journal writes for TensorBoard
-    return [Tracker(name, partial(CLIENTS[name], run)) for name in names]
+    run = Run(cfg.telemetry.mlflow_uri, folder.run_id, name, folder.path, flat(cfg))
+    return [Tracker(name, partial(CLIENTS[name], run)) for name in cfg.telemetry.trackers]
 
 
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:

@@ -136,15 +136,14 @@ class ShardCache:
         check(
             order.window_rows >= order.global_batch_size,
             f"a batch of {order.global_batch_size} sequences is more than a window of {order.window_shards} shards of "
-            f"each of {order.lanes.number} lanes holds ({order.window_rows}); raise data.window_shards, and "
-            "data.cache_gb with it",
+            f"each of {order.lanes.number} lanes holds ({order.window_rows}); raise data.cache_gb",
         )
         of_lane = (WINDOWS_HELD * order.window_shards + cut_shards(order)) * self.largest_bytes
         needed = min(part_bytes, self.eval_bytes(order) + len(order.lanes_here) * of_lane)
         check(
             needed <= limit_bytes,
             f"{may_take}, windows of {order.window_shards} shards of each of {len(order.lanes_here)} lanes need "
-            f"{needed / 1e9:.3g} GB; raise data.cache_gb, lower data.window_shards or choose another data.cache_dir",
+            f"{needed / 1e9:.3g} GB; raise data.cache_gb or choose another data.cache_dir",
         )
 
     # ---- the run that fills it -------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
 CONNECTOR_ATTEMPTS = 3
+MAX_DOUBTS = 3  # downloads of a shard that does not match the manifest, which a network seldom causes
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0
 FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's code
     "bucket does not exist": "NoSuchBucket",
@@ -221,7 +222,7 @@ class Downloader:
                 raise
             except Doubtful as doubt:
                 doubts += 1
-                if doubts >= self.cfg.refetches:
+                if doubts >= MAX_DOUBTS:
                     raise InputError(f"{doubt}, {doubts} times") from doubt
                 raise
 
@@ -272,7 +273,7 @@ class Downloader:
             self.client = None
         if not ended:
             limit = f"nothing came within {self.cfg.attempt_s:g} s (data.attempt_s)"
-            raise Silent(f"{limit}; over a slow link raise it, or lower data.downloads")
+            raise Silent(f"{limit}; over a slow link raise it")
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:

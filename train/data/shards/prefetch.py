@@ -35,6 +35,7 @@ from train.storage.atomic_io import discard
 from train.storage.folders import Folder
 
 logger = logging.getLogger("train")
+DOWNLOADS = 4  # at the same time: each holds its shard in memory, about 64 MiB twice, and a few fill a network card
 REPORT_EVERY_S = 10.0
 TICK_S = 0.5  # between looks at what is there
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
@@ -110,7 +111,7 @@ class ShardPrefetcher(Prefetcher):
         """Keep the wanted shards in the cache until the run ends."""
         self.want()
         self.announce()
-        for _ in range(self.cache.cfg.downloads):
+        for _ in range(DOWNLOADS):
             Thread(target=self.fetch, daemon=True).start()
         was_filling, reported_s = True, time.monotonic()
         while True:

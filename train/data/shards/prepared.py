@@ -55,10 +55,9 @@ class PreparedData:
 
     def window_shards(self, order: ShardSampler) -> int:
         """Return how many shards of each lane of `order` can be shuffled together: as many as it says, or as the cache
-        holds, or 0. Of the number that the settings name nothing is taken.
+        holds, or 0.
         """
-        fitting = order.window_shards if self.cache is None else self.cache.window_shards(order)
-        return fitting if self.cfg.window_shards is None or fitting == order.window_shards else 0
+        return order.window_shards if self.cache is None else self.cache.window_shards(order)
 
     def on_demand(self, name: str) -> ShardSet:
         """A split without a prefetcher: a shard is fetched into the cache when it is first read."""
