@@ -124,8 +124,8 @@ def guarded(
     """Act and return the exit code.
 
     An error is printed as one line on standard error, after a traceback if it is a mistake of the program; of the ranks
-    of a machine, one prints it. `after_rejection` is called with what was rejected, and by default repeats it below
-    torchrun's traceback; `interrupted` is the line and the exit code after Ctrl-C.
+    of a machine, one prints it. `after_rejection` is called with what was rejected, and by default leaves it for what
+    started torchrun; `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII

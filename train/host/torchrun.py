@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -77,32 +76,18 @@ def is_reported() -> bool:
 
 
 def leave_rejection(rejection: str) -> None:
-    """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure. The first
-    rank of a machine that does so also has it printed below torchrun's report.
-    """
+    """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure."""
     with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # or torchrun keeps no such files
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)  # the other ranks, one of which ends torchrun, wait until the line is sure
         if os.fstat(file.fileno()).st_size == 0:
             file.write(rejection)
             file.flush()
-            print_after_torchrun(f"rejected: {rejection}")
 
 
 def has_rejected() -> bool:
     """Return whether a rank of this machine was rejected in this start: torchrun ends the others by a signal."""
     return file_of_start(REJECTION).exists()
-
-
-def print_after_torchrun(line: str) -> None:
-    """Print a line when torchrun has ended: its own traceback of 25 lines would hide the reason. Linux only."""
-    pid = find_torchrun() if sys.platform == "linux" else None
-    if pid is None:
-        return
-    ended = os.pidfd_open(pid)
-    wait = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2], file=sys.stderr)"
-    # A session of its own, since torchrun signals the rank's.
-    subprocess.Popen([sys.executable, "-ISc", wait, str(ended), line], pass_fds=[ended], start_new_session=True)
 
 
 def end_torchrun() -> None:
