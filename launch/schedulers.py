@@ -20,7 +20,6 @@ SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the 
 }
 SETTINGS = {name: settings for name, (settings, _) in SCHEDULERS.items()}
 Settings = TypeVar("Settings", bound=ClusterConfig)
-REMOVED = ("torchrun_restarts",)  # settings of jobs that earlier versions have written
 
 
 def row(name: str) -> tuple[type[ClusterConfig], str]:
@@ -38,8 +37,7 @@ def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # t
     """The settings of the job's cluster. InputError for a scheduler or a setting that is not known, and for those of
     another kind.
     """
-    values = {name: value for name, value in job.cluster.items() if name not in REMOVED}
-    settings = record(row(job.scheduler)[0], values, "cluster")
+    settings = record(row(job.scheduler)[0], job.cluster, "cluster")
     if not isinstance(settings, kind):
         raise InputError(f"the job is of cluster={job.scheduler}")
     return settings

@@ -228,20 +228,15 @@ def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
 
-def test_text_that_an_earlier_version_split_otherwise_is_kept_if_finished_and_never_mixed(parts, corpus, ready):
-    def by_earlier_version():
-        source = json.loads((parts / "source.json").read_text())
-        source.pop("split_rule", None)
-        (parts / "source.json").write_text(json.dumps(source))
-
+def test_text_that_an_earlier_version_split_otherwise_is_rejected(parts, corpus, ready):
+    """Also if it is finished."""
     now = (parts / "source.json").read_bytes()
-    by_earlier_version()
-    for what in ("merge=true", "part=1/3"):
-        assert "split_rule: 1 there, 2 here" in rejected(parts, corpus, ready, what)
-    (parts / "source.json").write_bytes(now)
-    manifest = merged(parts, corpus, ready)
-    by_earlier_version()
-    assert merged(parts, corpus, ready) == manifest
+    for is_finished in (False, True):
+        if is_finished:
+            merged(parts, corpus, ready)
+        (parts / "source.json").write_text(json.dumps(json.loads(now) | {"split_rule": 1}))
+        assert "split_rule: 1 there, 2 here" in rejected(parts, corpus, ready, "merge=true")
+        (parts / "source.json").write_bytes(now)
 
 
 def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready, tmp_path, four_parts):

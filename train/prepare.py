@@ -99,12 +99,11 @@ def run(cfg: PrepareConfig) -> int:
         print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
         return cli.DONE
     held_out = manifest.rows("validation")
-    known = manifest.counts.get("neighbour_accuracy")  # older data has no such count
     print(
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
         f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
-        f"{'' if known is None else f'a table of neighbours is right in {known:.1%}, '}id {manifest.id[:12]}"
+        f"a table of neighbours is right in {manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
     )
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
     print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
@@ -203,9 +202,8 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
             not names, f"output={folder.location} is not empty and not a preparation ({', '.join(names[:3])}); {hint}"
         )
         folder.create("source.json", canonical_json(wanted))
-    there = {"split_rule": 1, **claimed(folder)}  # earlier versions named none
+    there = claimed(folder)
     if "manifest.json" in names:  # finished, so that nothing is mixed
-        there["split_rule"] = wanted["split_rule"]
         there["settings"]["parts"] = wanted["settings"]["parts"]
     if there != json.loads(canonical_json(wanted)):
         raise InputError(

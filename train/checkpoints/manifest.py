@@ -54,7 +54,6 @@ class Progress:
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
     productive_s: float = 0.0  # in steps that were not lost
-    attempts_s: float = 0.0  # of earlier versions
     window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
 
     def advance(self, examples: int) -> None:

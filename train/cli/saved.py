@@ -28,7 +28,6 @@ def read_config(folder: Folder) -> TrainConfig:
         is_plain = "${" not in json.dumps(plain)
         check(is_plain, f"{config_path} refers to something by ${{...}}: nothing in a run's file is looked up")
         saved = OmegaConf.create(plain)
-        saved.instance.pop("memory_gib", None)  # which earlier versions wrote, and nothing read
         schema = OmegaConf.structured(TrainConfig)
         task = TASKS[saved.task.kind].settings
         schema.task, schema.data = task, task.learns_from

@@ -22,7 +22,7 @@ OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_me
 @dataclass(frozen=True)
 class Outcome:
     outcome: str  # done | stopped | failed | refused
-    kind: str  # an identifier, for programs; earlier versions wrote the reason of a stop
+    kind: str  # an identifier, for programs
     reason: str
     step: int | None  # reached
     checkpoint: int | None  # the newest step that is known to be committed; nothing up to there is lost

@@ -207,8 +207,8 @@ class Preparation:
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
-            # Sequences whose segments have an order, for sentence-order prediction; earlier versions counted none.
-            if split == "validation" and "validation_pairs" in self.done:
+            # Sequences whose segments have an order, for sentence-order prediction.
+            if split == "validation":
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             for first in range(0, whole, size):
                 name = shard_name(split, self.part, len(self.shards[split]))
@@ -267,9 +267,8 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     lost = [shard.file for shards in splits.values() for shard in shards if shard.file not in names]
     hint = f"remove the {STATE_NAMES}... file of the same number and prepare the part again"
     check(not lost, f"{folder.location}: {listed(lost)} gone; {hint}")
-    counted = set.intersection(*(set(state.done) for state in ready))  # an earlier version counted less
-    done = {name: sum(state.done[name] for state in ready) for name in ready[0].done if name in counted}
-    unknown_share(done.get("unknown_tokens", 0), done["tokens"], "the tokenizer reads the corpus")
+    done = {name: sum(state.done[name] for state in ready) for name in ready[0].done}
+    unknown_share(done["unknown_tokens"], done["tokens"], "the tokenizer reads the corpus")
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)

@@ -89,25 +89,26 @@ class MaskedLMTask(Task):
         self.eval_masker = self.masker if rate is None else self._masker_of_rate(rate)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         check(
-            not cfg.task.sop or self.manifest.counts.get("validation_pairs") != 0,  # older data has no such count
+            not cfg.task.sop
+            or self.manifest.counts.get("validation_pairs") != 0,  # data of train.convert has no such count
             f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}",
         )
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         unknown, tokens = (self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
         self.remarks = [unknown_share(unknown, tokens, f"data.path={cfg.data.path}: the tokenizer reads the text")]
-        entropy = self.manifest.counts.get("unigram_entropy", math.nan)
+        self.facts = {
+            name: self.manifest.counts.get(name, math.nan) for name in ("unigram_entropy", "neighbour_accuracy")
+        }
         check(
-            self.eval_rows > 0 and math.isfinite(entropy),
-            f"data.path={cfg.data.path} has no validation sequences or no unigram_entropy; prepare the data again",
+            self.eval_rows > 0 and all(map(math.isfinite, self.facts.values())),
+            f"data.path={cfg.data.path} has no validation sequences, or no {' or no '.join(self.facts)}, as data of an "
+            "earlier version; prepare the data again",
         )
         self.eval_sample = eval_sample(self.eval_rows, cfg.eval_examples, seed=cfg.seed)
         self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
         of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
-        self.facts = {"unigram_entropy": entropy}
-        if (accuracy := self.manifest.counts.get("neighbour_accuracy")) is not None:  # older data has no such count
-            self.facts["neighbour_accuracy"] = accuracy
 
     def _masker_of_rate(self, rate: float) -> Masker:
         slots = self.head.eval_predictions
