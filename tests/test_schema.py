@@ -298,7 +298,8 @@ def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
     assert is_one_line(rejected.value)
 
 
-def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_path):
-    forge(data, lambda body: body["counts"].pop("unigram_entropy"))
-    with pytest.raises(InputError, match="has no validation sequences or no unigram_entropy; prepare the data again"):
+@pytest.mark.parametrize("name", ["unigram_entropy", "neighbour_accuracy"])
+def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_path, name):
+    forge(data, lambda body: body["counts"].pop(name))
+    with pytest.raises(InputError, match=f"no {name}.* as data of an earlier version; prepare the data again"):
         build_task(train_config(tmp_path / "run", data))

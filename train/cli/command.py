@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import train
 from train.cli.console import use_console
-from train.config import Failure, InputError, S3Config, Unreachable, check_printable
+from train.config import Failure, InputError, S3Config, Unreachable
 from train.config.checks import LARGEST
 from train.host.torchrun import is_reported, leave_rejection
 
@@ -179,16 +179,12 @@ def is_unread() -> bool:
 
 
 def check_encoding(arguments: Sequence[str]) -> None:
-    """Raise InputError for arguments whose bytes are no text in this locale, which no file could record, and for
-    control characters in the folders of Hugging Face's libraries.
-    """
+    """Raise InputError for arguments whose bytes are no text in this locale, which no file could record."""
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{argument} is not text in this locale; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8)") from error
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):  # which libraries read
-        check_printable(os.environ.get(name, ""), f"{name}=")
 
 
 def printable(text: str) -> str:

@@ -88,11 +88,8 @@ class MaskedLMTask(Task):
         rate = cfg.task.eval_mask_rate
         self.eval_masker = self.masker if rate is None else self._masker_of_rate(rate)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
-        check(
-            not cfg.task.sop
-            or self.manifest.counts.get("validation_pairs") != 0,  # data of train.convert has no such count
-            f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}",
-        )
+        has_none = self.manifest.counts.get("validation_pairs") == 0  # data of train.convert has no such count
+        check(not (cfg.task.sop and has_none), f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}")
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         unknown, tokens = (self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
