@@ -15,7 +15,7 @@ HANG_S = 400.0  # never waited for unless a test fails
 DISTURBED = """
 import os, signal, sys, time
 from pathlib import Path
-from train.votes import Votes
+from train.attempt.stopping import Votes
 
 rank, mark = os.environ["RANK"], Path(os.environ["MARK"])
 if rank == os.environ["LATE"]:
@@ -133,7 +133,7 @@ def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
 DIES = """
 import os, sys, time
 from pathlib import Path
-from train.votes import Votes
+from train.attempt.stopping import Votes
 before, steps = Votes.cast, []
 
 def cast(votes, failure):

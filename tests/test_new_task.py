@@ -242,7 +242,7 @@ def test_a_task_whose_targets_are_numbers_is_a_package_a_line_and_a_yaml(tree, p
     (tmp_path / "bad.csv").write_text("text,label\na,0.5\nb,many\n")
     data = ["task=rating", "data=records", "data.validation_fraction=0.3", "seq_len=32", "data.lengths=[16]"]
     given = ["best.metric=mse", "best.export=true", "checkpoint.best=true", "eval_every=1", "max_steps=6"]
-    given += ["optim.schedule=constant", "optim.lr=0.3", "watchdog.enabled=false", *data]
+    given += ["optim.schedule=constant", "optim.lr=0.3", "watchdog.step_s=0", *data]
     tuned = lambda name, *more: tuning(tmp_path / name, prepared / "tokenizer", *given, *more)  # noqa: E731
     run(tree, *tuned("two", f"data.path={tmp_path / 'rated.csv'}"), ranks=2)
     scores = {line["step"]: line["mse"] for line in lines(tmp_path / "two", "eval")}

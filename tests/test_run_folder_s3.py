@@ -16,7 +16,7 @@ from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
 from train import entry, loop
-from train.attempt import checkpoint_manager, notices
+from train.attempt import checkpoint_manager, stopping
 from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.stopping import StopRequest
 from train.checkpoints.saver import SavesFail
@@ -356,7 +356,7 @@ def test_a_role_that_may_not_delete_trains_on_and_is_told_once(bucket, prepared,
         f"run/checkpoints/step_{step:08d}/manifest.json" for step in (1, 2, 3, 4, 5)
     ]
     bucket.put("run/STOP", b"")
-    monkeypatch.setattr(notices, "POLL_S", 0.05)
+    monkeypatch.setattr(stopping, "POLL_S", 0.05)
     _, step = train(bucket, prepared, "max_steps=100000")
     assert 5 < step < 100000 and opened(bucket).previous["outcome"] == "stopped"
 

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from train.config import check
 
-TABLES = ("data.label_map", "data.more_validation", "compare.variants", "compare.largest_batch")
+TABLES = ("data.label_map", "data.more_validation", "compare.variants")
 LABELS = "data.labels"
 
 
