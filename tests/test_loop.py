@@ -4,17 +4,18 @@ import json
 import math
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from running import ROOT, lines, prepare_config, run, train_config, train_here, train_overrides, write_corpus
 from saved_steps import flip
 from toy import Rows, ToyTask
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from train import loop, prepare
 from train.attempt.stopping import StopRequest
-from train.config import BackendConfig, InputError
+from train.config import BackendConfig, HeadSize, InputError, TaskConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.data.shards.format import ShardSet, read_manifest
@@ -262,7 +263,13 @@ def unloadable(self):
     raise InputError("the model lacks weights")
 
 
-@pytest.mark.parametrize("found", ["nothing", "an empty folder", "a finished run"])
+def large(self, *, build=ToyTask.build_model):
+    model = build(self)
+    model.network = SimpleNamespace(config=AlbertConfig())
+    return model
+
+
+@pytest.mark.parametrize("found", ["nothing", "an empty folder", "a finished run", "a run that was resumed"])
 @pytest.mark.parametrize(
     ("changes", "model", "says"),
     [
@@ -270,16 +277,20 @@ def unloadable(self):
         ({"backend": BackendConfig(name="neuron")}, None, "needs native PyTorch"),
         ({"preempt": {"notices": "on", "block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, unloadable, "lacks weights"),
+        ({"backend": BackendConfig(device="cpu")}, large, "that is more than this machine or container has"),
     ],
-    ids=["precision", "device", "block", "model"],
+    ids=["precision", "device", "block", "model", "memory"],
 )
 def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, found, changes, model, says):
     run_dir = toy.folder / "new/run"
     if found == "an empty folder":
         run_dir.mkdir(parents=True)
-    elif found == "a finished run":
-        toy.train("new/run", max_steps=1)
+    elif found != "nothing":
+        for steps in (1, 2) if found == "a run that was resumed" else (1,):
+            toy.train("new/run", max_steps=steps)
     before = tree(toy.folder)
+    monkeypatch.setattr(loop, "total_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
     if model is not None:
         monkeypatch.setattr(ToyTask, "build_model", model)
     assert says in rejection(toy, name="new/run", **changes)

@@ -117,10 +117,6 @@ class Ownership:
                 self.number, self.heartbeats, self.previous = number + 1, 0, parse(content)
                 self.folder.create(name_of(self.number), self.content())
         self.check_creates_once()
-        with suppress(NotPermitted):
-            for number in numbers(self.folder):
-                if number < self.number - 1:
-                    self.folder.remove(name_of(number))
         self.owner, self.lost, self.stop = self.claim["owner"], None, threading.Event()
         self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
         self.thread.start()
@@ -145,9 +141,10 @@ class Ownership:
                 raise TimeoutError("a heartbeat is still on its way")
             with suppress(LeaseLost):  # there is nothing to release
                 self.heartbeat(released=True)
+                older = [number for number in numbers(self.folder) if number < self.number - 1]
                 with suppress(NotPermitted):
-                    for name in [name_of(self.number)] if self.is_withdrawn else []:
-                        self.folder.remove(name)
+                    for number in [self.number] if self.is_withdrawn else older:
+                        self.folder.remove(name_of(number))
         except Exception as error:
             logger.warning(f"{self.folder.location} is not released: {type(error).__name__}: {error}")
 
