@@ -39,7 +39,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "huggingface_hub": "publish/push publish/card storage/hub_access",
     "sklearn": "tasks/classify/task tasks/ner/task",
     "seqeval": "tasks/ner/task",
-    "hydra": "cli/compose",
+    "hydra": "cli/compose cli/names",
     "mlflow": "telemetry/trackers",
     "wandb": "telemetry/trackers",
     "transformers": "data/text/tokenizer models/encoder models/network models/heads models/pretrained models/source",

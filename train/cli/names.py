@@ -42,6 +42,7 @@ def quoted(text: str) -> str:
 
 def own_table(key: str, text: str) -> dict[str, str | None]:
     """Parse a table of names as Hydra does, or else as YAML, whose plain scalars may have more characters."""
+    value: Any
     try:
         value = OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException:
