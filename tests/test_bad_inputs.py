@@ -338,6 +338,7 @@ TABLES = [
     ("data.labels=[a,b]", "the labels are a, b"),
     ("data.lengths=[32,16]", "data.lengths=[32, 16]"),
     ("data.lengths=[64]", "data.lengths has 64"),
+    (f"data.lengths={[*range(2, 301)]}".replace(" ", ""), "data.lengths has 299 lengths, and at most 255"),
     ("data.more_validation={train: a.csv}", "data.more_validation"),
     ("data.label_map=negative", "data.label_map is a table"),
     ("data.label_map=it's", "data.label_map is a table"),

@@ -15,6 +15,7 @@ from rejections import rejects
 from running import ROOT, lines, run
 from transformers import AutoModelForSequenceClassification
 
+from benchmarks import finetune
 from train.attempt.stopping import StopRequest
 from train.checkpoints.manifest import step_name
 from train.config import InputError
@@ -197,3 +198,18 @@ def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "broken.csv:152" in errors[0], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_benchmark_prepares_once_and_does_not_start_itself_again(monkeypatch):
+    prepared = []
+
+    def started(module, *words, **_):
+        monkeypatch.setattr(finetune, "run_timed", lambda *_, **__: pytest.fail("the process starts another"))
+        finetune.main(list(words))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "run_timed", started)
+    monkeypatch.setattr(finetune, "prepare", lambda options, folder: prepared.append(options.overrides))
+    with pytest.raises(KeyboardInterrupt):
+        finetune.main(["--variants", "buckets", "--", "data.escape=null"])
+    assert prepared == [["data.escape=null"]]

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from train.config.checks import Section, check, setting, shortlist
 
+MOST_LENGTHS = 255  # rows hold which is theirs in a byte, as is the longest row's or seq_len
 MAX_MICRO_BATCHES_AHEAD = 1000  # minutes of training, and at a megabyte each a gigabyte of memory
 MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by datasets' save_to_disk
@@ -99,6 +100,10 @@ class RecordsConfig(DataConfig):
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
         check(ok, f"data.lengths={self.lengths} must be auto, or rising numbers of tokens, as [32,64,128]")
+        check(
+            len(given) <= MOST_LENGTHS,
+            f"data.lengths has {len(given)} lengths, and at most {MOST_LENGTHS} are told apart",
+        )
         for name in ("delimiter", "quote", "escape"):
             value = getattr(self, name)
             ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
