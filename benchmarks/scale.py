@@ -38,7 +38,7 @@ from train.config import S3Config, ShardsConfig, TrainConfig
 from train.data.shards.cache import WINDOWS_HELD, cut_shards
 from train.data.shards.format import read_manifest
 from train.data.shards.order import ShardSampler, eval_shards
-from train.data.shards.prefetch import wanted_shards
+from train.data.shards.prefetch import Prefetcher, wanted_shards
 
 if TYPE_CHECKING:
     from train.data.shards.prepared import PreparedData
@@ -191,12 +191,17 @@ class Machine:
         shards = len(self.order.lanes_here) * (WINDOWS_HELD + cut_shards(self.order))
         return cache.eval_bytes(self.order) + shards * cache.largest_bytes
 
+    def prefetcher(self) -> Prefetcher:
+        prefetcher = self.data.prefetcher(self.order, is_first_on_machine=True)
+        assert prefetcher is not None  # the data is in S3
+        return prefetcher
+
     def read(self, steps: int) -> tuple[np.ndarray, int]:
         """[rows]: the sequences of this machine in so many steps, each compared with its number; and the most bytes
         that were in the cache after a step.
         """
         drawn, most_bytes, reader = [], 0, self.data.split("train")
-        with self.data.prefetcher(self.order, is_first_on_machine=True) as prefetcher:
+        with self.prefetcher() as prefetcher:
             batches = self.order.micro_batches(self.share)
             for step in range(steps):
                 rows = next(batches) % self.order.rows
@@ -217,7 +222,7 @@ class Machine:
         """
         self.order.consumed_rows = int(epochs * self.order.steps) * self.order.global_batch_size
         began_s, reader = time.perf_counter(), self.data.split("train")
-        with self.data.prefetcher(self.order, is_first_on_machine=True):
+        with self.prefetcher():
             reader.rows(next(self.order.micro_batches(self.share)) % self.order.rows)
             wall_s, there = time.perf_counter() - began_s, self.cached_bytes()
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

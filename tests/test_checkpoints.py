@@ -12,7 +12,7 @@ from saved_steps import copy_step, flip, step_folder, store_of
 from train.checkpoints import store as stores
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest, NoneValid, OtherVersion, Untrusted, check_files
-from train.checkpoints.store import LocalStore, Retention
+from train.checkpoints.store import LocalStore, prune
 from train.storage import checksums as manifests
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import sha256_file
@@ -147,13 +147,13 @@ def test_a_planted_state_is_one_line_and_not_executed(run_dir, prepared, tmp_pat
 def test_the_newest_and_the_best_are_kept(run_dir):
     for step, metric in ((1, 2.0), (2, None), (4, 1.0), (5, 3.0), (7, None), (8, 9.0), (9, 9.0)):
         copy_step(run_dir, 3, step, metric=metric)
-    assert Retention(store_of(run_dir), 0).prune() == []
-    assert Retention(store_of(run_dir), 2).prune() == [1, 2, 3, 5, 6, 7]
+    assert prune(store_of(run_dir), 0) == []
+    assert prune(store_of(run_dir), 2) == [1, 2, 3, 5, 6, 7]
     assert store_of(run_dir).steps() == [4, 8, 9]
     damage(run_dir, 9, "bit")
-    assert Retention(store_of(run_dir), 2).prune() == []  # 4 and 8 are the last two that are valid
+    assert prune(store_of(run_dir), 2) == []  # 4 and 8 are the last two that are valid
     damage(run_dir, 8, "short")
-    assert Retention(store_of(run_dir), 1).prune() == []  # what is damaged stays
+    assert prune(store_of(run_dir), 1) == []  # what is damaged stays
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from services.fault_proxy import Fault
 from train.checkpoints import __main__ as command
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest
-from train.checkpoints.store import LocalStore, Retention
+from train.checkpoints.store import LocalStore, prune
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError
 from train.run_folder.lease import name_of
@@ -242,14 +242,14 @@ def test_removal_begins_with_the_manifest(bucket, store):
     for step in (1, 2, 3, 4):
         save(store, step)
     bucket.proxy.set()
-    assert Retention(store, 2).prune() == [1, 2]
+    assert prune(store, 2) == [1, 2]
     removed = [seen.path for seen in bucket.proxy.requests("^DELETE")]
     assert len(removed) == 10 and bucket.proxy.requests("^HEAD") == []
     assert removed[0].endswith("step_00000001/manifest.json") and removed[5].endswith("step_00000002/manifest.json")
     assert files_of(bucket, 1) == files_of(bucket, 2) == []
     save(store, 5)
     bucket.proxy.set(Fault("status", match="^DELETE", skip=1, code=501, error="Stopped"))
-    rejects("Stopped", Retention(store, 2).prune)
+    rejects("Stopped", prune, store, 2)
     assert store.steps() == [4, 5] and len(files_of(bucket, 3)) == 3 + 1
     bucket.proxy.set()
     store.collect_garbage(ended_below=9)

@@ -451,7 +451,7 @@ def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, 
 
 
 def test_the_loss_of_the_fetching_process_is_named(opened, monkeypatch):
-    monkeypatch.setattr(prefetch.ShardPrefetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(prefetch.Prefetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     data, prefetcher = opened()
     with prefetcher(), pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
         all_tokens(data)

@@ -35,7 +35,6 @@ from train.config import (
     TrainConfig,
 )
 from train.data.shards.order import PADDING
-from train.data.shards.prefetch import Prefetcher
 from train.run_folder.samples import Sample
 from train.tasks import TASKS, Task, TaskSpec, mlm
 
@@ -82,9 +81,6 @@ class ToyTask(Task):
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
         self.facts: dict[str, float] = {}
-
-    def prefetcher(self, order: object, *, is_first_on_machine: bool) -> Prefetcher:
-        return Prefetcher()
 
     def build_model(self) -> Line:
         return Line()

@@ -42,7 +42,6 @@ class TrainData:
         world = backend.world
         order = train_order(cfg, plan, task, world, engine, progress)
         self.prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
-        self.consumed = self.prefetcher.consumed  # by the number of examples that all ranks have seen
         held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
         # Batches that are drawn together must not need a shard that is fetched only after some of them are consumed:
         # that would be a deadlock.
@@ -62,6 +61,11 @@ class TrainData:
             **loading,
         )
         self.steps = iter(batched(backend.to_device(micro_batches), plan.accumulation))
+
+    def consumed(self, examples: int) -> None:
+        """Tell the prefetcher how many examples all ranks have seen."""
+        if self.prefetcher is not None:
+            self.prefetcher.consumed(examples)
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
         """The next step's micro batches, on the device; see `draw`."""

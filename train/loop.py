@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
@@ -113,7 +114,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     flops = cache(partial(task.flops_per_example, model))  # counting layers takes as long as sending some kernels
-    with data.prefetcher:  # until the samples of the export have been read
+    with data.prefetcher or nullcontext():  # until the samples of the export have been read
         with (
             monitor,
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.checkpoints.manifest import Damaged, Manifest, step_name
-from train.checkpoints.store import ALWAYS_VALID, Retention, Store, best, open_store
+from train.checkpoints.store import ALWAYS_VALID, Store, best, open_store, retention
 from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
 from train.config import InputError, S3Config, check, shortlist
@@ -114,11 +114,11 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     least = ALWAYS_VALID
     check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid ones stay")
     if not removes:
-        show(Retention(store, keep).reasons(), store.leftovers(), "would go")
+        show(retention(store, keep), store.leftovers(), "would go")
         print("nothing was removed: --yes does it, once no job holds the run")
         return DONE
     with Ownership(folder, on_wait=lambda text: print(text, file=sys.stderr)) as ownership:
-        reasons = Retention(store, keep).reasons()
+        reasons = retention(store, keep)
         for step in [step for step, reason in reasons.items() if reason is None]:
             ownership.check()
             store.remove(step)

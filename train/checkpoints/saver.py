@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
-from train.checkpoints.store import Retention, Store
+from train.checkpoints.store import Store, prune
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
 from train.host.runtime import pool_beside_training
 from train.ranks import no_wait
@@ -76,7 +76,8 @@ class AsyncSaver:
         """`draft` has what the manifests of this attempt have in common."""
         self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S
         self.engine, self.backend, self.world = engine, backend, backend.world
-        self.staging, self.retention = Staging(), Retention(store, cfg.keep)
+        self.staging = Staging()
+        self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
         self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
         self.pool = pool_beside_training("save")
         self.pending: Future[Saved | None] | None = None  # returns None on other ranks than rank 0
@@ -162,8 +163,6 @@ class AsyncSaver:
     def close(self, *, waits: bool) -> None:
         self.pool.shutdown(wait=waits, cancel_futures=not waits)
 
-    # ---- rank 0 --------------------------------------------------------------------------------------------------
-
     def collect(self) -> None:
         if self.pending is not None and self.pending.done():
             saved, self.pending = self.pending.result(), None
@@ -214,7 +213,10 @@ class AsyncSaver:
                 if self.failures:
                     with suppress(NotPermitted):
                         self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
-                self.retention.prune()
+                try:
+                    prune(self.store, self.keep, self.verified)
+                except NotPermitted:
+                    self.keep = 0  # all steps stay from now on
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"
             if isinstance(error, LeaseLost) and self.world.rank == 0:  # nobody else may come to remove what it has sent

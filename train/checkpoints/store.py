@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, step_name, step_of
-from train.config import NotPermitted
 from train.storage.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
 from train.storage.checksums import fault_of
 from train.storage.folders import Folder, LocalFolder, at_once, check_space
@@ -187,48 +186,41 @@ def open_store(folder: Folder, scratch: Path) -> Store:
 # ---- which may be removed: all but the newest, the best, and the last two that are valid -----------------------------
 
 
-class Retention:
-    """Decides which steps stay, and reads each once to verify it."""
+def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
+    """Remove the steps that need not stay, see `retention`, and return them. Raises NotPermitted."""
+    removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
+    for step in removed:
+        store.remove(step)
+    return removed
 
-    def __init__(self, store: Store, keep: int) -> None:
-        self.store, self.keep = store, keep
-        self.verified: set[int] = set()
 
-    def prune(self) -> list[int]:
-        """Remove the steps that need not stay, and return them. Without the permission all stay from now on."""
-        removed = [step for step, reason in self.reasons().items() if reason is None]
-        try:
-            for step in removed:
-                self.store.remove(step)
-        except NotPermitted:
-            self.keep, removed = 0, []
-        return removed
+def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
+    """Return the reason why each step stays, None for a step that may be removed; `keep`: the newest that stay, 0 for
+    all. A damaged step stays, since somebody may repair it. Each step is read once to verify it, unless S3 has compared
+    its files as it took them, and is added to `verified`.
+    """
+    known: set[int] = set() if verified is None else verified
 
-    def reasons(self) -> dict[int, str | None]:
-        """The reason why each step stays; None for a step that may be removed. A damaged step stays: somebody may
-        repair it.
-        """
-        steps = self.store.steps()
-        newest = steps[-self.keep :] if self.keep else steps
-        reasons: dict[int, str | None] = dict.fromkeys(steps)
-        if newest != steps:
-            manifests, damaged = self.store.look_at_all()
-            reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
-            valid = islice(filter(self.is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
-            best_step = best(manifests)
-            reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
-            reasons |= {best_step: "the best"} if best_step is not None else {}
-        return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
-
-    def is_valid(self, step: int) -> bool:
-        """Whether the files match the manifest. They are read once, unless S3 has compared them as it took them."""
-        if not self.store.compares_when_written and step not in self.verified:
+    def is_valid(step: int) -> bool:
+        if not store.compares_when_written and step not in known:
             try:
-                self.store.fetch(step)
+                store.fetch(step)
             except Damaged:
                 return False
-        self.verified.add(step)
+        known.add(step)
         return True
+
+    steps = store.steps()
+    newest = steps[-keep:] if keep else steps
+    reasons: dict[int, str | None] = dict.fromkeys(steps)
+    if newest != steps:
+        manifests, damaged = store.look_at_all()
+        reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
+        valid = islice(filter(is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
+        best_step = best(manifests)
+        reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
+        reasons |= {best_step: "the best"} if best_step is not None else {}
+    return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
 
 
 def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:

@@ -25,8 +25,7 @@ from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
-from train.data.shards.order import ShardSampler, spread
-from train.data.shards.prefetch import Prefetcher
+from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share, unused_capitals
 from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
 from train.run_folder.samples import Sample
@@ -219,9 +218,6 @@ class TextTask(Task):
             of_split = {key: facts[key] for key in ("rows", "tokens", "notes")}
             line += f"; {name}: {words}" if (words := cut_words(**of_split, seq_len=self.sizes.seq_len)) else ""
         return line
-
-    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
-        return Prefetcher()
 
     def train_data(self) -> TokenRows:
         return self.train_table

@@ -106,9 +106,11 @@ class Task(ABC):
         """Return the validation shards that a machine of these data ranks reads; none of data that is not sharded."""
         return []
 
-    @abstractmethod
-    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
-        """Begin to bring the data that `order` needs to this machine. InputError if that is impossible."""
+    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
+        """Begin to bring the data that `order` needs to this machine; None if nothing is to be brought by this rank.
+        Raises InputError if that is impossible.
+        """
+        return None
 
     @abstractmethod
     def build_model(self) -> Network:

@@ -42,19 +42,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
 class Prefetcher(AbstractContextManager["Prefetcher"]):
-    """Keeps the cache ahead of a run while it trains. This one does nothing: it is for ranks whose data is on disk, or
-    is fetched by a process of another rank.
-    """
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def consumed(self, rows: int) -> None:
-        """Tell it how many sequences of the whole run all ranks have consumed."""
-
-
-class ShardPrefetcher(Prefetcher):
-    """Starts the process; leaving the context ends it. The first rank of a machine has one. InputError if this
-    machine's cache has no space for the shards, or another run is in the way.
+    """Starts the process; leaving the context ends it. The first rank of a machine has one if its data is not on disk.
+    Raises InputError if this machine's cache has no space for the shards, or another run is in the way.
     """
 
     def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
@@ -88,6 +77,7 @@ class ShardPrefetcher(Prefetcher):
         shutil.rmtree(self.cache.run, ignore_errors=True)
 
     def consumed(self, rows: int) -> None:
+        """Tell it how many sequences of the whole run all ranks have consumed."""
         with suppress(BrokenPipeError):  # the process is gone: readers raise it when they need a shard
             self.consumed_rows.send(rows)
 

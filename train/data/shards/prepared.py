@@ -9,7 +9,7 @@ from train.config import InputError, S3Config, ShardsConfig
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import TOKENIZER_FILE, DataManifest, Shard, ShardSet, check_files, read_manifest
 from train.data.shards.order import ShardSampler
-from train.data.shards.prefetch import Prefetcher, ShardPrefetcher
+from train.data.shards.prefetch import Prefetcher
 from train.storage.atomic_io import write_atomic
 from train.storage.checksums import fault_of, fault_of_file, first_fault, read_verified
 from train.storage.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
@@ -78,11 +78,13 @@ class PreparedData:
 
         return ShardSet(self.folder, self.manifest, name, fetch)
 
-    def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
-        """Start fetching the shards of `sampler`. InputError if this machine's cache has no space for them."""
+    def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
+        """Start fetching the shards of `sampler`; None if they are on disk, or another rank of this machine fetches
+        them. Raises InputError if this machine's cache has no space for them.
+        """
         if self.cache is None or not is_first_on_machine:
-            return Prefetcher()
-        return ShardPrefetcher(self.source, self.cache, sampler)
+            return None
+        return Prefetcher(self.source, self.cache, sampler)
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> None:

@@ -125,7 +125,7 @@ class MaskedLMTask(Task):
         shard_rows = [shard.rows for shard in self.manifest.splits["validation"]]
         return eval_shards(shard_rows, self.eval_sample, ranks, world_size, self.num_shown)
 
-    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
+    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
         return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
