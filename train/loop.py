@@ -266,7 +266,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         task.describe_model(model, folder.folder)
 
     if attempt.saves and not folder.is_remote:
-        num_blind = world.sum([not folder.ownership.may_append()])[0]
+        num_blind = world.sum([not attempt.sees_owner()])[0]
         where = f"run_dir={cfg.run_dir} of rank 0; it must be a shared folder"
         check(num_blind == 0, f"{num_blind:g} ranks do not see {where}")
     attempt.is_described = True

@@ -82,6 +82,14 @@ class Attempt:
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
         self.watch.joined(peers if launched().is_under_torchrun else {})  # else they may be in other containers
 
+    def sees_owner(self) -> bool:
+        """Return whether this rank sees the lease of rank 0, as it does if they share the folder."""
+        try:
+            self.folder.ownership.check()
+        except LeaseLost:
+            return False
+        return True
+
     def has_stop_file(self) -> bool:
         return self.folder.folder.size(STOP_FILE) is not None
 
