@@ -18,8 +18,7 @@ from train.cli import compose as cli
 from train.cli.command import guarded
 from train.config import InputError
 
-USED: tuple[str, ...] = ("base", "build", "regions", "profile", "subnet", "disk_gib", "compile_cache", "wheel")
-USED += ("deprecate_days", "max_minutes")
+USED = ("base", "build", "regions", "profile", "subnet", "disk_gib", "compile_cache", "wheel")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

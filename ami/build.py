@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ami import packer
+from ami.config import MAX_MINUTES
 from ami.files import HERE, write_files
 from ami.images import MINUTES, TAG, faults, find_by_name
 from ami.plan import BUILD, ImagePlan
@@ -32,7 +33,7 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
         packer.run([program, "init", "."], HERE)
         try:
             command = [program, "build", "-color=false", f"-var-file={file}", "."]
-            packer.run(command, HERE, limit_s=plan.cfg.max_minutes * 60)
+            packer.run(command, HERE, limit_s=MAX_MINUTES * 60)
         finally:
             remove_left(api, values["region"], values["build_tags"][BUILD])
     minutes, made = (time.monotonic() - started) / 60, dict[str, str]()

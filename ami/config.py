@@ -12,7 +12,8 @@ from train.storage.folders import local_path
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
-MAX_DEPRECATION_DAYS = 730  # EC2's limit for images
+DEPRECATE_DAYS = 365  # after which EC2 no longer offers the image; EC2 itself can change the date of one
+MAX_MINUTES = 120  # after which the builder ends itself: one that hangs must not cost money for ever
 
 
 @dataclass(kw_only=True)
@@ -27,21 +28,14 @@ class AmiConfig(Section):
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
     subnet: str | None = None  # id, with a way to the internet; None: one of the default VPC
     disk_gib: int = setting(150, least=50)  # root volume; launch may give a machine a larger one, never a smaller one
-    kms_key: str | None = None  # for the disks; None: the account's key of EBS, which cannot be shared
     compile_cache: str | None = None  # s3://bucket/prefix of graphs that are compiled already, put into the image
     wheel: str | None = None  # file of baretrain's wheel; None: one is built from this checkout
-    deprecate_days: int = setting(365, above=0, most=MAX_DEPRECATION_DAYS)  # after which EC2 no longer offers the image
-    max_minutes: int = setting(120, least=30)  # after which the builder ends itself
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_known = self.base in ("dlami", "ubuntu") or re.fullmatch(IMAGE_ID, self.base) is not None
         check(is_known, f"base={self.base} must be dlami, ubuntu or the id of an image")
         check(len(set(self.regions)) == len(self.regions), f"regions={self.regions} names one twice")
-        check(
-            self.kms_key is None or len(self.regions) < 2,
-            "kms_key is a key of one region, and copies in others would need their own: build in each, or leave it out",
-        )
         check(
             self.compile_cache is None or re.fullmatch(r"s3://[a-z0-9.-]+/[\w./-]+", self.compile_cache) is not None,
             f"compile_cache={self.compile_cache} must be s3://bucket/prefix, of letters, digits and ._-/",

@@ -50,7 +50,6 @@ source "amazon-ebs" "machine" {
   # >=1.7 end
 
   encrypt_boot = true
-  kms_key_id   = var.kms_key
   launch_block_device_mappings {
     device_name           = var.root_device
     volume_type           = "gp3"
@@ -58,7 +57,6 @@ source "amazon-ebs" "machine" {
     throughput            = 500
     iops                  = 4000
     encrypted             = true
-    kms_key_id            = var.kms_key
     delete_on_termination = true
   }
 

@@ -52,7 +52,7 @@ def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -
             process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             minutes = (limit_s or 0) / 60
-            raise Failure(f"the build was stopped after {minutes:.0f} minutes; give a larger max_minutes") from error
+            raise Failure(f"the build was stopped after {minutes:.0f} minutes; see above where it hung") from error
         raise
     if code:
         raise Failure(f"{' '.join(command[:2])} failed (exit code {code}), see above; no image was made")

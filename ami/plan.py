@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ami.config import IMAGES, AmiConfig
+from ami.config import DEPRECATE_DAYS, IMAGES, MAX_MINUTES, AmiConfig
 from ami.images import MINUTES, PREFIX, TAG, Image, differences, own_images, read_image, read_parameter, wanted_tags
 from ami.packer import find_packer
 from launch.ec2.api import Api
@@ -64,12 +64,11 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
         "instance_type": cfg.instance.name,
         "subnet": cfg.subnet or "",
         "disk_gib": cfg.disk_gib,
-        "kms_key": cfg.kms_key or "",
         "cache_arns": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"] if bucket else [],
-        "deprecate_at": f"{now + timedelta(days=cfg.deprecate_days):%Y-%m-%dT%H:%M:00Z}",
+        "deprecate_at": f"{now + timedelta(days=DEPRECATE_DAYS):%Y-%m-%dT%H:%M:00Z}",
         "tags": {**wanted_tags(cfg.image, read_versions()), **about},
         "build_tags": {"Name": f"{name} (builder)", BUILD: f"{now:%Y%m%d%H%M%S}-{secrets.token_hex(4)}"},
-        "max_minutes": cfg.max_minutes,
+        "max_minutes": MAX_MINUTES,
     }
     return ImagePlan(cfg, parameter, base, last, variables)
 
@@ -154,7 +153,7 @@ def cost(plan: ImagePlan) -> str:
     cfg, price = plan.cfg, plan.cfg.instance.usd_per_hour
     minutes = plan.last.tags.get(MINUTES, "") if plan.last else ""
     took = f"the last build took {minutes} minutes; " if minutes.isdecimal() else ""
-    limit = f"at most {cfg.max_minutes} minutes"
+    limit = f"at most {MAX_MINUTES} minutes"
     if price is not None:
-        limit += f", ${price * cfg.max_minutes / 60:.2f} at ${price:.2f} an hour ({cfg.instance.price_date})"
+        limit += f", ${price * MAX_MINUTES / 60:.2f} at ${price:.2f} an hour ({cfg.instance.price_date})"
     return f"{took}{limit}; and its snapshots, in every region, as long as they are kept"

@@ -8,7 +8,6 @@ variable "name" { type = string }
 variable "instance_type" { type = string }    # the builder, with the accelerator that the smoke test looks for
 variable "subnet" { type = string }           # id; empty: one of the default VPC
 variable "disk_gib" { type = number }         # of the root volume
-variable "kms_key" { type = string }          # alias, id or ARN; empty: the account's key of EBS
 variable "cache_arns" { type = list(string) } # compile cache, which the builder may read: bucket and objects, or none
 variable "deprecate_at" { type = string }     # when EC2 no longer offers the image
 variable "tags" { type = map(string) }        # of the image and its snapshots: versions, commit, base image

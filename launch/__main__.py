@@ -33,8 +33,7 @@ from train.host.machine import instance_names
 from train.storage.folders import is_s3, open_folder
 
 WIDTH = 110  # columns
-USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts"
-USED += " cluster.gate cluster.attempts cluster.rendezvous"
+USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts cluster.gate cluster.attempts"
 OF_RUN = {"experiment", *(each.name for kind in (TrainConfig, PrepareConfig) for each in dataclasses.fields(kind))}
 OF_RUN -= {each.name for each in dataclasses.fields(LaunchConfig)}
 EXAMPLES = (

@@ -25,8 +25,6 @@ class ClusterConfig(Section, prefix="cluster."):
     kind: str = "local"  # name of the scheduler in launch/schedulers.py; cluster=... sets it
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
     attempts: int = setting(20, above=0)  # starts of the trainer that failed before the job gives up
-    idle_attempts: int = setting(2, above=0)  # starts in a row without a new checkpoint before the job gives up
-    rendezvous: str = setting("static", among=("static", "c10d"))  # of several machines; static: rank 0 is on the first
 
     def interpreter(self) -> str:
         """The Python on the nodes."""
@@ -56,11 +54,10 @@ class LaunchConfig(Section):
     prepare: bool = False  # prepare a corpus instead of training: the settings after -- are train.prepare's
     parts: int | None = setting(None, above=0, most=MOST_PARTS)  # prepare=true: parts of the corpus that are prepared
     # apart, each a task of a job array
-    parts_at_once: int | None = setting(None, above=0)  # prepare=true: that run at the same time; None: all that fit
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.prepare or self.parts is self.parts_at_once is None, "parts and parts_at_once are for prepare=true")
+        check(self.prepare or self.parts is None, "parts is for prepare=true")
         check(self.mfu is None or self.calibrate is None, "give mfu or calibrate, not both")
         is_local = self.cluster.is_here
         check(

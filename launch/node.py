@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import code
-from launch.config import ClusterConfig
 from launch.record import Job, Record, add_record_flags
-from launch.schedulers import cluster_of
 from train.cli.command import DONE, command_parser, printable, run_flags
 from train.config import InputError, S3Config, check
 from train.host import local_torchrun, processes
@@ -105,7 +103,7 @@ class Node:
         return str(code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code") / code.START)
 
     def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
-        joined = rendezvous(self, cluster_of(self.job), is_train=module == "train")
+        joined = rendezvous(self, is_train=module == "train")
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         start = self.start_py()
@@ -133,19 +131,15 @@ class Node:
         self.record.folder.write(PREFLIGHT.format(self.options.attempt, self.name), content)
 
 
-def rendezvous(node: Node, cluster: ClusterConfig, *, is_train: bool) -> list[str]:
-    """Return the options by which the machines' torchruns join. Their id is new for every attempt: stale agents stay
-    out.
+def rendezvous(node: Node, *, is_train: bool) -> list[str]:
+    """Return the options by which the machines' torchruns join: rank 0 is on the first one. Their id is new for every
+    attempt, which keeps stale agents out.
     """
-    ident, limit = f"--rdzv-id={node.job.id}.{node.options.attempt}", [] if is_train else [f"timeout={JOIN_S}"]
+    ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident]
-    address, port = node.addresses[0], node.options.port
-    if cluster.rendezvous == "static":
-        first = [f"--node-rank={node.rank}", f"--master-addr={address}", f"--master-port={port}"]
-        return [ident, *first, *(f"--rdzv-conf={each}" for each in limit)]
-    conf = ",".join([f"is_host={int(node.rank == 0)}", *(f"join_{each}" for each in limit)])
-    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={conf}"]
+    first = [f"--node-rank={node.rank}", f"--master-addr={node.addresses[0]}", f"--master-port={node.options.port}"]
+    return [ident, *first, *([] if is_train else [f"--rdzv-conf=timeout={JOIN_S}"])]
 
 
 def train(node: Node) -> int:

@@ -74,7 +74,6 @@ def make_job(
         environment=environment(cfg.instance, nodes=cfg.nodes, processes_per_node=ranks),
         s3=asdict(run.s3),
         parts=cfg.parts or 1,
-        parts_at_once=cfg.parts_at_once,
     )
 
 
@@ -105,11 +104,6 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
     variables = {}
-    if nodes > 1:
-        # torch.distributed.elastic.rendezvous.dynamic_rendezvous keeps the address of the first round. With c10d the
-        # machines change places between rounds: then rank 0 has no server, and the others ask one that is gone. With
-        # this variable each round of the rendezvous opens a store of its own.
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if nodes > 1 and instance.efa_interfaces:
         # libfabric fails where EFA is missing, instead of taking TCP; machines without EFA: instance.efa_interfaces=0.
         variables["FI_PROVIDER"] = "efa"

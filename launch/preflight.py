@@ -83,8 +83,3 @@ def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
 def is_shared(failed: Mapping[str, str], nodes: Sequence[str]) -> bool:
     """Whether all failed, so that the cause is what they share, and other machines would fail too."""
     return 1 < len(failed) == len(nodes)
-
-
-def is_certain(reason: str) -> bool:
-    """Whether it is this machine that is not fit: not the record's folder, and not another machine of its pair."""
-    return not reason.startswith((NO_ANSWER, COLLECTIVES))

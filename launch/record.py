@@ -64,7 +64,6 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     s3: dict[str, Any] = field(default_factory=dict)
     parts: int = 1  # of a preparation
-    parts_at_once: int | None = None  # None: all that fit
     format: int = FORMAT
 
     def to_json(self) -> bytes:

@@ -27,6 +27,7 @@ CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED
 # Kinds of stops (train/attempt/stopping.py): a signal to torchrun, or its death; and machines that are taken away.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
+IDLE_ATTEMPTS = 2  # starts in a row without a new checkpoint: the next one would fail like them
 RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
@@ -97,8 +98,8 @@ def prepared(code: int, what: str) -> Decision:
 def exhausted(history: History, cluster: ClusterConfig) -> str:
     if history.faults >= cluster.attempts:
         return f"{history.faults} attempts failed, the limit (cluster.attempts)"
-    if history.idle >= cluster.idle_attempts:
-        return f"{history.idle} attempts in a row saved nothing new, the limit (cluster.idle_attempts)"
+    if history.idle >= IDLE_ATTEMPTS:
+        return f"{history.idle} attempts in a row saved nothing new"
     return ""
 
 

@@ -150,7 +150,7 @@ def cannot_start(run: Trial) -> None:
         (["cluster.again=true"], once, DONE, "the last step", 4),
         ([], once, FAILED, "launch resume", 2),
         ([], cannot_start, FAILED, "the code does not match its checksum", 2),
-        (["cluster.again=true"], always, FAILED, "cluster.idle_attempts", 4),  # nothing was saved
+        (["cluster.again=true"], always, FAILED, "in a row saved nothing new", 4),  # nothing was saved
         (["cluster.again=true", "cluster.max_run_s=3600"], late, STOPPED, "cluster.max_run_s", 2),
     ],
 )

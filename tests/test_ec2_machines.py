@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import signal
 import sys
@@ -27,12 +28,15 @@ from services.fake_imds import SPOT
 from services.machines import Machines
 
 from launch import code
+from launch.ec2 import machine as machine_module
 from launch.ec2 import request as request_module
+from launch.ec2.machine import Machine, Registration
 from launch.ec2.request import user_data
 from launch.record import Record
 from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE, FAILED
 from train.config import S3Config
+from train.storage.schema import FileName
 
 
 @pytest.fixture
@@ -190,12 +194,14 @@ def test_a_machine_that_cannot_start_says_so_and_ends(cloud, ec2, changed, line)
         assert line in json.loads(run.record.folder.read("ec2/failed/i-00000000.json"))["reason"]
 
 
-def test_a_machine_whose_others_do_not_come_ends_the_run(cloud, ec2):
-    run = cloud("cluster.boot_s=1")
-    start(ec2, run)
-    wait_for_end(ec2)
-    [ended] = run.events_of("ended")
-    assert ended["outcome"] == "failed" and "cluster.boot_s" in ended["reason"]
+def test_a_machine_whose_others_do_not_come_ends_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine_module, "BOOT_S", -1.0)  # it is over
+    _, job = plan(OWN, settings_of_run("s3://bucket/runs/mine", "s3://bucket/data"))
+    record = Record(str(tmp_path / "run"), S3Config())
+    own = Registration(FileName("i-00000000"), FileName("machine0"), FileName("10.0.0.1"), 0)
+    assert Machine(record, job, own, 1, tmp_path).run(math.inf) == FAILED
+    [ended] = record.events()
+    assert ended.details["outcome"] == "failed" and "1 of 2 machines came" in ended.details["reason"]
 
 
 def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):

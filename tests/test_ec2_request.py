@@ -63,11 +63,13 @@ def test_interfaces_follow_the_cards_of_the_type(instance, expected):
         assert layout(info, Ec2Config(), machines=1) == FIRST
 
 
-def test_secondary_interfaces_may_have_addresses_and_are_no_more_than_efa_has():
-    cluster, network = Ec2Config(secondary_interfaces="efa"), TYPES["trn1.32xlarge"]["NetworkInfo"]
-    assert layout(TYPES["trn1.32xlarge"], cluster, machines=2) == [Interface(0, 0, EFA), *others(7, 1, EFA)]
-    fewer = {"InstanceType": "t", "NetworkInfo": {**network, "EfaInfo": {"MaximumEfaInterfaces": 3}}}
-    assert layout(fewer, cluster, machines=2) == [Interface(0, 0, EFA), *others(2, 1, EFA)]
+def test_secondary_interfaces_have_addresses_where_they_must_and_are_no_more_than_efa_has():
+    network = TYPES["trn1.32xlarge"]["NetworkInfo"]
+    cards = [{**card, "InterfaceTypes": [INTERFACE, EFA]} for card in network["NetworkCards"]]
+    for most, interfaces in ((8, others(7, 1, EFA)), (3, others(2, 1, EFA))):
+        seen = {**network, "NetworkCards": cards, "EfaInfo": {"MaximumEfaInterfaces": most}}
+        made = layout({"InstanceType": "t", "NetworkInfo": seen}, Ec2Config(), machines=2)
+        assert made == [Interface(0, 0, EFA), *interfaces]
 
 
 def test_efa_is_never_left_out_without_a_word():

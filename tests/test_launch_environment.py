@@ -1,7 +1,6 @@
 """The variables that a launched job's processes start with."""
 
 import pytest
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from launch.plan import environment
 from train.cli import compose as cli
@@ -31,7 +30,6 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
     assert not machine.bad_knobs(ours)
 
 
-SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 NEURON = {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}
 
@@ -40,21 +38,13 @@ NEURON = {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}
     ("name", "nodes", "processes", "variables"),
     [
         ("local", 1, 2, {}),
-        ("local", 2, 2, SHARED_STORE),
+        ("local", 2, 2, {}),
         ("trn1.2xlarge", 1, 2, NEURON),
         ("trn1.2xlarge", 1, 99, NEURON | {"OMP_NUM_THREADS": "1"}),
-        ("trn1.32xlarge", 16, 32, SHARED_STORE | NEURON | {"FI_PROVIDER": "efa"}),
-        ("p4d.24xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
-        ("p3.16xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
+        ("trn1.32xlarge", 16, 32, NEURON | {"FI_PROVIDER": "efa"}),
+        ("p4d.24xlarge", 2, 8, ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
+        ("p3.16xlarge", 2, 8, ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
     ],
 )
 def test_a_job_gets_what_its_machines_need(name: str, nodes: int, processes: int, variables: dict[str, str]):
     assert of(name, nodes=nodes, processes=processes) == variables
-
-
-@pytest.mark.parametrize(("variables", "shares"), [(SHARED_STORE, False), ({}, True)])
-def test_torch_reads_the_switch_of_the_shared_store(monkeypatch, variables: dict[str, str], shares: bool):
-    """Should torch rename the variable, this is where it shows."""
-    (name,) = SHARED_STORE
-    monkeypatch.setenv(name, variables.get(name, "0"))
-    assert DynamicRendezvousHandler.use_agent_store.fget(None) is shares

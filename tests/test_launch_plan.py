@@ -98,6 +98,12 @@ def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 SLURM = ["cluster=slurm", "nodes=2"]
+
+
+def sbatch(argument: str) -> str:
+    return f'cluster.sbatch_args=["{argument}"]'
+
+
 PREPARE = ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"]
 
 
@@ -131,7 +137,7 @@ def others(words: list[str]) -> list[str]:
         (["cluster=slurm", "detach=true"], OF_RUN, "detach is for cluster=local"),
         ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),
         ([*SLURM, "mfu=0.3", "calibrate=runs/a"], OF_RUN, "give mfu or calibrate, not both"),
-        ([*SLURM, "parts=2"], OF_RUN, "parts and parts_at_once are for prepare=true"),
+        ([*SLURM, "parts=2"], OF_RUN, "parts is for prepare=true"),
         (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is no run folder"),
         (["instance=trn1.32xlarge", "processes_per_node=16"], OF_RUN, "trn1.32xlarge runs 1 or 2 or 8 or 32"),
         ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each of several trn1.32xlarge runs 32"),
@@ -146,7 +152,13 @@ def others(words: list[str]) -> list[str]:
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 are for training: a preparation has parts=2, a machine each"),
         (["cluster=slurm"], [*IN_S3, "optim=adamw", "optim=lamb"], "optim=adamw and optim=lamb choose the same thing"),
-        (["cluster=slurm", "cluster.chdir=s3:/b/x"], IN_S3, "cluster.chdir=s3:/b/x must be the whole path"),
+        ([*SLURM, "cluster.qos=high"], OF_RUN, "cluster.qos is not a setting of the cluster chosen here"),
+        ([*SLURM, sbatch("-p trn1")], OF_RUN, "holds '-p trn1': an option is one line, --name=value or --name"),
+        ([*SLURM, sbatch("--qos high")], OF_RUN, "holds '--qos high': an option is one line"),
+        ([*SLURM, sbatch("--")], OF_RUN, "holds '--': an option is one line"),
+        ([*SLURM, sbatch("--comment=a\\n--wait")], OF_RUN, "an option is one line"),
+        ([*SLURM, sbatch("--part=trn1")], OF_RUN, "--partition is for launch alone; set cluster.partition"),
+        ([*SLURM, sbatch("--output=/etc/x")], OF_RUN, "holds '--output=/etc/x': --output is for launch alone"),
         # EC2
         (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
         ([*others(EC2), "instance=local"], RUN, "instance=local is no type of EC2"),
@@ -157,7 +169,7 @@ def others(words: list[str]) -> list[str]:
         ([*EC2, "cluster.market=spot", "cluster.capacity_reservation=cr-1"], RUN, "spot takes no reservation"),
         (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
         (["processes_per_node=2"], [*OF_RUN, "global_batch_size=33"], "nodes=1: global_batch_size=33"),
-        ([*EC2, "spares=1"], RUN, "cluster=slurm does, as on AWS ParallelCluster"),
+        ([*EC2, "spares=1"], RUN, "replaces no single machine; cluster=slurm does"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

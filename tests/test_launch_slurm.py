@@ -84,7 +84,7 @@ def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
     again, slurmctld may give the job a node on which it then makes no step.
     """
     hold.before(25)
-    settings = ("cluster.exclude=n3", f"cluster.gate={str(is_known).lower()}")
+    settings = ("cluster.sbatch_args=[--exclude=n3]", f"cluster.gate={str(is_known).lower()}")
     record = launch(tmp_path / "run", prepared, settings=settings)
     record.wait_for_checkpoint()
     slurm.lose("n2")
@@ -143,13 +143,12 @@ def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, pre
     parent.mkdir()
     slurm.exec("n2", "mount", "-t", "tmpfs", "tmpfs", str(parent))
     try:
-        settings = ("cluster.gate=true", "spares=1", "cluster.drain=true")
+        settings = ("cluster.gate=true", "spares=1")
         record = launch(parent / "run", prepared, "max_steps=20", settings=settings)
         assert record.ended()["outcome"] == "done", record.logs()
         preflight = record.of_kind("gate")[0].details
         assert preflight["passed"] == ["n1", "n3"] and "does not see that folder" in preflight["failed"]["n2"]
         assert record.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]
-        assert "drain" not in slurm.run("sinfo", "--noheader", "--nodes=n2", "--format=%T").lower()
         other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.gate=true",))
         eventually(lambda: other.of_kind("requeued"))
         assert other.ended()["outcome"] == "done", other.logs()

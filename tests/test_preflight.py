@@ -9,9 +9,8 @@ import pytest
 from planning import node, plan
 
 from launch.node import PREFLIGHT, rendezvous
-from launch.preflight import is_certain, run_preflight
+from launch.preflight import run_preflight
 from launch.record import Job, Record
-from launch.schedulers import cluster_of
 from train.config import S3Config
 from train.storage.folders import canonical_json
 
@@ -74,14 +73,13 @@ def test_machines_are_tried_apart_only_if_they_fail_together(job, record):
     machines = Machines(record, cut=[{"n1", "n2"}])
     _, reasons = run_preflight(record, job, ALL, machines.run, name="gate_1_1")
     assert machines.asked[1:] == [("collectives", 0), ("collectives", 1), ("collectives", 2), ("collectives", 0)]
-    assert reasons["n1"] == "collectives in pairs: it fails" and not is_certain(reasons["n1"])
+    assert reasons["n1"] == "collectives in pairs: it fails"
 
 
 def test_a_machine_meets_those_of_its_group_alone(job, record, monkeypatch):
     record.write(job, plan={}, config="", bundle=b"")
-    cluster = cluster_of(job)
     met = [
-        rendezvous(node(monkeypatch, record, name, hosts="n1,n2,n3,n4", group=2), cluster, is_train=False)
+        rendezvous(node(monkeypatch, record, name, hosts="n1,n2,n3,n4", group=2), is_train=False)
         for name in ("n1", "n2")
     ]
     assert [options[1] for options in met] == ["--node-rank=0", "--node-rank=1"]

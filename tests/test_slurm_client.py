@@ -145,14 +145,9 @@ def test_a_time_limit_with_which_a_job_would_wait_for_ever_is_rejected(slurm):
         rejects(said, Slurm().check_time_limit, "24:00:01", partition)
 
 
-def test_a_drained_node_takes_no_jobs(slurm, tmp_path):
-    Slurm().drain("n1", "failed\nthe $(health) check")
-    shown = slurm.run("scontrol", "show", "node", "n1")
-    assert "DRAIN" in shown and "Reason=failed the $(health) check [" in shown
-    waits = sleeps(tmp_path, "-N3")
-    eventually(lambda: "UnavailableNodes:n1" in job_of(waits).reason)
-    assert job_of(waits).state == "PENDING"
-    rejects("is not the name of a host", Slurm().drain, "n1 State=UP", "x", error=BadContent)
+def test_the_nodes_that_a_job_shall_not_get_are_known(slurm, tmp_path):
+    assert Slurm().excluded(sleeps(tmp_path)) == ()
+    assert Slurm().excluded(sleeps(tmp_path, "--exclude=n[2-3]")) == ("n2", "n3")
 
 
 def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):

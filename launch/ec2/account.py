@@ -114,7 +114,7 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
     made = [Interface(0, 0, INTERFACE)]
     for card in able:
         index, fits = int(card["NetworkCardIndex"]), int(card["MaximumNetworkInterfaces"])
-        is_apart = len(cards) > 1 and cluster.secondary_interfaces == EFA_ONLY and EFA_ONLY in card["InterfaceTypes"]
+        is_apart = len(cards) > 1 and EFA_ONLY in card["InterfaceTypes"]
         if index == 0 and not (is_apart and fits > 1):
             made = [Interface(0, 0, EFA)]
         elif is_apart:

@@ -32,8 +32,7 @@ CURES = {
         NOT_ALLOWED,
         "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/ec2.md)",
     ),
-    "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets), or keep "
-    "cluster.secondary_interfaces=efa-only: one address a machine",
+    "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets)",
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
     "IdempotentParameterMismatch": "another request had the same token: python -m launch clean RUN, then launch again",
     "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",

@@ -28,12 +28,9 @@ class Ec2Config(ClusterConfig):
     python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the image, with baretrain's packages
     market: str = setting("on-demand", among=MARKETS)  # how the machines are bought
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
-    secondary_interfaces: str = setting("efa-only", among=("efa-only", "efa"))  # EFA of several cards; efa-only: one
-    # address a machine, efa: one a card
     placement_group: str = "true"  # true: one is made, machines close to one another; false; or the name of one
     public_address: bool = False  # only for machines with one network card
     disk_gib: int = setting(200, above=0)  # root volume
-    boot_s: int = setting(900, above=0)  # that machines wait for one another
     max_wait_s: int = setting(3600, above=0)  # for capacity, and for an AWS that does not answer
     max_run_s: int = setting(86400, above=0)  # after which the run is asked to stop; every machine ends itself half an
     # hour later

@@ -39,6 +39,7 @@ from train.storage.schema import BadContent, FileName
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
+BOOT_S = 900.0  # for all machines of a request to boot and register, and for the first one's next step: minutes
 END_S = 60.0  # for what is to end: the trainer may be saving
 ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed
 
@@ -131,15 +132,15 @@ class Machine:
         return DONE
 
     def join(self) -> bool:
-        """Register, and wait for the others; whether all have come in boot_s."""
+        """Register, and wait for the others; whether all have come in BOOT_S."""
         folder = REGISTERED.format(self.request)
         own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
-        if self.wait(lambda: len(names()) >= self.job.nodes, self.cluster.boot_s):
+        if self.wait(lambda: len(names()) >= self.job.nodes, BOOT_S):
             self.all = list(at_once(partial(retry, self.record.read, Registration), names()))
             return True
         came = names()
-        reason = f"{len(came)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"
+        reason = f"{len(came)} of {self.job.nodes} machines came in {BOOT_S:.0f} s"
         print(reason, flush=True)
         if came[0] == own:  # one is enough to say it
             retry(self.record.append_event, "ended", outcome="failed", reason=reason)
@@ -193,14 +194,14 @@ class Machine:
     # ---- the others --------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do each step of the first machine. Leave when it says so, or nothing for boot_s."""
-        while self.wait(lambda: self.has(self.next_step), self.cluster.boot_s):
+        """Do each step of the first machine. Leave when it says so, or nothing for BOOT_S."""
+        while self.wait(lambda: self.has(self.next_step), BOOT_S):
             step = retry(self.record.read, Step, self.next_step)
             self.number += 1
             if step.command == END:
                 return
             self.do(step)
-        print(f"no step of the first machine for {self.cluster.boot_s} s (cluster.boot_s)", flush=True)
+        print(f"no step of the first machine for {BOOT_S:.0f} s", flush=True)
 
     # ---- all ---------------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,7 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket"
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
-    check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=slurm does, as on AWS ParallelCluster")
+    check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=slurm does")
     check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share nothing else")
     tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of a tag, by which EC2 knows a run"
     check(len(record.run_dir) <= MOST_TAG_CHARS, tagged)

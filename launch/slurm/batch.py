@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from launch.node import LIMITS_S, join_flags
-from launch.preflight import is_certain, is_shared, run_preflight, too_few
+from launch.preflight import is_shared, run_preflight, too_few
 from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
@@ -160,10 +160,10 @@ class Batch:
         image, mounts = self.cluster.container, self.cluster.container_mounts
         if image is None:
             return []
-        if self.cluster.container_runtime == "pyxis":
-            bound = ",".join(f"{folder}:{folder}" for folder in mounts)
-            return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
-        return ["apptainer", "exec", *(f"--bind={folder}" for folder in mounts), image]
+        if image.endswith(".sif") or "://" in image:
+            return ["apptainer", "exec", *(f"--bind={folder}" for folder in mounts), image]
+        bound = ",".join(f"{folder}:{folder}" for folder in mounts)
+        return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
 
     def preflight(self) -> Decision | None:
         """Examine all nodes and choose those that train; a decision if there are too few: try again on other nodes,
@@ -179,23 +179,14 @@ class Batch:
             return Decision("requeue", "failed", str(error))
         for node, reason in failed.items():
             print(f"preflight: {node} is left out: {reason}", flush=True)
-            if self.cluster.drain and is_certain(reason):
-                self.drain(node, reason)
         if len(chosen) == self.job.nodes:
             self.nodes = chosen
             return None
         seen, reason = set(retry(self.record.history).excluded), too_few(self.all_nodes, failed, self.job)
         if set(failed) <= seen or is_shared(failed, self.all_nodes):
             return Decision("end", "failed", reason)
-        users = retry(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
-        self.excluded = sorted({*failed, *seen, *users})
+        self.excluded = sorted({*failed, *seen, *retry(self.slurm.excluded, self.job_id)})
         return Decision("requeue", "failed", reason)
-
-    def drain(self, node: str, reason: str) -> None:
-        try:
-            self.slurm.drain(node, f"baretrain: {reason}")
-        except Failure as error:  # only operators may; the job does without this node all the same
-            print(f"preflight: {node} was not drained: {error}", flush=True)
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """A part of the preflight on nodes. Interrupted if Slurm has ended it."""

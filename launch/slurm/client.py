@@ -170,6 +170,11 @@ class Slurm:
         """
         self.answer("scontrol", "requeue", str(job_id))
 
+    def excluded(self, job_id: int) -> tuple[str, ...]:
+        """Return the nodes that a job shall not get."""
+        said = self.answer("squeue", "--noheader", f"--jobs={job_id}", "--format=%x").strip()
+        return () if said in UNKNOWN else self.hostnames(said)
+
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
         """Keep a job that waits from these nodes, and from no others. Slurm rejects it while the job runs, so a job is
         requeued first.
@@ -177,11 +182,6 @@ class Slurm:
         self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}")
 
     # ---- nodes and partitions --------------------------------------------------------------------------------------
-
-    def drain(self, node: str, reason: str) -> None:
-        """Keep all new jobs from a node until an administrator resumes it. Only Slurm's operators may."""
-        check_hosts([node])
-        self.answer("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={printable(reason)[:200]}")
 
     def hostnames(self, hosts: str) -> tuple[str, ...]:
         """Return the names that a list such as "n[1-2],x7" stands for."""

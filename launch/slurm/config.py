@@ -7,37 +7,43 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launch.config import ClusterConfig
-from train.config import check, setting
+from train.config import InputError, check, setting
+
+# Options of sbatch that the launcher gives itself, or that would change the meaning of what it reads of the job. For
+# some there is a setting.
+RESERVED = {
+    "partition": "cluster.partition",
+    "time": "cluster.time_limit",
+    "exclusive": "cluster.exclusive",
+    "signal": "cluster.stop_before_s",
+    "nodes": "nodes",
+    "array": "parts",
+    **dict.fromkeys(("job-name", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output", "error"), ""),
+    **dict.fromkeys(("dependency", "kill-on-invalid-dep", "parsable", "test-only", "wait", "wrap", "clusters"), ""),
+}
 
 
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
-    """A Slurm site. One YAML a site in conf/cluster/ holds what differs from this. What sbatch says of an option with
-    `--test-only` is not examined here: values are its arguments, and but for `prologue` pass through
-    no shell.
+    """A Slurm site. One YAML a site in conf/cluster/ holds what differs from this. Values are arguments of sbatch: it
+    examines them for the plan (`--test-only`), and none but `prologue` passes through a shell.
     """
 
     signals_ranks: ClassVar[bool] = True
 
     kind: str = "slurm"
     gate: bool = True
-    drain: bool = False  # drain nodes that fail the preflight (needs Slurm's operator rights)
     partition: str | None = None  # None: the site's default
-    account: str | None = None  # that is charged; None: the user's default
-    qos: str | None = None  # quality of service; None: the site's default
-    constraint: str | None = None  # features of nodes, in sbatch's notation
-    reservation: str | None = None  # name of one of the site's
-    gres: str | None = None  # generic resources of a node, as gpu:8; Trainium needs none
-    exclude: str | None = None  # nodes to leave out, as n[3-5]
+    sbatch_args: list[str] = field(default_factory=list)  # more options of sbatch (man sbatch), each as --name=value:
+    # --gres=gpu:8 for GPUs, --account, --qos, --constraint, --reservation, --exclude=n[3-5], --chdir
     exclusive: bool = True  # whole nodes
     time_limit: str | None = None  # as 30 (minutes), 12:00:00 or 2-00:00:00; None: the partition's
     stop_before_s: int = setting(300, above=0, most=65535)  # how long before the time limit the run is asked to stop
     # with a checkpoint
-    container: str | None = None  # None, or an image: a path (.sqsh, .sif) or a registry's name
-    container_runtime: str = setting("pyxis", among=("pyxis", "apptainer"))  # pyxis: srun --container-image
+    container: str | None = None  # an image: of Apptainer if it ends with .sif or has ://, as docker://NAME; else of
+    # pyxis, a path (.sqsh) or a registry's name
     container_mounts: list[str] = field(default_factory=list)  # folders that the container sees under the same names
     prologue: list[str] = field(default_factory=list)  # lines of bash that a job runs first; exports reach every rank
-    chdir: str | None = None  # folder on the nodes in which the job starts; None: the one of the first submission
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,11 +57,23 @@ class SlurmConfig(ClusterConfig):
             self.container is None or re.match(r"[\w./]", self.container) is not None,
             f"cluster.container={self.container!r} is no image: a path or a registry's name",
         )
-        is_whole = self.chdir is None or self.chdir.startswith("/")
-        check(is_whole, f"cluster.chdir={self.chdir} must be the whole path of a folder, from /")
+        for each in self.sbatch_args:
+            check_argument(each)
         for folder in self.container_mounts:
             ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # which part a list of mounts
             check(ok, f"cluster.container_mounts holds {folder!r}: folders have whole paths, without colons and commas")
+
+
+def check_argument(argument: str) -> None:
+    """Raise InputError for a text that is not one option of sbatch, and for an option that is the launcher's."""
+    match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
+    if match is None or not argument.isprintable():
+        shape = "an option is one line, --name=value or --name, as --qos=high"
+        raise InputError(f"cluster.sbatch_args holds {argument!r}: {shape}")
+    for name, key in RESERVED.items():
+        taken = f"--{name} is for launch alone{f'; set {key}' if key else ''}"
+        # sbatch accepts the beginning of a name too.
+        check(not name.startswith(match[1]), f"cluster.sbatch_args holds {argument!r}: {taken}")
 
 
 def time_limit_s(text: str) -> int | None:

@@ -17,7 +17,6 @@ from train.config import InputError, check
 from train.storage.atomic_io import make_alike
 
 SCRIPT = Path(__file__).with_name("job.sh")
-AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
 
 
 class Scheduler(spec.Scheduler):
@@ -106,12 +105,12 @@ def options(job: Job, record: Record) -> list[str]:
         made += ["--dependency=singleton"]  # two jobs of this name, and so of this run, never run at the same time
         made += [f"--nodes={job.nodes + job.spares}", f"--signal=B:USR1@{cluster.stop_before_s}"]
     else:
-        at_once = f"%{job.parts_at_once}" if job.parts_at_once else ""
-        made += ["--nodes=1", *([f"--array=1-{job.parts}{at_once}"] if is_array else [])]
-    made += [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
-    made += [f"--chdir={job.folder}"] if cluster.chdir is None else []  # a resume comes from another one perhaps
+        made += ["--nodes=1", *([f"--array=1-{job.parts}"] if is_array else [])]
+    made += [f"--partition={cluster.partition}"] if cluster.partition is not None else []
+    made += [f"--chdir={job.folder}"]  # a resume comes from another one perhaps
     made += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
-    return [*made, *(["--exclusive", "--mem=0"] if cluster.exclusive else [])]
+    made += ["--exclusive", "--mem=0"] if cluster.exclusive else []
+    return [*made, *cluster.sbatch_args]  # of two values of an option sbatch takes the last
 
 
 def arguments(job: Job, record: Record) -> list[str]:
