@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import lines, run, spread, torchrun
-from launch.calibration import Calibration, read_calibration
 from launch.estimate import estimate
+from launch.speed import Calibration, read_calibration
 from train.cli import compose as cli
 from train.config import S3Config, TrainConfig
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from launch import code, commands, submit
-from launch.calibration import read_calibration
 from launch.config import INSTANCE_TYPE, LaunchConfig
 from launch.estimate import HEADER, Estimate, cells, estimate, notes_of_data
 from launch.plan import make_job, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
+from launch.speed import read_calibration
 from launch.values import columns, line, paragraph
 from train.cli import compose as cli
 from train.cli.command import guarded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from launch.calibration import Calibration, flops_per_sequence
-from train.config import InputError, InstanceConfig, ShardsConfig, TrainConfig, check, make_plan
+from launch.speed import Calibration, flops_per_sequence, precision_of, speed
+from train.config import InputError, InstanceConfig, ShardsConfig, TrainConfig, make_plan
 from train.config.parallel import Held
 from train.data.shards.format import DataManifest
 from train.data.shards.order import WINDOW_SHARDS, ShardSampler, eval_sample, eval_shards, lanes_of, window_of_lane
@@ -16,17 +16,8 @@ from train.models.model_sizes import Shape, check_layers, find_shape, knows_voca
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
-WITHOUT_BF16 = ("V100", "T4")
 NETWORK_HOP_S = 50e-6  # assumed, of a message between two machines, software included
 DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
-# Shares of the peak that somebody measured on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's own formula,
-# in which the head is not counted.
-IN_16_BITS = {
-    "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
-    "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
-    "V100": (0.42, "NVIDIA: 224 sequences/s on a V100-32GB (DeepLearningExamples)"),
-}
-IN_FP32 = {"Trainium": (0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)")}
 
 
 @dataclass(frozen=True)
@@ -166,49 +157,6 @@ def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, proc
     if not known and nodes * processes_per_node > 1:
         return None
     return sum(2 * (n - 1) * (num_bytes / n / rate + hop_s) for n, rate, hop_s in known)
-
-
-def precision_of(cfg: TrainConfig) -> str:
-    """The precision that a run would choose: fp32 on CPUs, which is where nothing is known of the machine."""
-    if cfg.backend.precision != "auto":
-        return cfg.backend.precision
-    if cfg.instance.device is None:
-        return "fp32"
-    return "fp16" if cfg.instance.accelerator in WITHOUT_BF16 else "bf16"
-
-
-def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple[float | None, str]:
-    """Return the FLOP/s of a rank, None if nothing is known of it, and where the figure is from. InputError for the
-    speed of a run on another machine of which no peak is known.
-    """
-    instance, precision = cfg.instance, precision_of(cfg)
-    peak = instance.peak_flops_per_s(precision)
-    if mfu is not None:
-        wants = f"mfu={mfu:g}: the peak of instance={instance.name} is unknown; give calibrate=RUN instead"
-        check(peak is not None, wants)
-        return (peak or 0.0) * mfu, f"{mfu:.1%} of the peak of {precision}, as given"
-    if run is not None:
-        note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s a rank in {run.precision}"
-        note += f", {run.world_size} ranks on {run.instance}"
-        note += ", whose all-reduce is in that figure and counts twice" if run.world_size > 1 else ""
-        if run.instance == instance.name and (run.mfu is None or run.precision == precision):
-            return run.flops_per_s, note
-        if run.mfu is None or peak is None:
-            raise InputError(
-                f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
-                f"says nothing of instance={instance.name}; take a run on that, or give mfu"
-            )
-        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
-    if peak is None or instance.device is None:
-        lacks = "the peak" if peak is None else "the accelerator"
-        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN takes a finished run's"
-    chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
-    nearest = "Trainium" if instance.device == "neuron" else "A100"
-    share, source = published.get(chip, IN_16_BITS[nearest])
-    note = f"{share:.1%} of the peak of {precision}, from BERT-large by {source}"
-    if chip not in published:
-        note += f"; that of the {nearest} in bf16, as none is published for {chip} in {precision}"
-    return peak * share, note
 
 
 # ---- what is assumed -------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rejections import rejects
 
-from launch.calibration import Calibration, measured, read_calibration
 from launch.estimate import ClusterSize, Estimate, all_reduce_s, cells, estimate, gradient_bytes
+from launch.speed import Calibration, measured, read_calibration
 from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
 from train.models.model_sizes import PUBLISHED

@@ -1,4 +1,7 @@
-"""How fast a finished run was, to estimate others by. Whoever wrote the run's files, they are checked before use."""
+"""How fast a rank computes: a published figure, a share of the peak as given, or the speed of a finished run.
+
+The files of a run may have been written by anybody, so they are validated before use.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ from train.storage.schema import BadContent, of_type, shown
 from train.telemetry.lines import read_back
 
 MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE: of any number in a line
+WITHOUT_BF16 = ("V100", "T4")
+# Shares of the peak that somebody measured on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's own formula,
+# in which the head is not counted.
+IN_16_BITS = {
+    "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
+    "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
+    "V100": (0.42, "NVIDIA: 224 sequences/s on a V100-32GB (DeepLearningExamples)"),
+}
+IN_FP32 = {"Trainium": (0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)")}
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,9 @@ class Calibration:
 
 
 def read_calibration(location: str, s3: S3Config) -> Calibration:
-    """Read the speed of a finished run from its folder, local or in S3. InputError for a folder without one."""
+    """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has
+    none.
+    """
     folder = open_folder(location, s3)
     check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: it holds no metrics.jsonl")
     cfg = read_config(folder)
@@ -94,7 +108,50 @@ def increase(lines: list[dict[str, Any]], name: str) -> float:
 
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
-    """FLOPs to train on one sequence, as the run's own MFU counts them."""
+    """Return the FLOPs to train on one sequence, as the run's own MFU counts them."""
     labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
     head = cfg.task.head_size(seq_len, labels)
     return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
+
+
+def precision_of(cfg: TrainConfig) -> str:
+    """Return the precision that a run would choose: fp32 where nothing is known of the machine, as on CPUs."""
+    if cfg.backend.precision != "auto":
+        return cfg.backend.precision
+    if cfg.instance.device is None:
+        return "fp32"
+    return "fp16" if cfg.instance.accelerator in WITHOUT_BF16 else "bf16"
+
+
+def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple[float | None, str]:
+    """Return the FLOP/s of a rank, None if nothing is known of it, and where the figure is from. Raises InputError
+    for the speed of a run on another machine of which no peak is known.
+    """
+    instance, precision = cfg.instance, precision_of(cfg)
+    peak = instance.peak_flops_per_s(precision)
+    if mfu is not None:
+        wants = f"mfu={mfu:g}: the peak of instance={instance.name} is unknown; give calibrate=RUN instead"
+        check(peak is not None, wants)
+        return (peak or 0.0) * mfu, f"{mfu:.1%} of the peak of {precision}, as given"
+    if run is not None:
+        note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s a rank in {run.precision}"
+        note += f", {run.world_size} ranks on {run.instance}"
+        note += ", whose all-reduce is in that figure and counts twice" if run.world_size > 1 else ""
+        if run.instance == instance.name and (run.mfu is None or run.precision == precision):
+            return run.flops_per_s, note
+        if run.mfu is None or peak is None:
+            raise InputError(
+                f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
+                f"says nothing of instance={instance.name}; take a run on that, or give mfu"
+            )
+        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
+    if peak is None or instance.device is None:
+        lacks = "the peak" if peak is None else "the accelerator"
+        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN takes a finished run's"
+    chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
+    nearest = "Trainium" if instance.device == "neuron" else "A100"
+    share, source = published.get(chip, IN_16_BITS[nearest])
+    note = f"{share:.1%} of the peak of {precision}, from BERT-large by {source}"
+    if chip not in published:
+        note += f"; that of the {nearest} in bf16, as none is published for {chip} in {precision}"
+    return peak * share, note
