@@ -27,7 +27,7 @@ from train.host.machine import cache_root
 from train.storage.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
 from train.storage.schema import BadContent, FileName, Sha256, read_object, record
 
-FORMAT = 1
+FORMAT = 2
 MODULES = {"train": "train", "prepare": "train.prepare"}
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"

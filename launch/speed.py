@@ -43,9 +43,7 @@ class Calibration:
 
 
 def read_calibration(location: str, s3: S3Config) -> Calibration:
-    """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has
-    none.
-    """
+    """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
     check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: it holds no metrics.jsonl")
     cfg = read_config(folder)

@@ -62,7 +62,7 @@ def test_a_hostile_bundle_leaves_nothing(tmp_path, name, kind):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"nodes": "1"}, {"kind": "shell"}, {"overrides": "rm"}, {"id": "../x"}, {"config_sha256": "x"}, {"format": 2}],
+    [{"nodes": "1"}, {"kind": "shell"}, {"overrides": "rm"}, {"id": "../x"}, {"config_sha256": "x"}, {"format": 1}],
     ids=str,
 )
 def test_a_damaged_job_is_rejected(tmp_path, changes):
@@ -70,7 +70,7 @@ def test_a_damaged_job_is_rejected(tmp_path, changes):
     job = plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1]
     values = {**json.loads(job.to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())
-    rejects("has format 2, this version reads 1" if "format" in changes else "job", record.job)
+    rejects("has format 1, this version reads 2" if "format" in changes else "job", record.job)
 
 
 def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
