@@ -152,11 +152,11 @@ def others(words: list[str]) -> list[str]:
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 are for training: a preparation has parts=2, a machine each"),
         (["cluster=slurm"], [*IN_S3, "optim=adamw", "optim=lamb"], "optim=adamw and optim=lamb choose the same thing"),
-        ([*SLURM, "cluster.qos=high"], OF_RUN, "cluster.qos is not a setting of the cluster chosen here"),
+        ([*SLURM, "cluster.qos=high"], OF_RUN, "cluster.qos is not a setting"),
         ([*SLURM, sbatch("-p trn1")], OF_RUN, "holds '-p trn1': an option is one line, --name=value or --name"),
         ([*SLURM, sbatch("--qos high")], OF_RUN, "holds '--qos high': an option is one line"),
         ([*SLURM, sbatch("--")], OF_RUN, "holds '--': an option is one line"),
-        ([*SLURM, sbatch("--comment=a\\n--wait")], OF_RUN, "an option is one line"),
+        ([*SLURM, sbatch("--comment=a\n--wait")], OF_RUN, "must be one line without control characters"),
         ([*SLURM, sbatch("--part=trn1")], OF_RUN, "--partition is for launch alone; set cluster.partition"),
         ([*SLURM, sbatch("--output=/etc/x")], OF_RUN, "holds '--output=/etc/x': --output is for launch alone"),
         # EC2

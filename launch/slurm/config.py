@@ -9,7 +9,7 @@ from typing import ClassVar
 from launch.config import ClusterConfig
 from train.config import InputError, check, setting
 
-# Options of sbatch that the launcher gives itself, or that would change the meaning of what it reads of the job. For
+# Options of sbatch that the launcher sets itself, or that would change the meaning of what it reads of the job. For
 # some there is a setting.
 RESERVED = {
     "partition": "cluster.partition",
@@ -67,7 +67,7 @@ class SlurmConfig(ClusterConfig):
 def check_argument(argument: str) -> None:
     """Raise InputError for a text that is not one option of sbatch, and for an option that is the launcher's."""
     match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
-    if match is None or not argument.isprintable():
+    if match is None:
         shape = "an option is one line, --name=value or --name, as --qos=high"
         raise InputError(f"cluster.sbatch_args holds {argument!r}: {shape}")
     for name, key in RESERVED.items():
