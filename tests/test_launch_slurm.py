@@ -84,7 +84,7 @@ def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
     again, slurmctld may give the job a node on which it then makes no step.
     """
     hold.before(25)
-    settings = ("cluster.sbatch_args=[--exclude=n3]", f"cluster.gate={str(is_known).lower()}")
+    settings = ('cluster.sbatch_args=["--exclude=n3"]', f"cluster.gate={str(is_known).lower()}")
     record = launch(tmp_path / "run", prepared, settings=settings)
     record.wait_for_checkpoint()
     slurm.lose("n2")

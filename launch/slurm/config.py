@@ -34,8 +34,8 @@ class SlurmConfig(ClusterConfig):
     kind: str = "slurm"
     gate: bool = True
     partition: str | None = None  # None: the site's default
-    sbatch_args: list[str] = field(default_factory=list)  # more options of sbatch (man sbatch), each as --name=value:
-    # --gres=gpu:8 for GPUs, --account, --qos, --constraint, --reservation, --exclude=n[3-5], --chdir
+    sbatch_args: list[str] = field(default_factory=list)  # more options of sbatch (man sbatch), as
+    # ["--gres=gpu:8","--qos=high"]: --account, --constraint, --reservation, --exclude, --chdir and others
     exclusive: bool = True  # whole nodes
     time_limit: str | None = None  # as 30 (minutes), 12:00:00 or 2-00:00:00; None: the partition's
     stop_before_s: int = setting(300, above=0, most=65535)  # how long before the time limit the run is asked to stop
