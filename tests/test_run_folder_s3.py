@@ -237,7 +237,7 @@ def test_lines_go_to_s3_in_parts_and_each_is_read_once_whoever_wrote_it(bucket, 
     monkeypatch.setattr(S3Folder, "replace", count)
     monkeypatch.setattr(S3Folder, "write", lambda *args: uploaded.append(len(args[2])) or write(*args))
     first, reader = opened(bucket), open_folder(bucket.location("run"), bucket.config())
-    first.lease_number = 1
+    first.ownership.number = 1
     for step in range(0, 200, 2):
         write_lines(first, [step, step + 1])
         first.mirror()
@@ -254,7 +254,7 @@ def test_lines_go_to_s3_in_parts_and_each_is_read_once_whoever_wrote_it(bucket, 
     assert len(bucket.keys("run/metrics/")) > len(names) and steps_in(reader) == list(range(200))
     on_machine("second")
     second = opened(bucket)
-    second.lease_number = 2
+    second.ownership.number = 2
     write_lines(second, range(200, 260))
     second.mirror()
     assert steps_in(reader) == steps_in(second.local) == list(range(260))
