@@ -12,7 +12,8 @@ from saved_steps import copy_step, flip, step_folder, store_of
 from train.checkpoints import store as stores
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest, NoneValid, OtherVersion, Untrusted, check_files
-from train.checkpoints.store import LocalStore, prune
+from train.checkpoints.retention import prune
+from train.checkpoints.store import LocalStore
 from train.storage import checksums as manifests
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import sha256_file

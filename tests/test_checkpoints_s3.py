@@ -15,7 +15,8 @@ from services.fault_proxy import Fault
 from train.checkpoints import __main__ as command
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest
-from train.checkpoints.store import LocalStore, prune
+from train.checkpoints.retention import prune
+from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError
 from train.run_folder.lease import name_of

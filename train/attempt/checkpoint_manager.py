@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.attempt import goodput
+from train.checkpoints import open_store
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
+from train.checkpoints.retention import best
 from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
-from train.checkpoints.store import best, open_store
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
 from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window

@@ -6,7 +6,30 @@ progress. An engine that splits the state over ranks has each of them write its 
 
 Readers go by the manifests; `LATEST`, on disk, is a hint for people. Checksums are compared before any file is loaded.
 
-    manifest    describes a step              store, store_s3   steps on disk and in S3, and which are removed
-    staging     the copy in host memory       loader            loads the newest valid step
-    saver       saves beside the training     __main__          list, verify, prune, export, diff
+    manifest    describes a step              store, store_s3   steps on disk and in S3
+    staging     the copy in host memory       retention         which steps stay
+    saver       saves beside the training     loader            loads the newest valid step
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.storage.folders import Folder, LocalFolder
+
+if TYPE_CHECKING:
+    from train.checkpoints.store import Store
+
+
+def open_store(folder: Folder, scratch: Path) -> Store:
+    """Return the checkpoints of a run folder; `scratch` is on this machine, for files on their way to and from S3."""
+    if isinstance(folder, LocalFolder):
+        from train.checkpoints.store import LocalStore
+
+        return LocalStore(folder.path / "checkpoints")
+    from train.checkpoints.store_s3 import S3Store  # boto3 takes long to import
+    from train.storage.s3 import S3Folder
+
+    assert isinstance(folder, S3Folder)
+    return S3Store(folder, scratch)

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.checkpoints import open_store
 from train.checkpoints.manifest import Damaged, Manifest, step_name
-from train.checkpoints.store import ALWAYS_VALID, Store, best, open_store, retention
+from train.checkpoints.retention import ALWAYS_VALID, best, retention
+from train.checkpoints.store import Store
 from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
 from train.config import InputError, S3Config, check, shortlist

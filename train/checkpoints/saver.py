@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
+from train.checkpoints.retention import prune
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
-from train.checkpoints.store import Store, prune
+from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
 from train.host.runtime import pool_beside_training
 from train.ranks import no_wait

@@ -1,5 +1,4 @@
-"""Where checkpoints are: the protocol for a folder on disk and for S3, the folder on disk, and what opens either; and
-which of them may be removed.
+"""Where checkpoints are: the protocol for a folder on disk and for S3, and the folder on disk.
 
 On disk, which all ranks see, a step is a folder that gets its name by a rename. No torch here.
 """
@@ -9,17 +8,15 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, step_name, step_of
 from train.storage.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
 from train.storage.checksums import fault_of
-from train.storage.folders import Folder, LocalFolder, at_once, check_space
+from train.storage.folders import LocalFolder, at_once, check_space
 from train.storage.schema import FileName
 
-ALWAYS_VALID = 2
 Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # by step
 TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
 
@@ -172,57 +169,6 @@ class LocalStore(Store):
         return remove_temporaries(self.path, TEMPORARIES)
 
 
-def open_store(folder: Folder, scratch: Path) -> Store:
-    """The checkpoints of a run folder; `scratch` is on this machine, for files on their way to and from S3."""
-    if isinstance(folder, LocalFolder):
-        return LocalStore(folder.path / "checkpoints")
-    from train.checkpoints.store_s3 import S3Store  # boto3 takes long to import
-    from train.storage.s3 import S3Folder
-
-    assert isinstance(folder, S3Folder)
-    return S3Store(folder, scratch)
-
-
-# ---- which may be removed: all but the newest, the best, and the last two that are valid -----------------------------
-
-
-def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
-    """Remove the steps that need not stay, see `retention`, and return them. Raises NotPermitted."""
-    removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
-    for step in removed:
-        store.remove(step)
-    return removed
-
-
-def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
-    """Return the reason why each step stays, None for a step that may be removed; `keep`: the newest that stay, 0 for
-    all. A damaged step stays, since somebody may repair it. Each step is read once to verify it, unless S3 has compared
-    its files as it took them, and is added to `verified`.
-    """
-    known: set[int] = set() if verified is None else verified
-
-    def is_valid(step: int) -> bool:
-        if not store.compares_when_written and step not in known:
-            try:
-                store.fetch(step)
-            except Damaged:
-                return False
-        known.add(step)
-        return True
-
-    steps = store.steps()
-    newest = steps[-keep:] if keep else steps
-    reasons: dict[int, str | None] = dict.fromkeys(steps)
-    if newest != steps:
-        manifests, damaged = store.look_at_all()
-        reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
-        valid = islice(filter(is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
-        best_step = best(manifests)
-        reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
-        reasons |= {best_step: "the best"} if best_step is not None else {}
-    return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
-
-
 def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
     """What `look_at_all` returns, by a look at each step."""
     manifests: dict[int, Manifest] = {}
@@ -240,21 +186,3 @@ def compare_sizes(manifest: Manifest, sizes: Mapping[FileName, int | None]) -> N
     for name, entry in manifest.files.items():
         if (fault := fault_of(entry, sizes.get(name))) is not None:
             raise Damaged(f"{name} {fault}")
-
-
-def best(manifests: dict[int, Manifest]) -> int | None:
-    """The step with the best evaluation by the run's present metric, the first of equal ones; None if none was
-    evaluated. A step may be evaluated after it was saved: then only the newest checkpoint knows that it is the best.
-    """
-    if not manifests:
-        return None
-    newest = manifests[max(manifests)]
-    known, name = newest.progress.get("best_step"), newest.settings.get("best.metric")
-    if known in manifests and manifests[known].metric is None:
-        return int(known)
-    scores = {
-        step: manifest.metric
-        for step, manifest in manifests.items()
-        if manifest.metric is not None and manifest.settings.get("best.metric") == name
-    }
-    return min(scores, key=lambda step: (scores[step], step)) if scores else None

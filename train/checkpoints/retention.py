@@ -1,0 +1,65 @@
+"""Which checkpoints stay: the newest, the best, the last two that are valid, and damaged ones. All others may go."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from train.checkpoints.manifest import Damaged, Manifest
+from train.checkpoints.store import Store
+
+ALWAYS_VALID = 2
+
+
+def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
+    """Remove the steps that need not stay, see `retention`, and return them. Raises NotPermitted."""
+    removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
+    for step in removed:
+        store.remove(step)
+    return removed
+
+
+def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
+    """Return the reason why each step stays, None for a step that may be removed; `keep`: the newest that stay, 0 for
+    all. A damaged step stays, since somebody may repair it. Each step is read once to verify it, unless S3 has compared
+    its files as it took them, and is added to `verified`.
+    """
+    known: set[int] = set() if verified is None else verified
+
+    def is_valid(step: int) -> bool:
+        if not store.compares_when_written and step not in known:
+            try:
+                store.fetch(step)
+            except Damaged:
+                return False
+        known.add(step)
+        return True
+
+    steps = store.steps()
+    newest = steps[-keep:] if keep else steps
+    reasons: dict[int, str | None] = dict.fromkeys(steps)
+    if newest != steps:
+        manifests, damaged = store.look_at_all()
+        reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
+        valid = islice(filter(is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
+        best_step = best(manifests)
+        reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
+        reasons |= {best_step: "the best"} if best_step is not None else {}
+    return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
+
+
+def best(manifests: dict[int, Manifest]) -> int | None:
+    """The step with the best evaluation by the run's present metric, the first of equal ones; None if none was
+    evaluated. A step may be evaluated after it was saved: then only the newest checkpoint knows that it is the best.
+    """
+    if not manifests:
+        return None
+    newest = manifests[max(manifests)]
+    known, name = newest.progress.get("best_step"), newest.settings.get("best.metric")
+    if known in manifests and manifests[known].metric is None:
+        return int(known)
+    scores = {
+        step: manifest.metric
+        for step, manifest in manifests.items()
+        if manifest.metric is not None and manifest.settings.get("best.metric") == name
+    }
+    return min(scores, key=lambda step: (scores[step], step)) if scores else None
