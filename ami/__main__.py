@@ -14,9 +14,9 @@ from ami.build import build
 from ami.config import IMAGES, AmiConfig
 from ami.plan import make_plan, plan_lines
 from launch.ec2.api import Api
-from train.cli import compose as cli
-from train.cli.command import guarded
 from train.config import InputError
+from train.run import compose as cli
+from train.run.command import guarded
 
 USED = ("base", "build", "regions", "profile", "subnet", "disk_gib", "compile_cache", "wheel")
 

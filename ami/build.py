@@ -15,9 +15,9 @@ from ami.plan import BUILD, ImagePlan
 from launch.ec2.api import Api
 from launch.ec2.sweep import GONE, Resource, delete, find, sweep
 from train.config import Failure
-from train.host.versions import read_versions
-from train.storage.aws_errors import Rejected
-from train.storage.folders import scratch_folder
+from train.system.aws_errors import Rejected
+from train.system.folders import scratch_folder
+from train.system.versions import read_versions
 
 KINDS = ("instance", "volume", "security-group", "key-pair")  # of EC2, that Packer makes
 ROLE = "packer-"  # begins the names of the roles that Packer makes

@@ -15,10 +15,10 @@ from ami.manifest import check_installed, installed
 from launch.ec2.account import KIND_TAG, OWN_IMAGE
 from launch.ec2.api import Api
 from launch.values import columns
-from train.cli.command import DONE, FAILED, command_parser, guarded, printable
 from train.config import InputError, S3Config, check
-from train.host.versions import read_versions
-from train.storage.folders import canonical_json, local_path, open_folder
+from train.run.command import DONE, FAILED, command_parser, guarded, printable
+from train.system.folders import canonical_json, local_path, open_folder
+from train.system.versions import read_versions
 
 KEPT = 3  # images of a kind that prune leaves
 MAY_BE_BUILT = timedelta(hours=6)  # an image without tags that is younger may still be built

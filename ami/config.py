@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 
 from train.config import InstanceConfig, Section, check, setting
-from train.host.machine import is_native
-from train.host.versions import read_versions
-from train.storage.folders import local_path
+from train.system.folders import local_path
+from train.system.machine import is_native
+from train.system.versions import read_versions
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"

@@ -13,8 +13,8 @@ import ami
 from ami.config import AmiConfig
 from ami.packages import write_packages
 from train.config import Failure, InputError, check
-from train.host.versions import INDEX, Versions
-from train.storage.folders import local_path, sha256_file
+from train.system.folders import local_path, sha256_file
+from train.system.versions import INDEX, Versions
 
 HERE = Path(ami.__file__).parent
 ROOT = HERE.parent

@@ -11,8 +11,8 @@ from ami.config import IMAGE_ID, IMAGES
 from launch.ec2.account import KIND_TAG
 from launch.ec2.api import Api
 from train.config import check
-from train.host.versions import Versions
-from train.storage.aws_errors import Rejected
+from train.system.aws_errors import Rejected
+from train.system.versions import Versions
 
 PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the moment and the commit
 TAG = "baretrain:"  # begins the names of tags

@@ -12,7 +12,7 @@ from typing import Any
 
 import train
 from train.config import InputError
-from train.host.versions import Versions
+from train.system.versions import Versions
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # beginnings of packages

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.config import Failure, InputError, check
-from train.host.versions import INDEX, Versions
+from train.system.versions import INDEX, Versions
 
 NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # which only Neuron's index really has
 BUILDER = "setuptools"  # builds what has no wheel: it must be one of the packages that have a hash

@@ -12,11 +12,11 @@ from ami.config import DEPRECATE_DAYS, IMAGES, MAX_MINUTES, AmiConfig
 from ami.images import MINUTES, PREFIX, TAG, Image, differences, own_images, read_image, read_parameter, wanted_tags
 from ami.packer import find_packer
 from launch.ec2.api import Api
-from train.cli.command import printable
 from train.config import InputError, check
-from train.host.environment import commit
-from train.host.versions import read_versions
-from train.storage.aws_errors import explained
+from train.run.command import printable
+from train.system.aws_errors import explained
+from train.system.environment import commit
+from train.system.versions import read_versions
 
 BUILD = "baretrain:build"  # tag of all that exists only during a build
 NOT_ASKED = (

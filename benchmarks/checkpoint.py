@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import harness
 from benchmarks.harness import machine, ratios, spread, table, turns
-from train.backend.ddp import DDP
 from train.checkpoints import loader
 from train.checkpoints.manifest import Manifest, Progress, step_name
 from train.checkpoints.saver import AsyncSaver
@@ -49,8 +48,9 @@ from train.checkpoints.staging import num_bytes_of
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
 from train.models.encoder import build_masked_lm
-from train.optim import build_optimizer
-from train.parallel import Engine
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine
+from train.parallel.optimizers import build_optimizer
 
 MODELS = {
     "albert_xxlarge": ModelConfig(embedding_size=128, hidden_size=4096, intermediate_size=16384, num_heads=64),

@@ -39,17 +39,17 @@ from services.machines import PACKAGES, fault, missing_programs, three_machines
 from benchmarks import harness
 from benchmarks.harness import ratios, spread, table
 from benchmarks.pretraining import draw, train_step
-from train import prepare
-from train.backend.ddp import DDP
-from train.cli import compose as cli
 from train.config import BackendConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
 from train.data.batches.loader import Batch
-from train.host import rank_setup
-from train.host.launched import launched
 from train.models.encoder import build_masked_lm
-from train.parallel import Engine, build_engine
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine, build_engine
+from train.run import compose as cli
+from train.system import rank_setup
+from train.system.launched import launched
 from train.tasks import build_task
 from train.tasks.spec import Task
+from train.tools import prepare
 
 VOCAB_SIZE, TEXT_VOCAB_SIZE = 30_000, 10_000  # of the model, and all that this text can fill
 STEPS = 8  # of a round and contestant

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import spread, table, turns
-from train.cli import compose as cli
-from train.compare.variants import Runner, make_variants
 from train.config import Failure, check
 from train.config.train import CompareConfig
-from train.report.comparison import quality, ratio, work_differences
-from train.report.run import Run, read_run
+from train.observe.report.comparison import quality, ratio, work_differences
+from train.observe.report.run import Run, read_run
+from train.run import compose as cli
+from train.tools.variants import Runner, make_variants
 
 MEASURES = {
     "tokens_per_s": "tokens/s, in steps",

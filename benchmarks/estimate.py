@@ -20,8 +20,8 @@ from benchmarks import harness
 from benchmarks.harness import lines, run, spread, torchrun
 from launch.estimate import estimate
 from launch.speed import Calibration, read_calibration
-from train.cli import compose as cli
 from train.config import S3Config, TrainConfig
+from train.run import compose as cli
 
 LARGER = ["model.hidden_size=256", "model.intermediate_size=1024"]
 CASES = {  # name -> ranks and settings beside the demo's

@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import ROOT, Result, measure_table, run_timed, three, turns
-from train.host.memory import usable_cpus
+from train.system.memory import usable_cpus
 
 # No torch here: at a start the kernel counts the parent's memory as the peak of its child.
 
@@ -96,8 +96,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from train.cli import compose as cli
     from train.config import TrainConfig, make_plan, to_dict
+    from train.run import compose as cli
     from train.tasks import build_task
 
     reading = ["data=tweets", f"data.path={options.data.resolve()}", *options.overrides]
@@ -151,8 +151,8 @@ def random_encoder(data: Path, folder: Path) -> Path:
 
 def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
     """What metrics.jsonl says, as Meter.result() of peers/trainer.py. Before an evaluation there is a line of steps."""
-    from train.storage.folders import LocalFolder
-    from train.telemetry.lines import read_lines
+    from train.observe.lines import read_lines
+    from train.system.folders import LocalFolder
 
     begun_unix_s = train_s = tokens = slots = 0.0
     step, evaluations = 0, []

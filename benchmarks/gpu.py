@@ -173,7 +173,7 @@ class Run:
 
 
 def ours(run: Run) -> Result:
-    from train.bench.__main__ import main
+    from train.tools.bench.command import main
 
     output = run.folder / f"ours_{os.getpid()}.json"
     words = ["backend=ddp", f"backend.device={run.device}", "backend.precision=bf16", f"max_steps={LONG_RUN}"]
@@ -298,9 +298,9 @@ COMPILED = ("ours", "trainer best", "bound")
 
 def machine(device: str) -> Result:
     """Return the card, the fastest product of two matrices in bf16, and the speed of a copy, read and written."""
-    from train.backend.ddp import DDP
-    from train.bench.measure import matmul_flops_per_s
     from train.config import BackendConfig
+    from train.parallel.ddp import DDP
+    from train.tools.bench.measure import matmul_flops_per_s
 
     flops_per_s, size = matmul_flops_per_s(DDP(BackendConfig(device=device, precision="bf16")))
     source = torch.empty(COPIED_BYTES if device == "cuda" else COPIED_BYTES >> 4, dtype=torch.uint8, device=device)

@@ -102,8 +102,8 @@ def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
 
 def lines(run_dir: Path, kind: str) -> list[Result]:
     """The lines of one kind in a run's metrics.jsonl."""
-    from train.storage.folders import LocalFolder
-    from train.telemetry.lines import read_lines
+    from train.observe.lines import read_lines
+    from train.system.folders import LocalFolder
 
     return [line for line in read_lines(LocalFolder(run_dir)) if line["kind"] == kind]
 
@@ -157,8 +157,8 @@ def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, 
 
 def machine(*packages: str) -> str:
     """The processor, the system, and the versions of Python and of packages."""
-    from train.host.environment import processor
-    from train.host.memory import usable_cpus
+    from train.system.environment import processor
+    from train.system.memory import usable_cpus
 
     cores = f"{usable_cpus()} virtual cores of {processor() or platform.machine()}"
     versions = [f"{name} {metadata.version(name)}" for name in packages]

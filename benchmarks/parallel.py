@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from benchmarks import harness
 from benchmarks.harness import ratios, run, table, torchrun
 from benchmarks.pretraining import Kept, train_step
-from train.backend.ddp import DDP
 from train.config import BackendConfig, ModelConfig, OptimConfig, PipelineConfig
 from train.models.encoder import build_masked_lm
-from train.parallel import build_engine
+from train.parallel.ddp import DDP
+from train.parallel.engines import build_engine
 
 VOCAB_SIZE, PREDICTIONS = 2000, 19
 WARM_UP = 2  # rounds that are not counted

@@ -27,7 +27,7 @@ from train.config import CorpusConfig, FilesCorpusConfig
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import CorpusPart
 from train.data.text.encoding import chunks
-from train.host.memory import usable_cpus
+from train.system.memory import usable_cpus
 
 SEQ_LEN = 512
 

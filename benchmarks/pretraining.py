@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import Result
-from train.backend.ddp import DDP
-from train.cli import compose as cli
 from train.config import BackendConfig, ModelConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.batches.masking import IGNORE_INDEX
@@ -25,8 +23,10 @@ from train.data.shards.format import SPLITS, TokenizerInfo, write_manifest, writ
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
-from train.parallel import Engine
-from train.storage.folders import LocalFolder, sha256_bytes
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine
+from train.run import compose as cli
+from train.system.folders import LocalFolder, sha256_bytes
 from train.tasks import build_task
 from train.tasks.spec import Task
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from train.attempt.stopping import StopRequest, Votes
-from train.cli.console import without_stdout
-from train.ranks import World
+from train.parallel.ranks import World
+from train.run.stopping import StopRequest, Votes
+from train.system.console import without_stdout
 
 WARM_UP = 3  # steps
 

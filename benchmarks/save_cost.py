@@ -28,16 +28,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import table
-from train import ranks
-from train.backend.base import State
 from train.checkpoints.loader import Loaded, load
 from train.checkpoints.manifest import Manifest, Progress
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store_s3 import S3Store
 from train.config import CheckpointConfig
+from train.parallel import ranks
+from train.parallel.backend import State
 from train.parallel.pieces import Tensors, piece
-from train.ranks import World
-from train.storage.schema import Head
+from train.parallel.ranks import World
+from train.system.schema import Head
 
 SAVES = 5
 SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in the manifest, as of a run

@@ -18,8 +18,8 @@ import numpy as np
 
 from train.config import S3Config
 from train.data.shards.format import TOKENIZER_FILE, DataManifest, Rows, Shard, TokenizerInfo, write_manifest
-from train.storage.folders import LocalFolder, sha256_bytes
-from train.storage.schema import FileName, Sha256
+from train.system.folders import LocalFolder, sha256_bytes
+from train.system.schema import FileName, Sha256
 
 DIGITS = 30_000  # a row's number in this base is its first two tokens, so that what was read can be compared
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")

@@ -45,14 +45,14 @@ from benchmarks.pretraining import (
     transformers_model,
 )
 from train import loop
-from train.attempt.stopping import StopRequest
-from train.backend.ddp import DDP
-from train.bench.measure import matmul_flops_per_s
 from train.config import BackendConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.models.encoder import build_masked_lm
-from train.optim import build_optimizer
+from train.parallel.ddp import DDP
+from train.parallel.optimizers import build_optimizer
+from train.run.stopping import StopRequest
 from train.tasks import build_task
+from train.tools.bench.measure import matmul_flops_per_s
 
 SKIPPED = 3  # first steps of a round, which warm up
 CLOCKS = ("wall", "cpu")

@@ -28,7 +28,7 @@ import torch
 from benchmarks import harness, pretraining
 from benchmarks.harness import Result, measure_table, ratios, run, three
 from train.config import TrainConfig
-from train.host.memory import usable_cpus
+from train.system.memory import usable_cpus
 
 VARIANTS = ("naive", "ours")
 SKIPPED = 4  # first steps, in which graphs are compiled: not part of the steady ones
@@ -178,7 +178,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
     import torch_xla.core.xla_model as xm  # before the clock starts, as in naive
 
     from train import loop
-    from train.attempt.stopping import StopRequest
+    from train.run.stopping import StopRequest
 
     meter = Meter(num_steps)  # a step of ours ends with what it has queued
     counts, sums, parameters = [], [], []

@@ -25,12 +25,12 @@ from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
 from launch.speed import read_calibration
 from launch.values import columns, line, paragraph
-from train.cli import compose as cli
-from train.cli.command import guarded
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
-from train.host.machine import instance_names
-from train.storage.folders import is_s3, open_folder
+from train.run import compose as cli
+from train.run.command import guarded
+from train.system.folders import is_s3, open_folder
+from train.system.machine import instance_names
 
 WIDTH = 110  # columns
 USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts cluster.gate cluster.attempts"

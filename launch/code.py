@@ -18,13 +18,13 @@ import launch
 import train
 from launch.record import Code
 from train.config import check
-from train.host.environment import commit
-from train.storage.atomic_io import made_once
-from train.storage.caches import private_folder
-from train.storage.folders import sha256_bytes
-from train.storage.schema import FileName, RelativePath, Sha256
+from train.system.atomic_io import made_once
+from train.system.caches import private_folder
+from train.system.environment import commit
+from train.system.folders import sha256_bytes
+from train.system.schema import FileName, RelativePath, Sha256
 
-PACKAGES = (train, conf, launch, ami)  # of ami, train.host.versions reads versions.yaml
+PACKAGES = (train, conf, launch, ami)  # of ami, train.system.versions reads versions.yaml
 START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
 START_CODE = b"""import os, runpy, sys
 

@@ -14,11 +14,11 @@ from launch.record import JOB, SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, clean, lines_of, shown_step, status, watch
 from launch.values import columns, shown_moment
-from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
 from train.config import Failure, InputError, S3Config, check
-from train.run_folder.outcome import STOP_FILE
-from train.storage.folders import LocalFolder, open_folder
-from train.storage.schema import is_path
+from train.run.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
+from train.system.folders import LocalFolder, open_folder
+from train.system.outcome import STOP_FILE
+from train.system.schema import is_path
 
 EVERY_S = 5.0  # between two questions
 

@@ -10,9 +10,9 @@ from train.config import InputError, InstanceConfig, ShardsConfig, TrainConfig, 
 from train.config.parallel import Held
 from train.data.shards.format import DataManifest
 from train.data.shards.order import WINDOW_SHARDS, ShardSampler, eval_sample, eval_shards, lanes_of, window_of_lane
-from train.host.launched import Launched, check_launch
 from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
+from train.system.launched import Launched, check_launch
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)

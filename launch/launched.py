@@ -13,8 +13,8 @@ from typing import Any
 from launch.record import JOB, Job, Record
 from launch.values import table, text
 from train.config import InputError, check
-from train.storage.folders import LocalFolder, canonical_json, sha256_bytes
-from train.storage.schema import BadContent, read_object
+from train.system.folders import LocalFolder, canonical_json, sha256_bytes
+from train.system.schema import BadContent, read_object
 
 
 def file_of(record: Record) -> tuple[LocalFolder, str]:

@@ -17,12 +17,12 @@ from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, supervise
 from launch.values import count
-from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import Unreachable, check
-from train.host import processes
-from train.host.memory import usable_cpus
-from train.host.processes import is_alive, read_process
-from train.storage.atomic_io import make_alike, open_alike
+from train.run.command import DONE, FAILED, command_parser, run_flags
+from train.system import processes
+from train.system.atomic_io import make_alike, open_alike
+from train.system.memory import usable_cpus
+from train.system.processes import is_alive, read_process
 
 ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from launch.record import History, Record
 from launch.status import ask
-from train.cli.command import printable
 from train.config import Unreachable, check
-from train.storage.folders import Folder, LocalFolder
-from train.storage.schema import is_path
+from train.run.command import printable
+from train.system.folders import Folder, LocalFolder
+from train.system.schema import is_path
 
 LINES = 100  # last ones of each file that are shown
 MAX_BYTES = 2**20  # read from the end of a file at first; and the longest line

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from launch import code
 from launch.record import Job, Record, add_record_flags
-from train.cli.command import DONE, command_parser, printable, run_flags
 from train.config import InputError, S3Config, check
-from train.host import local_torchrun, processes
-from train.host.machine import cache_root
-from train.host.torchrun import REJECTION
-from train.storage.atomic_io import make_alike, open_alike
-from train.storage.folders import canonical_json
-from train.storage.schema import FileName
+from train.run.command import DONE, command_parser, printable, run_flags
+from train.system import local_torchrun, processes
+from train.system.atomic_io import make_alike, open_alike
+from train.system.folders import canonical_json
+from train.system.machine import cache_root
+from train.system.schema import FileName
+from train.system.torchrun import REJECTION
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
 LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # one machine must not hold all others

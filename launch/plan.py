@@ -9,14 +9,14 @@ from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Code, Job
-from train.cli.compose import quoted
 from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
-from train.host.memory import usable_cpus
-from train.storage.folders import is_s3, local_path, sha256_json
-from train.storage.schema import FileName, Sha256
+from train.run.compose import quoted
+from train.system.folders import is_s3, local_path, sha256_json
+from train.system.memory import usable_cpus
+from train.system.schema import FileName, Sha256
 
-FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/run_folder/folder.py
+FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/system/run_folder.py
 RANKS_PER_CPU = 4  # more only wait for one another
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 
@@ -79,7 +79,7 @@ def make_job(
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     """InputError for more ranks than a machine has devices, or without devices a few a CPU, to try things out; and for
-    a number that the instance cannot run, see train.host.launched.check_launch.
+    a number that the instance cannot run, see train.system.launched.check_launch.
     """
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
@@ -99,7 +99,7 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     """Return the variables that every process of a job starts with. A variable of the user overrides them.
 
     What `python -m train` sets itself before the ranks join is not among them: network cards, huge pages, open files
-    and processors (train.host.rank_setup), and what Neuron's runtime and compiler read (train.host.machine). Nor is
+    and processors (train.system.rank_setup), and what Neuron's runtime and compiler read (train.system.machine). Nor is
     FI_EFA_FORK_SAFE, which is for kernels before 5.15 only (train.doctor looks at it), and what PyTorch sets by default
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from launch.node import PREFLIGHT
 from launch.record import Job, Record
 from launch.supervise import retry
-from train.cli.command import printable
-from train.storage.schema import BadContent, read_object
+from train.run.command import printable
+from train.system.schema import BadContent, read_object
 
 NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
 MAX_CHARS = 300  # of a reason

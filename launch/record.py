@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.values import MAX_CHARS, count, moment, table, text, texts
-from train.cli.command import Parser, add_s3_flags
 from train.config import InputError, S3Config, check
-from train.host.machine import cache_root
-from train.storage.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
-from train.storage.schema import BadContent, FileName, Sha256, read_object, record
+from train.run.command import Parser, add_s3_flags
+from train.system.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
+from train.system.machine import cache_root
+from train.system.schema import BadContent, FileName, Sha256, read_object, record
 
 FORMAT = 2
 MODULES = {"train": "train", "prepare": "train.prepare"}

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.values import count, moment, number, table
-from train.run_folder.identity import ENVIRONMENT
-from train.run_folder.lease import newest, parse
-from train.run_folder.outcome import read_outcome
-from train.storage.folders import Folder
-from train.storage.schema import BadContent, read_object
-from train.telemetry.lines import read_back
+from train.observe.lines import read_back
+from train.system.folders import Folder
+from train.system.identity import ENVIRONMENT
+from train.system.lease import newest, parse
+from train.system.outcome import read_outcome
+from train.system.schema import BadContent, read_object
 
 TAIL_BYTES = 2**22  # of metrics.jsonl: some 10,000 lines, in which an evaluation is to be found
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")

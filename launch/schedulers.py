@@ -11,7 +11,7 @@ from launch.record import Job
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler
 from train.config import InputError
-from train.storage.schema import record
+from train.system.schema import record
 
 SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the module with its class Scheduler
     "local": (LocalConfig, "launch.local"),

@@ -9,8 +9,8 @@ from typing import Any
 
 from launch.config import LaunchConfig
 from launch.record import Job, Record
-from train.cli.command import DONE
 from train.config import S3Config
+from train.run.command import DONE
 
 Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
 

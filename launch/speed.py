@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from train.cli.saved import read_config
 from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
 from train.models.model_sizes import Shape, find_shape, knows_vocabulary, read_shape
-from train.storage.folders import Folder, open_folder
-from train.storage.schema import BadContent, of_type, shown
-from train.telemetry.lines import read_back
+from train.observe.lines import read_back
+from train.run.saved import read_config
+from train.system.folders import Folder, open_folder
+from train.system.schema import BadContent, of_type, shown
 
 MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE: of any number in a line
 WITHOUT_BF16 = ("V100", "T4")

@@ -14,8 +14,8 @@ from launch.run_progress import RunProgress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import State
 from launch.values import shown_duration, shown_moment
-from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable
+from train.run.command import printable
 
 MAX_ATTEMPTS = 5  # shown: the last ones
 MAX_CHARS = 400  # of a text from elsewhere

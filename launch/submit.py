@@ -15,10 +15,10 @@ from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
-from train.run_folder.identity import ENVIRONMENT, check_is_run_folder
-from train.run_folder.outcome import STOP_FILE, read_outcome
-from train.storage.folders import is_s3, open_folder
-from train.storage.schema import read_yaml
+from train.system.folders import is_s3, open_folder
+from train.system.identity import ENVIRONMENT, check_is_run_folder
+from train.system.outcome import STOP_FILE, read_outcome
+from train.system.schema import read_yaml
 
 SUBMITTING_S = 120.0  # that a scheduler may take to answer: nobody else submits meanwhile
 

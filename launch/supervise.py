@@ -17,14 +17,14 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from launch.config import ClusterConfig
 from launch.record import Event, History, Record, read_history
 from launch.run_progress import newest_checkpoint
-from train.cli.command import DONE, FAILED, REJECTED, STOPPED
 from train.config import Failure, InputError, Unreachable
-from train.run_folder.identity import ENVIRONMENT
-from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.run.command import DONE, FAILED, REJECTED, STOPPED
+from train.system.identity import ENVIRONMENT
+from train.system.outcome import STOP_FILE, read_outcome
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
-# Kinds of stops (train/attempt/stopping.py): a signal to torchrun, or its death; and machines that are taken away.
+# Kinds of stops (train/run/stopping.py): a signal to torchrun, or its death; and machines that are taken away.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
 IDLE_ATTEMPTS = 2  # starts in a row without a new checkpoint: the next one would fail like them

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from train.config.checks import LARGEST_FLOAT
-from train.storage.schema import BadContent, of_type
+from train.system.schema import BadContent, of_type
 
 MAX_CHARS, MAX_ITEMS = 2000, 4096  # of a text and of a list that are kept
 LAST_UNIX_S = 253402300800.0  # the year 10000, from which on time.gmtime returns years that nothing prints
@@ -18,7 +18,7 @@ Object = Mapping[str, Any]
 
 
 def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
-    """Return the value of a key if it is of the type `hint` (see train.storage.schema.of_type), else `default`."""
+    """Return the value of a key if it is of the type `hint` (see train.system.schema.of_type), else `default`."""
     try:
         return of_type(hint, values.get(key), key)
     except BadContent:

@@ -14,8 +14,8 @@ from running import prepare_config, write_corpus
 from services.machines import NOT_PERMITTED
 from transformers import PreTrainedTokenizerFast
 
-from train import prepare
 from train.data.text.tokenizer import train_tokenizer
+from train.tools import prepare
 
 pytest_plugins = "held launched launching machines_fixture s3_fixtures saved_steps slurm_fixtures streaming toy".split()
 

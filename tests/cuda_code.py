@@ -184,7 +184,7 @@ def figures(made: list[str]) -> dict[str, float]:
 
 
 def model_of(architecture: str) -> MaskedLM:
-    """Return a model of two layers whose norms return bf16, as `train.backend` makes it."""
+    """Return a model of two layers whose norms return bf16, as `train.parallel.backends` makes it."""
     cfg = ModelConfig(
         architecture=architecture,
         hidden_size=H,

@@ -25,7 +25,7 @@ from launch.ec2.sweep import Resource
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
 from train.config import S3Config
-from train.storage.folders import LocalFolder
+from train.system.folders import LocalFolder
 
 OWN = ["cluster=ec2", "instance=trn1.2xlarge", "nodes=2", "cluster.instance_profile=machine"]
 OWN += [f"cluster.image={UBUNTU}"]

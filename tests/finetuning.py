@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from train import loop
-from train.attempt.stopping import StopRequest
-from train.cli import compose as cli
 from train.config import TrainConfig
+from train.run import compose as cli
+from train.run.stopping import StopRequest
 from train.tasks import Task, build_task
 
 FP32 = ["--device", DEVICE, "--precision", "fp32"]  # flags of predict

@@ -13,7 +13,7 @@ from launch.record import Event, Record
 from launch.run_progress import newest_checkpoint
 from launch.schedulers import scheduler
 from launch.spec import State
-from train.cli.command import DONE
+from train.run.command import DONE
 
 LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
 LONG += ["export=false", "lease.ttl_s=5"]

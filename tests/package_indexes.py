@@ -12,7 +12,7 @@ from ami import packages
 from ami.config import AmiConfig
 from ami.files import image_constraints
 from train.config import InstanceConfig
-from train.host.versions import Pin, read_versions
+from train.system.versions import Pin, read_versions
 
 CUDA = AmiConfig(image="cuda", instance=InstanceConfig(name="g5.xlarge", device="cuda"))
 NEURON = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))

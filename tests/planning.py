@@ -18,10 +18,10 @@ from launch.node import Node
 from launch.plan import make_job, run_overrides
 from launch.record import Code, Job, Record
 from launch.schedulers import SETTINGS
-from train.cli import compose as cli
 from train.config import PrepareConfig, S3Config, TrainConfig
-from train.storage.folders import sha256_bytes
-from train.storage.schema import FileName, Sha256
+from train.run import compose as cli
+from train.system.folders import sha256_bytes
+from train.system.schema import FileName, Sha256
 
 CODE = Code(FileName(f"code-{'0' * 16}.tar.gz"), Sha256("0" * 64), "0123456789ab")
 PYTHON = "/opt/venv/bin/python"

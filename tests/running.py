@@ -15,9 +15,9 @@ from typing import Any
 from forks import DEVICE, TORCHRUN, free_port, launch, run_forked
 from forks import ROOT as ROOT
 
-from train.attempt.stopping import StopRequest
-from train.cli import compose as cli
 from train.config import PrepareConfig, TrainConfig
+from train.run import compose as cli
+from train.run.stopping import StopRequest
 
 SEQ_LEN = 32
 TINY = [  # an ALBERT that learns in milliseconds

@@ -13,7 +13,7 @@ import torch
 del sys.argv[0]
 sys.path[0] = str(Path(sys.argv[0]).parent)
 
-from train.backend import ddp  # noqa: E402  of the tree that the program belongs to
+from train.parallel import ddp  # noqa: E402  of the tree that the program belongs to
 
 pick = ddp.pick_device
 count = torch.cuda.device_count()

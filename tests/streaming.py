@@ -3,9 +3,9 @@
 import pytest
 from running import prepare_config, train_overrides
 
-from train import prepare
 from train.data.shards import cache, download
 from train.data.shards.format import read_manifest
+from train.tools import prepare
 
 
 @pytest.fixture

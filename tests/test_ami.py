@@ -25,7 +25,7 @@ from ami.plan import BUILD
 from launch.ec2 import sweep
 from launch.ec2.account import OWN_IMAGE
 from train.config import InputError
-from train.host.versions import read_versions
+from train.system.versions import read_versions
 
 OTHER = "us-west-2"
 BASE_NAME, BASE_TEXT = "Deep Learning AMI Neuron (Ubuntu 24.04) 20260812", "PyTorch 2.9, Neuron SDK 2.31.0"

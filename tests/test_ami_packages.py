@@ -16,8 +16,8 @@ from running import ROOT
 from ami import packages
 from ami.files import image_values, shell_values, write_files
 from train.config import Failure
-from train.host.versions import INDEX, read_versions
-from train.storage.folders import sha256_file
+from train.system.folders import sha256_file
+from train.system.versions import INDEX, read_versions
 
 BASE = "ami-0123456789abcdef0"
 

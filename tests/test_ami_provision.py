@@ -22,7 +22,7 @@ from running import ROOT
 from services.machines import NOT_PERMITTED
 
 from ami.files import image_values, shell_values, write_files
-from train.host.versions import read_versions
+from train.system.versions import read_versions
 
 PROVISION = ROOT / "ami/provision"
 PACKAGES = sysconfig.get_paths()["purelib"]

@@ -10,7 +10,7 @@ import pytest
 from running import ROOT
 
 from ami.packer import LEAST, version_of
-from train.host.versions import read_versions
+from train.system.versions import read_versions
 
 AMI = ROOT / "ami"
 MODERN = ("# >=1.7 begin", "# >=1.7 end")  # around lines that Packer 1.6 does not know

@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from train.config import NotPermitted
-from train.host.processes import is_gone, owner_name
-from train.storage import atomic_io
-from train.storage.atomic_io import made_once, new_folder, open_whole, remove_temporaries, temporary_for
-from train.storage.checksums import first_fault
-from train.storage.folders import LocalFolder, files_below
+from train.system import atomic_io
+from train.system.atomic_io import made_once, new_folder, open_whole, remove_temporaries, temporary_for
+from train.system.checksums import first_fault
+from train.system.folders import LocalFolder, files_below
+from train.system.processes import is_gone, owner_name
 
 
 def names(folder):

@@ -5,7 +5,7 @@ from botocore import exceptions
 
 from launch.ec2.api import CURES
 from train.config import InputError, Unreachable
-from train.storage.aws_errors import BadCredentials, Rejected, explained
+from train.system.aws_errors import BadCredentials, Rejected, explained
 
 ENDPOINT = {"endpoint_url": "https://ec2.us-east-9.amazonaws.com"}
 ERRORS = [  # error, kind, words

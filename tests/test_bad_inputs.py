@@ -25,17 +25,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rejections import rejects
 
-from train import convert, entry, loop, precompile, predict, prepare, records, shards
-from train import hub as hub_command
-from train.bench import __main__ as bench_command
-from train.checkpoints import __main__ as checkpoints
-from train.cli import compose as cli
-from train.compare import __main__ as compare_command
+from train import entry, loop
 from train.config import InputError, PrepareConfig, TrainConfig
-from train.doctor import __main__ as doctor
-from train.host import machine
-from train.report import __main__ as report_command
-from train.storage.folders import local_path
+from train.run import compose as cli
+from train.system import machine
+from train.system.folders import local_path
+from train.tools import checkpoints, convert, precompile, predict, prepare, records, shards
+from train.tools import compare as compare_command
+from train.tools import hub as hub_command
+from train.tools import report as report_command
+from train.tools.bench import command as bench_command
+from train.tools.doctor import command as doctor
 
 MAINS = {
     "train": entry.run_command_line,

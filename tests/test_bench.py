@@ -12,14 +12,14 @@ from forks import run_forked
 from omegaconf import OmegaConf
 from running import ROOT, TINY, run
 
-from train.bench import __main__ as bench
-from train.bench import sweep
-from train.bench.config import BenchConfig
-from train.bench.speeds import Peak, TimedSteps, cost, speeds, table
-from train.bench.sweep import OWN, Try, key_of, outcome_of, search, try_size
-from train.cli import compose as cli
 from train.config import Failure, InputError, InstanceConfig, TrainConfig
-from train.host.memory import available_bytes, total_memory_bytes
+from train.run import compose as cli
+from train.system.memory import available_bytes, total_memory_bytes
+from train.tools.bench import command as bench
+from train.tools.bench import sweep
+from train.tools.bench.config import BenchConfig
+from train.tools.bench.speeds import Peak, TimedSteps, cost, speeds, table
+from train.tools.bench.sweep import OWN, Try, key_of, outcome_of, search, try_size
 
 SPREAD = {"median": float, "least": float, "most": float}
 SPREADS = ("steps_per_s", "step_s", "sequences_per_s", "tokens_per_s")

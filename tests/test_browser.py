@@ -20,7 +20,7 @@ from reported_runs import fault_line, summary_line, train_line, whole_run, write
 from running import ROOT
 from services import browser
 
-from train.report import __main__ as report_command
+from train.tools import report as report_command
 
 WIDTHS = (400, 1300)
 LONG = "a-name-of-a-run-that-somebody-made-from-all-its-settings-lr=0.001-batch=4096-seed=17"

@@ -16,7 +16,7 @@ from train.data.shards.cache import ShardCache, cache_dir
 from train.data.shards.format import Shard
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import wanted_shards
-from train.host.processes import owner_name
+from train.system.processes import owner_name
 
 MB = 10**6
 

@@ -12,7 +12,7 @@ import yaml
 from finished_run import SECRETS, write
 from huggingface_hub import ModelCard
 
-from train.publish import card
+from train.observe import card
 
 
 def made(run: Path) -> tuple[dict[str, Any], str]:

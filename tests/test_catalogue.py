@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
-from train.cli import compose as cli
 from train.config import InstanceConfig, TrainConfig
-from train.doctor.probe import read_instance
-from train.host.machine import instance_names
+from train.run import compose as cli
+from train.system.machine import instance_names
+from train.tools.doctor.probe import read_instance
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 MACHINES = [name for name in instance_names() if name != "local"]

@@ -14,9 +14,9 @@ from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
-from train.storage import checksums as manifests
-from train.storage.atomic_io import write_atomic
-from train.storage.folders import sha256_file
+from train.system import checksums as manifests
+from train.system.atomic_io import write_atomic
+from train.system.folders import sha256_file
 
 
 def aside(run_dir, word):

@@ -13,11 +13,11 @@ from running import ROOT, lines
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
 from transformers import AutoModelForMaskedLM
 
-from train.checkpoints import __main__ as command
 from train.checkpoints.compare import difference
-from train.run_folder.exported import MARK
-from train.run_folder.ownership import Ownership
-from train.storage.folders import LocalFolder, sha256_file
+from train.system.exported import MARK
+from train.system.folders import LocalFolder, sha256_file
+from train.system.ownership import Ownership
+from train.tools import checkpoints as command
 
 
 def called(capsys, *arguments):
@@ -64,7 +64,7 @@ def test_list_shows_what_the_manifests_say_damage_and_what_is_in_quarantine(run_
 
 def test_looking_and_tidying_need_no_torch(run_dir):
     code = (
-        "import sys; from train.checkpoints.__main__ import main; run = sys.argv[1];"
+        "import sys; from train.tools.checkpoints import main; run = sys.argv[1];"
         "codes = [main([run]), main([run, 'verify']), main([run, 'prune', '--keep', '2', '--yes'])];"
         "print(codes, [name for name in ('torch', 'boto3', 'transformers') if name in sys.modules])"
     )

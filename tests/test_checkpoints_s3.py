@@ -12,17 +12,17 @@ import pytest
 from rejections import rejects
 from services.fault_proxy import Fault
 
-from train.checkpoints import __main__ as command
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.retention import prune
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError
-from train.run_folder.lease import name_of
-from train.run_folder.ownership import LeaseLost, Ownership
-from train.storage import s3
-from train.storage.folders import open_folder, sha256_bytes
+from train.system import s3
+from train.system.folders import open_folder, sha256_bytes
+from train.system.lease import name_of
+from train.system.ownership import LeaseLost, Ownership
+from train.tools import checkpoints as command
 
 pytestmark = pytest.mark.usefixtures("pauses")
 NAMES = ("model.pt", "optimizer.pt", "ranks.pt")

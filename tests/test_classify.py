@@ -13,7 +13,7 @@ from rejections import rejects
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
-from train.storage.folders import LocalFolder
+from train.system.folders import LocalFolder
 from train.tasks.classify import ClassifyConfig
 from train.tasks.classify.task import Classification, ClassifyFeaturizer, class_weights, tables
 from train.tasks.texts import lengths_up_to

@@ -12,10 +12,10 @@ import pytest
 from forks import ROOT, free_port, launch, run_forked, start_forked
 from running import run
 
-from train.attempt.rejection import INFORM_S
 from train.config import InstanceConfig
-from train.doctor import __main__ as command
-from train.doctor.collectives import (
+from train.run.rejection import INFORM_S
+from train.tools.doctor import command
+from train.tools.doctor.collectives import (
     MIB,
     AllReduce,
     Measured,
@@ -152,7 +152,7 @@ def test_two_ranks_on_xla():
 
 DISTURBED = """
 import os, sys, time
-from train.ranks import World
+from train.parallel.ranks import World
 
 all_reduce, sendrecv = World.all_reduce, World.sendrecv
 
@@ -175,7 +175,7 @@ if os.environ["DISTURBED"] == "hang":
     World.sendrecv = hangs
 else:
     World.all_reduce, World.sendrecv = adds_wrongly, exchanges_slowly
-from train.doctor.__main__ import main
+from train.tools.doctor.command import main
 sys.exit(main())
 """
 
@@ -209,7 +209,7 @@ def test_an_exchange_that_hangs_is_named(tmp_path):
 
 HANGS = """
 import os, time
-from train.doctor import collectives
+from train.tools.doctor import collectives
 
 collectives.GRACE_S = 3
 with collectives.deadline(f"an exchange of rank {os.environ['RANK']}", 0.1, "backend.timeout_s"):

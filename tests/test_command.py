@@ -14,10 +14,10 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train.cli import compose as cli
-from train.cli.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, check_encoding, guarded
-from train.cli.help import comments, explained_field, groups, shown_default
 from train.config import Failure, InputError, TrainConfig, Unreachable
+from train.run import compose as cli
+from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, check_encoding, guarded
+from train.run.help import comments, explained_field, groups, shown_default
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:

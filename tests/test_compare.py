@@ -19,19 +19,19 @@ from hypothesis import assume, given, settings
 from reported_runs import shown
 from running import eventually, train_overrides
 
-from train.cli import compose as cli
-from train.cli.command import DONE, FAILED, REJECTED, STOPPED
-from train.compare.__main__ import main
-from train.compare.variants import make_variants
 from train.config import flatten
 from train.config.train import CompareConfig
-from train.report import comparison
-from train.report.figures import bars_of
-from train.report.page import table
-from train.report.run import Run, read_run, tell_apart
-from train.report.texts import percent
-from train.run_folder.outcome import read_outcome
-from train.storage.folders import LocalFolder
+from train.observe.report import comparison
+from train.observe.report.figures import bars_of
+from train.observe.report.page import table
+from train.observe.report.run import Run, read_run, tell_apart
+from train.observe.report.texts import percent
+from train.run import compose as cli
+from train.run.command import DONE, FAILED, REJECTED, STOPPED
+from train.system.folders import LocalFolder
+from train.system.outcome import read_outcome
+from train.tools.compare import main
+from train.tools.variants import make_variants
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

@@ -17,13 +17,14 @@ from run_results import assert_same_run, losses
 from running import ROOT, lines, run, train_config, train_overrides
 from traced import without_kernels
 
-from train import loop, precompile
-from train.attempt.stopping import StopRequest
-from train.backend import auto_compile, compiled
-from train.backend.compiled import KernelCache
-from train.cli.command import DONE, REJECTED
+from train import loop
 from train.config import BackendConfig, ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
+from train.parallel import auto_compile, compiled
+from train.parallel.compiled import KernelCache
+from train.run.command import DONE, REJECTED
+from train.run.stopping import StopRequest
+from train.tools import precompile
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]

@@ -4,8 +4,8 @@ import datasets
 import numpy as np
 import pytest
 
-from train import convert
 from train.data.shards.format import ShardSet, check_files, read_manifest
+from train.tools import convert
 
 
 def run(capsys, *arguments):

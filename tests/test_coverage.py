@@ -10,12 +10,12 @@ from running import prepare_config, train_config
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
-from train import prepare, records
-from train.cli import compose as cli
 from train.config import TrainConfig
 from train.data.text.coverage import Sample, has_inner_capitals, unused_capitals
 from train.data.text.tokenizer import normalizer
+from train.run import compose as cli
 from train.tasks import build_task
+from train.tools import prepare, records
 
 # Japanese dakuten, Hindi vowel signs and nukta, Thai vowels and tones, Arabic, Korean, German, mathematics
 MARKED = "がっこう पढ़ो किताब น้ำ ปู่ मेरी مُحَمَّد 한국어 über x² ``a``"

@@ -30,11 +30,11 @@ from running import ROOT, prepare_config, write_corpus
 from ami.config import AmiConfig
 from launch.config import LaunchConfig
 from launch.schedulers import SETTINGS
-from train import prepare
-from train.bench.config import BenchConfig
-from train.cli import compose
-from train.compare.__main__ import CompareConfig
 from train.config import PrepareConfig, TrainConfig
+from train.run import compose
+from train.tools import prepare
+from train.tools.bench.config import BenchConfig
+from train.tools.compare import CompareConfig
 
 PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 NEEDS = {

@@ -14,12 +14,12 @@ from email.utils import formatdate
 import pytest
 from running import ROOT
 
-from train.doctor import __main__ as command
-from train.doctor import checks, checks_s3
-from train.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
-from train.doctor.checks_versions import SYSTEM_PACKAGES
-from train.doctor.explain import CAUSES, MAX_CHARS, MAX_LINES, explain, page
-from train.doctor.probe import (
+from train.system import machine
+from train.tools.doctor import checks, checks_s3, command
+from train.tools.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
+from train.tools.doctor.checks_versions import SYSTEM_PACKAGES
+from train.tools.doctor.explain import CAUSES, MAX_CHARS, MAX_LINES, explain, page
+from train.tools.doctor.probe import (
     TEXT_COLUMN,
     Finding,
     Probe,
@@ -32,7 +32,6 @@ from train.doctor.probe import (
     screen,
     warn,
 )
-from train.host import machine
 
 GIB = 2**30
 RECORDED = ROOT / "tests" / "recorded" / "doctor"
@@ -564,7 +563,7 @@ def test_the_command_runs_here_without_torch():
     """In a process of its own, from which torch and all device libraries are out of reach."""
     blocked = ("torch", "torch_xla", "torch_neuronx", "transformers", "libneuronxla")
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); "
-    code += "from train.doctor.__main__ import main; sys.exit(main())"
+    code += "from train.tools.doctor.command import main; sys.exit(main())"
     clean = {name: value for name, value in os.environ.items() if name not in {knob.name for knob in machine.KNOBS}}
     line = [sys.executable, "-c", code, "--json", "--ranks-per-machine", "1"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, env=clean)

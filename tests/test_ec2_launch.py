@@ -26,8 +26,8 @@ from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG
 from launch.record import Record
 from train.config import InputError, S3Config
-from train.host.processes import read_process
-from train.host.versions import read_versions
+from train.system.processes import read_process
+from train.system.versions import read_versions
 
 RESERVATION = "cr-0123456789abcdef0"
 

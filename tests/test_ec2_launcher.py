@@ -17,10 +17,10 @@ from launch.ec2.api import Api
 from launch.ec2.calls import LISTS_S, RUN, SIGNED_S, Call, Superseded, read_calls, unlisted
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG, run_id
-from train.cli.command import DONE, FAILED, STOPPED
 from train.config import Failure, InputError, Unreachable
-from train.host.processes import is_gone
-from train.storage.schema import record
+from train.run.command import DONE, FAILED, STOPPED
+from train.system.processes import is_gone
+from train.system.schema import record
 
 
 @pytest.fixture

@@ -34,9 +34,9 @@ from launch.ec2.machine import Machine, Registration
 from launch.ec2.request import user_data
 from launch.record import Record
 from launch.run_progress import newest_checkpoint
-from train.cli.command import DONE, FAILED
 from train.config import S3Config
-from train.storage.schema import FileName
+from train.run.command import DONE, FAILED
+from train.system.schema import FileName
 
 
 @pytest.fixture

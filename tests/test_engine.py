@@ -10,9 +10,9 @@ import torch
 from rejections import rejects
 from toy import Line, ToyTask, spec_of
 
-from train import parallel
 from train.config import ParallelConfig, check
 from train.parallel.data import DataParallel
+from train.parallel import engines as parallel
 from train.tasks import TASKS
 
 

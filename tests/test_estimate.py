@@ -15,10 +15,10 @@ from rejections import rejects
 
 from launch.estimate import ClusterSize, Estimate, all_reduce_s, cells, estimate, gradient_bytes
 from launch.speed import Calibration, measured, read_calibration
-from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
 from train.models.model_sizes import PUBLISHED
-from train.storage.folders import LocalFolder
+from train.run import compose as cli
+from train.system.folders import LocalFolder
 
 GIVEN = ["run_dir=x", "data.path=x"]
 BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]

@@ -9,17 +9,18 @@ from finetuning import FP32, asking, tuned
 from running import SYLLABLES, train_config
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
-from train import loop, predict
-from train.attempt.stopping import StopRequest
-from train.checkpoints import __main__ as command
+from train import loop
 from train.checkpoints.export import export_step
 from train.checkpoints.manifest import Manifest
-from train.cli.saved import read_config
 from train.config import InputError, ModelConfig, S3Config
 from train.models.source import resolved
-from train.run_folder import exported
-from train.run_folder.folder import RunFolder
-from train.storage.s3 import S3Folder
+from train.run.saved import read_config
+from train.run.stopping import StopRequest
+from train.system import exported
+from train.system.run_folder import RunFolder
+from train.system.s3 import S3Folder
+from train.tools import checkpoints as command
+from train.tools import predict
 
 HEADS = {"classify": AutoModelForSequenceClassification, "qa": AutoModelForQuestionAnswering}
 

@@ -16,15 +16,15 @@ from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
 from train import entry, loop
-from train.attempt import attempt, checkpoint_manager
-from train.attempt.stopping import StopRequest
-from train.backend.nonfinite import Skips
 from train.checkpoints.saver import SavesFail
-from train.cli import compose as cli
 from train.config import Failure, XLAConfig
 from train.config.attempt import NonfiniteConfig
-from train.run_folder.ownership import Ownership
-from train.storage.folders import LocalFolder
+from train.parallel.nonfinite import Skips
+from train.run import attempt, checkpoint_manager
+from train.run import compose as cli
+from train.run.stopping import StopRequest
+from train.system.folders import LocalFolder
+from train.system.ownership import Ownership
 
 PATIENCE_S = 90.0  # never waited for unless a test fails
 STEPS = 30

@@ -16,10 +16,10 @@ from running import ROOT, lines, run
 from transformers import AutoModelForSequenceClassification
 
 from benchmarks import finetune
-from train.attempt.stopping import StopRequest
 from train.checkpoints.manifest import step_name
 from train.config import InputError
-from train.report.run import read_run
+from train.observe.report.run import read_run
+from train.run.stopping import StopRequest
 from train.tasks import TASKS, Metric, classify
 from train.tasks.classify.task import Classification
 from train.tasks.finetune import TextTask

@@ -28,10 +28,6 @@ from services.fake_hub import FakeHub
 from test_source import write_tokenizer
 from transformers import BertConfig, BertForSequenceClassification
 
-from train import predict
-from train.checkpoints import __main__ as checkpoints
-from train.cli import compose as cli
-from train.cli.saved import read_config
 from train.config import (
     HFCorpusConfig,
     HFDataset,
@@ -51,9 +47,12 @@ from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import model_config, without_weights
 from train.models.network import Network
 from train.models.source import task_tokenizer
-from train.storage.folders import LocalFolder, sha256_json
-from train.storage.s3 import S3Folder
-from train.storage.schema import BadContent
+from train.run import compose as cli
+from train.run.saved import read_config
+from train.system.folders import LocalFolder, sha256_json
+from train.system.s3 import S3Folder
+from train.system.schema import BadContent
+from train.tools import checkpoints, predict
 
 SMALL = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 ASK = ["--text", "the cat", "--device", "cpu", "--precision", "fp32"]
@@ -247,7 +246,9 @@ def test_every_call_that_loads_says_that_it_executes_nothing():
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        is_of_own_ranks = path == ROOT / "train/ranks.py"  # whose messages torch's collectives of objects load alike
+        is_of_own_ranks = (
+            path == ROOT / "train/parallel/ranks.py"
+        )  # whose messages torch's collectives of objects load alike
         assert name not in NEVER or is_of_own_ranks, f"{path}:{node.lineno} {name}"
         wanted = SAFE.get(name) or SAFE.get(name.rpartition(".")[2])
         if wanted is not None:

@@ -22,14 +22,14 @@ from saved_steps import cut_back, flip, store_of
 from toy import NAN
 from transformers import AutoModel, MPNetConfig
 
-from train.backend import open_backend
 from train.checkpoints.loader import newest_valid, read_weights
 from train.checkpoints.manifest import check_files
-from train.cli.saved import read_config
 from train.models.network import Network
-from train.parallel import build_engine
+from train.parallel.backends import open_backend
+from train.parallel.engines import build_engine
 from train.parallel.pieces import Tensors
-from train.storage.folders import LocalFolder
+from train.run.saved import read_config
+from train.system.folders import LocalFolder
 from train.tasks import build_task
 
 FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
-from train.attempt import goodput
-from train.attempt.goodput import newest_saved, suggested_interval_s
-from train.run_folder.folder import RunFolder
-from train.storage.folders import LocalFolder
-from train.telemetry import stragglers
-from train.telemetry.stragglers import Stragglers
+from train.observe import stragglers
+from train.observe.stragglers import Stragglers
+from train.run import goodput
+from train.run.goodput import newest_saved, suggested_interval_s
+from train.system.folders import LocalFolder
+from train.system.run_folder import RunFolder
 
 
 @pytest.fixture

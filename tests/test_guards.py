@@ -24,14 +24,9 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from train import entry
-from train.attempt import rejection as announcing
-from train.backend import guards, open_backend, xla_environment
-from train.backend.ddp import DDP
-from train.backend.graphs import Compilers, GraphBudget
 from train.checkpoints.manifest import Manifest, Progress
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
-from train.cli import compose as cli
 from train.config import (
     BackendConfig,
     CheckpointConfig,
@@ -42,11 +37,17 @@ from train.config import (
 )
 from train.data.batches import loader
 from train.data.batches.loader import MaskedRows
-from train.host import machine, rank_setup
-from train.host.launched import check_launch, launched
-from train.host.versions import read_versions
-from train.optim import build_optimizer, set_learning_rate
-from train.parallel import Engine
+from train.parallel import guards, xla_environment
+from train.parallel.backends import open_backend
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine
+from train.parallel.graphs import Compilers, GraphBudget
+from train.parallel.optimizers import build_optimizer, set_learning_rate
+from train.run import compose as cli
+from train.run import rejection as announcing
+from train.system import machine, rank_setup
+from train.system.launched import check_launch, launched
+from train.system.versions import read_versions
 
 pytest.importorskip("torch_xla")
 
@@ -127,7 +128,7 @@ def test_a_run_goes_to_no_other_device_than_the_instance_has(train, machine_has,
 
 def test_a_device_that_is_not_what_the_runtime_says_is_rejected(monkeypatch):
     """The variable says NEURON, and what was opened is a CPU."""
-    from train.backend import xla
+    from train.parallel import xla
 
     monkeypatch.setattr(xla.xr, "device_type", lambda: "NEURON")
     rejects("PJRT_DEVICE=NEURON, but PyTorch/XLA opened CPU", xla.XLA, XLAConfig(device="neuron"))
@@ -331,7 +332,7 @@ def test_a_store_that_is_silent_stops_no_watchdog():
 
 
 def test_another_thread_sees_that_a_graph_is_being_compiled():
-    from train.backend import xla
+    from train.parallel import xla
 
     backend = xla.XLA(XLAConfig(device="cpu"))
     value = torch.rand(64, 64, device=backend.device)
@@ -364,7 +365,7 @@ def went_on():
 
 def rank_of_two(folder):
     """What one of two ranks finds, left as JSON."""
-    from train.backend import xla
+    from train.parallel import xla
 
     backend = xla.XLA(XLAConfig(device="cpu", timeout_s=60))
     result = {"world": [backend.world.rank, backend.world.size, backend.world.sum([1.0, float(backend.world.rank)])]}
@@ -447,7 +448,7 @@ def test_sums_that_reach_nobody_are_rejected(ranks, monkeypatch):
     for result in ranks:
         assert "the process group 2, and ones summed over the ranks give 1" in result["ones"]
     os.environ.update(launched_as(2, 2))
-    monkeypatch.setattr("train.backend.ddp.join", lambda *_, **__: None)
+    monkeypatch.setattr("train.parallel.ddp.join", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Mock())
     rejects("1 ranks answered, but WORLD_SIZE is 2", open_ddp, error=RuntimeError)
 
@@ -497,7 +498,7 @@ class Tied(nn.Module):
 
 
 def open_xla(**settings):
-    from train.backend.xla import XLA as Backend
+    from train.parallel.xla import XLA as Backend
 
     return Backend(XLAConfig(device="cpu", **settings))
 

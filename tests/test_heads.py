@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
-from train.backend.ddp import DDP
-from train.backend.guards import watch_masks
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
 from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
+from train.parallel.ddp import DDP
+from train.parallel.guards import watch_masks
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
@@ -157,7 +157,7 @@ def test_recomputed_layers_have_the_same_gradients_behind_a_mask(architecture):
 )
 def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, precision):
     torch_xla = pytest.importorskip("torch_xla")
-    from train.backend.xla import metric
+    from train.parallel.xla import metric
 
     model = build("label", sizes(architecture, **NO_DROPOUT), sharp=False).train()
     batches = [batch(lengths) for lengths in ((S, S), (S, 3))]

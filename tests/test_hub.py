@@ -26,13 +26,13 @@ from services.fake_hub import READ_TOKEN, TOKEN, FakeHub
 from services.process import free_port
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from train import hub as hub_command
-from train import predict
 from train.config import Failure, HubConfig, InputError, S3Config
-from train.publish import card
-from train.publish import push as hub
-from train.run_folder.folder import RunFolder
-from train.storage import hub_access
+from train.observe import card
+from train.observe import push as hub
+from train.system import hub_access
+from train.system.run_folder import RunFolder
+from train.tools import hub as hub_command
+from train.tools import predict
 
 TO = "jane/tweets"
 

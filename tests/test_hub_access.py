@@ -14,7 +14,6 @@ from rejections import rejects
 from running import prepare_config
 from services.fake_hub import FakeHub
 
-from train import prepare
 from train.config import HFCorpusConfig, HFDataset, ModelConfig, RecordsConfig, S3Config
 from train.data.records.sources import find, hub_version
 from train.data.shards.cache import cache_dir
@@ -22,9 +21,10 @@ from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import build_masked_lm
 from train.models.source import resolved, task_tokenizer
-from train.run_folder.folder import RunFolder
-from train.storage import hub_access
-from train.storage.folders import open_folder
+from train.system import hub_access
+from train.system.folders import open_folder
+from train.system.run_folder import RunFolder
+from train.tools import prepare
 
 SOURCE = "some-user/some-name"
 

@@ -13,7 +13,7 @@ from ami.files import image_values, neuron_constraints, shell_values
 from ami.images import wanted_tags
 from ami.manifest import check_installed, installed
 from train.config import InputError, InstanceConfig
-from train.host.versions import read_versions
+from train.system.versions import read_versions
 
 
 def pinned(name):

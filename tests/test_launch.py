@@ -19,15 +19,15 @@ from forks import TORCHRUN, free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
 from train import entry, loop
-from train.attempt.stopping import StoppedEarly, StopRequest
-from train.backend import rendezvous
-from train.backend.rendezvous import join
-from train.cli import compose as cli
 from train.config import Failure, InputError, XLAConfig
-from train.host import torchrun
-from train.host.launched import Launched, launched
-from train.host.torchrun import die_with_torchrun
-from train.ranks import World
+from train.parallel import rendezvous
+from train.parallel.ranks import World
+from train.parallel.rendezvous import join
+from train.run import compose as cli
+from train.run.stopping import StoppedEarly, StopRequest
+from train.system import torchrun
+from train.system.launched import Launched, launched
+from train.system.torchrun import die_with_torchrun
 
 HANG_S = 90.0  # never waited for unless a test fails
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -162,7 +162,7 @@ def test_a_process_never_joins_those_that_its_predecessor_met():
 
 def test_ranks_on_trainium_join_where_they_have_met(monkeypatch):
     """PyTorch/XLA's own way to a store, with one rank on the CPU; not run on hardware."""
-    from train.backend import xla
+    from train.parallel import xla
 
     be_alone(monkeypatch, 0, 1)
     monkeypatch.setattr(xla.xla_rendezvous, "_store", None)
@@ -192,7 +192,7 @@ def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():
 IN_TORCH = """
 from datetime import timedelta
 import torch.distributed as dist
-from train.attempt import stopping
+from train.run import stopping
 stopping.GRACE_S = 0.2
 with stopping.StopRequest() as stop, stop.nothing_to_save():
     store = dist.HashStore()
@@ -227,9 +227,9 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 LISTENING = """
 import psutil
 import torch.distributed as dist
-from train.backend.rendezvous import join
-from train.host import rank_setup
-from train.host.launched import launched
+from train.parallel.rendezvous import join
+from train.system import rank_setup
+from train.system.launched import launched
 
 rank_setup.prepare(launched(), forks=False)
 join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
@@ -249,7 +249,7 @@ def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_pat
     environ["MASTER_PORT"] = str(free_port())
     if store == "torchrun's":
         forked = ["--nproc-per-node=1", "--start-method=fork", "--run-path"]
-        words, environ = ["train.host.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
+        words, environ = ["train.system.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
     done = run_forked(words, {**os.environ, **environ})
     assert done.returncode == 0, done.stderr
     heard = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
@@ -260,7 +260,7 @@ def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_pat
 
 CHILD = """
 import signal, time
-from train.host.torchrun import die_with_torchrun
+from train.system.torchrun import die_with_torchrun
 signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), exit()))
 die_with_torchrun()
 print("ready", flush=True)
@@ -282,7 +282,7 @@ def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str])
 
 
 def test_a_launcher_that_has_ended_meanwhile_is_noticed():
-    code = "from train.host.processes import end_with_parent; end_with_parent(0)"
+    code = "from train.system.processes import end_with_parent; end_with_parent(0)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == -signal.SIGTERM
 
 
@@ -339,7 +339,7 @@ sys.exit(main())
 LOST = """
 import sys
 from train import loop
-from train.run_folder.ownership import LeaseLost
+from train.system.ownership import LeaseLost
 def lose(*_):
     raise LeaseLost("another job has it")
 loop.fit = lose
@@ -382,7 +382,7 @@ def test_the_last_line_under_torchrun_is_ours(module, restarts):
 
 SPEAKS = """
 import sys
-from train.cli.console import use_console
+from train.system.console import use_console
 use_console("stdout", "stderr")
 print("x" * 100_000)
 print("y", file=sys.stderr)
@@ -418,7 +418,7 @@ def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
 LOSES_DATA = """
 import sys
 from pathlib import Path
-from train import evaluation
+from train.run import evaluation
 def measure(attempt, *more, before=evaluation.measure, **named):
     for path in Path(attempt.cfg.data.path).glob("validation-*"):
         path.unlink()

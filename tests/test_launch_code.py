@@ -17,7 +17,7 @@ from rejections import rejects
 from launch import code
 from launch.record import Record
 from train.config import InputError, S3Config
-from train.storage.folders import sha256_bytes
+from train.system.folders import sha256_bytes
 
 
 def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_path):

@@ -18,10 +18,10 @@ from launch.logs import Wanted
 from launch.spec import State
 from launch.status import lines_of, status
 from launch.values import columns, count, moment, number
-from train.cli.command import DONE, FAILED, REJECTED
 from train.config import InputError, Unreachable
-from train.run_folder.outcome import KEYS as OUTCOME_KEYS
-from train.storage.folders import LocalFolder
+from train.run.command import DONE, FAILED, REJECTED
+from train.system.folders import LocalFolder
+from train.system.outcome import KEYS as OUTCOME_KEYS
 
 WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NODES)
 GONE = State(False, "no such job")

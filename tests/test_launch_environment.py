@@ -3,11 +3,11 @@
 import pytest
 
 from launch.plan import environment
-from train.cli import compose as cli
 from train.config import TrainConfig
-from train.host import machine
-from train.host.launched import Launched
-from train.host.rank_setup import rank_environment
+from train.run import compose as cli
+from train.system import machine
+from train.system.launched import Launched
+from train.system.rank_setup import rank_environment
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 

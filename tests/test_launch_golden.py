@@ -20,7 +20,7 @@ from launch.record import Job, Record
 from launch.slurm.batch import Batch
 from launch.slurm.scheduler import SCRIPT, Scheduler, arguments
 from train.config import S3Config
-from train.storage.schema import FileName, Sha256
+from train.system.schema import FileName, Sha256
 
 GOLDEN = Path(__file__).parent / "golden/launch"
 OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "spares=1", "cluster.partition=trn1"]

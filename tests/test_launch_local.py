@@ -15,11 +15,11 @@ from launching import LaunchedRun, settings_of_run
 from running import ROOT
 
 from launch.__main__ import main
-from train.cli.command import DONE, REJECTED, STOPPED
 from train.config import S3Config
 from train.data.shards.format import read_manifest
-from train.run_folder.outcome import read_outcome
-from train.storage.folders import LocalFolder
+from train.run.command import DONE, REJECTED, STOPPED
+from train.system.folders import LocalFolder
+from train.system.outcome import read_outcome
 
 
 def words(run: LaunchedRun, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
@@ -117,7 +117,7 @@ def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, ca
 
 ORPHANS = """
 import subprocess, sys
-from train.host import processes
+from train.system import processes
 processes.adopt_orphans()
 for seconds, limit_s in ((0.1, 90), (600, 0)):
     parent = subprocess.run(["sh", "-c", f"(sleep {seconds}; echo {seconds} >> $0) & exec true", sys.argv[1]])

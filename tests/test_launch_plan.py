@@ -23,10 +23,10 @@ from launch.__main__ import expect, main
 from launch.plan import absolute, check_unchanged, located, run_overrides
 from launch.record import Job, Record
 from launch.schedulers import scheduler
-from train.cli import compose as cli
-from train.cli.command import DONE, REJECTED
 from train.config import InputError, S3Config, TrainConfig
-from train.host.memory import usable_cpus
+from train.run import compose as cli
+from train.run.command import DONE, REJECTED
+from train.system.memory import usable_cpus
 
 TOO_MANY = 4 * usable_cpus() + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]

@@ -16,9 +16,9 @@ from services.slurm_cluster import SlurmCluster
 from launch import submit
 from launch.__main__ import main
 from launch.status import status
-from train.cli.command import DONE, REJECTED
 from train.config import S3Config
-from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.run.command import DONE, REJECTED
+from train.system.outcome import STOP_FILE, read_outcome
 
 
 def launch(run_dir: object, data: object, *overrides: str, settings: tuple[str, ...] = ()) -> LaunchedRun:

@@ -1,6 +1,7 @@
 """The house rules that a machine can keep: who imports whom, where device libraries are, how long things get."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from functools import cache
@@ -12,36 +13,29 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT / package).rglob("*.py"))
 
 # Bottom to top: a package imports from those before it, and from itself. Types may come from anywhere (TYPE_CHECKING).
-# Those between two commas are side by side.
-PACKAGES = """
-    config, host, cli, storage, run_folder, ranks,
-    data.random_bits, data.files, data.shards, data.text, data.batches, data.records,
-    models, optim, backend, parallel, tasks, cli.compose, cli.saved, checkpoints, telemetry, attempt,
-    feed, evaluation, loop, report, publish compare,
-    doctor precompile prepare convert shards records predict hub, bench, settings, entry, __main__, baretrain
-""".split(",")
-PACKAGES = [[f"train.{package}" for package in line.split()] for line in PACKAGES]
-TOOLS = "settings bench report publish compare doctor precompile prepare convert shards records predict hub"
-TOOLS = {f"train.{package}" for package in TOOLS.split()}
-# Of train, without torch.
-FOR_LAUNCH = (
-    "config host cli storage run_folder data.shards.format data.shards.order models.memory_estimate models.model_sizes "
-)
-FOR_LAUNCH += "telemetry.lines"
+# Entry points of the commands, and what a run starts with, stand in train/ itself.
+PACKAGES = "config system data models parallel tasks checkpoints observe run tools".split()
+FRONT = "loop entry __main__ baretrain".split()
+DATA = "random_bits files shards text batches records".split()  # of the package data, in their order
+LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__", "baretrain"]
+TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()
+# Of train, without torch: exactly these, or what is in these.
+FOR_LAUNCH = "config system run.command run.compose run.saved data.shards.format data.shards.order "
+FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
-    "torch_xla": "backend/xla",
-    "boto3": "storage/s3",
-    "psutil": "host/rank_setup telemetry/monitor doctor/checks",
-    "pynvml": "telemetry/monitor doctor/checks",
-    "matplotlib": "report/figures",
-    "jinja2": "report/page",
-    "huggingface_hub": "publish/push publish/card storage/hub_access",
+    "torch_xla": "parallel/xla",
+    "boto3": "system/s3",
+    "psutil": "system/rank_setup observe/monitor tools/doctor/checks",
+    "pynvml": "observe/monitor tools/doctor/checks",
+    "matplotlib": "observe/report/figures",
+    "jinja2": "observe/report/page",
+    "huggingface_hub": "observe/push observe/card system/hub_access",
     "sklearn": "tasks/classify/task tasks/ner/task",
     "seqeval": "tasks/ner/task",
-    "hydra": "cli/compose cli/names",
-    "mlflow": "telemetry/trackers",
-    "wandb": "telemetry/trackers",
+    "hydra": "run/compose run/names",
+    "mlflow": "observe/trackers",
+    "wandb": "observe/trackers",
     "transformers": "data/text/tokenizer models/encoder models/network models/heads models/pretrained models/source",
 }
 MAX_FILE, MAX_FUNCTION = 350, 60  # lines
@@ -68,28 +62,47 @@ def imports(path):
     return names
 
 
-ROWS = {name: number for number, packages in enumerate(PACKAGES) for name in packages}
+MODULES = {name_of(path): path for path in FILES}
 
 
-def package(module):
-    """The package of a module, and its row in the list."""
-    name = module
-    while name and name not in ROWS:  # train.cli.compose is a package of its own, train.cli another
-        name = name.rpartition(".")[0]
-    return (name, ROWS[name]) if name else (None, None)
+def level(module):
+    """The floor of a module of train/, as a number; None for an entry point, which may use what it likes."""
+    parts = module.split(".")[1:]
+    if not parts or parts[0] not in LEVELS or (parts[-1] == "__main__" and len(parts) > 1):
+        return None
+    return LEVELS.index(parts[0]), DATA.index(parts[1]) if parts[0] == "data" and len(parts) > 1 else -1
+
+
+def test_train_has_ten_packages_and_entry_points_of_a_few_lines():
+    folders = {
+        path.parent.relative_to(ROOT / "train").parts[0]
+        for path in FILES
+        if path.parts[-2] != "train" and path.is_relative_to(ROOT / "train")
+    }
+    assert folders == set(PACKAGES)
+    entry_points = [
+        path for path in (ROOT / "train").glob("*.py") if path.stem not in FRONT and path.stem != "__init__"
+    ]
+    assert entry_points
+    for path in [*entry_points, ROOT / "train/checkpoints/__main__.py"]:
+        assert len(path.read_text().splitlines()) <= 12, f"{path}: its body belongs into train/tools"
 
 
 def test_imports_go_downwards():
-    assert set(ROWS) == {package(name_of(path))[0] for path in FILES} - {None}
     for path in FILES:
-        here, row = package(name_of(path))
-        is_train = path.relative_to(ROOT).parts[0] == "train"
-        assert here or path.name == "__init__.py" or not is_train, f"{path} is in no package of the list"
-        for imported in imports(path) if here else ():
-            there, lower = package(imported)
-            late_export = (here, there) == ("train.loop", "train.publish")  # what a run does at its end
-            assert not there or there == here or lower < row or late_export, f"{name_of(path)} imports {imported}"
-            assert imported.split(".")[0] not in ("launch", "ami"), f"{name_of(path)} imports {imported}"
+        name = name_of(path)
+        here = level(name)
+        for imported in imports(path) if name.startswith("train.") else ():
+            there = level(imported) if imported in MODULES else None
+            assert here is None or there is None or there <= here, f"{name} imports {imported}"
+            assert imported.split(".")[0] not in ("launch", "ami"), f"{name} imports {imported}"
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    graph = {name: {each for each in imports(path) if each in MODULES} - {name} for name, path in MODULES.items()}
+    for name in graph:  # a package's own file is named by every import from the package
+        graph[name] -= {".".join(name.split(".")[:count]) for count in range(1, name.count(".") + 1)}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
 
 TORCH_FREE = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("launch", "ami")]
@@ -98,13 +111,14 @@ TORCH_FREE = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("lau
 def test_launch_and_ami_import_what_works_without_torch():
     for path in TORCH_FREE:
         for imported in imports(path):
-            assert not imported.startswith("train.") or imported.startswith(FOR_LAUNCH), f"{path} imports {imported}"
+            is_free = imported.startswith(FOR_LAUNCH) or imported in {f"train.{package}" for package in PACKAGES}
+            assert not imported.startswith("train.") or is_free, f"{path} imports {imported}"
 
 
 def test_launch_ami_and_what_reads_a_command_need_no_torch():
     modules = [name for name in map(name_of, TORCH_FREE) if not name.endswith("__main__")]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; "
-    code += "from train.cli import compose as cli; from train.config import TrainConfig; "
+    code += "from train.run import compose as cli; from train.config import TrainConfig; "
     code += "cli.load_config(TrainConfig, 'run_dir=r data.path=d max_steps=1 global_batch_size=8'.split()); "
     code += "print(*sys.modules)"
     words = [sys.executable, "-c", code, "train.entry", *modules]
@@ -116,7 +130,7 @@ def test_a_training_run_imports_no_tool():
     code = "import sys, train.entry, train.loop; print(*(name for name in sys.modules if name.startswith('train.')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert "train.loop" in done.stdout
-    assert not {package(module)[0] for module in done.stdout.split()} & TOOLS
+    assert not [module for module in done.stdout.split() if module.startswith(tuple(TOOLS))]
 
 
 NOT_FOR_THE_FIRST_STEP = "boto3 botocore datasets matplotlib pandas pyarrow s3torchconnector sklearn torch_xla".split()
@@ -153,7 +167,7 @@ def test_heavy_libraries_stay_in_their_files():
 def test_device_names_stay_in_the_backends():
     for path in FILES:
         text = path.read_text()
-        if not {"backend", "config", "ami"} & set(path.parts):  # of images, one is named cuda
+        if not {"parallel", "config", "ami"} & set(path.parts):  # of images, one is named cuda
             for word in ('"cuda"', '"nccl"', '"gloo"', '"xla"'):
                 assert word not in text, f"{path} names {word}"
 

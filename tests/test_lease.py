@@ -16,11 +16,10 @@ from running import eventually
 from services.fault_proxy import Fault
 
 from train.config import InputError, S3Config
-from train.host import processes
-from train.run_folder import ownership
-from train.run_folder.lease import KINDS, name_of
-from train.run_folder.ownership import LeaseLost, Ownership
-from train.storage.folders import LocalFolder, canonical_json, open_folder
+from train.system import ownership, processes
+from train.system.folders import LocalFolder, canonical_json, open_folder
+from train.system.lease import KINDS, name_of
+from train.system.ownership import LeaseLost, Ownership
 
 DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
 S3 = pytest.mark.parametrize("kind", ["s3"])

@@ -10,15 +10,15 @@ from rejections import rejects
 from running import eventually, train_here
 
 from launch.run_progress import TAIL_BYTES, read_progress
-from train.attempt import goodput
 from train.checkpoints.saver import AsyncSaver
 from train.config import Failure, S3Config
-from train.run_folder import parts
-from train.run_folder.folder import RunFolder
-from train.run_folder.ownership import LeaseLost
-from train.storage.folders import LocalFolder
-from train.telemetry.journal import Journal
-from train.telemetry.lines import first_damage, read_back, read_lines
+from train.observe.journal import Journal
+from train.observe.lines import first_damage, read_back, read_lines
+from train.run import goodput
+from train.system import appended as parts
+from train.system.folders import LocalFolder
+from train.system.ownership import LeaseLost
+from train.system.run_folder import RunFolder
 
 LINE = {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": 1}
 

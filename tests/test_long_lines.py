@@ -14,7 +14,6 @@ from running import SYLLABLES, prepare_config, write_corpus
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from train import prepare
 from train.config import FilesCorpusConfig, InputError, RecordsConfig
 from train.data.files import text as files_text
 from train.data.files.text import MAX_LINE_CHARS, STRETCH, STRETCH_CHARS, stretches
@@ -22,6 +21,7 @@ from train.data.records.formats import file_table
 from train.data.text import preparation
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import MAX_LINE_BYTES, short_lines
+from train.tools import prepare
 
 # Checksums of the shards as they were before very long lines were cut.
 RECORDED = {

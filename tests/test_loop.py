@@ -13,14 +13,15 @@ from saved_steps import flip
 from toy import Rows, ToyTask
 from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
 
-from train import loop, prepare
-from train.attempt.stopping import StopRequest
+from train import loop
 from train.config import BackendConfig, HeadSize, InputError, TaskConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.data.shards.format import ShardSet, read_manifest
-from train.host import environment
 from train.models.encoder import MaskedLM
+from train.run.stopping import StopRequest
+from train.system import environment
+from train.tools import prepare
 
 
 def test_metrics_have_the_fields_that_outside_tools_read(finished):

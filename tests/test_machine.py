@@ -8,7 +8,7 @@ import pytest
 from rejections import rejects
 
 from train.config import InputError
-from train.host import machine
+from train.system import machine
 
 # A trn1 with its own disk, a cluster's home over NFS, a scratch file system, a disk under a name with a space, and
 # /data mounted twice: first from the network, then from a disk of its own over it.

@@ -15,7 +15,7 @@ HANG_S = 400.0  # never waited for unless a test fails
 DISTURBED = """
 import os, signal, sys, time
 from pathlib import Path
-from train.attempt.stopping import Votes
+from train.run.stopping import Votes
 
 rank, mark = os.environ["RANK"], Path(os.environ["MARK"])
 if rank == os.environ["LATE"]:
@@ -79,7 +79,7 @@ os.environ["NEURON_COMPILE_CACHE_URL"] = str(graph.parents[2])
 if rank == "0":
     graph.parent.mkdir(parents=True)
     graph.touch()
-from train.backend.xla import XLA
+from train.parallel.xla import XLA
 step, is_compiling, steps, ends_s = XLA.optimizer_step, XLA.is_compiling, [], 0.0
 
 def compile(self, *arguments):
@@ -108,10 +108,10 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
 
 JOINS = """
 import os, socket
-from train.backend.rendezvous import join
-from train.host import rank_setup
-from train.host.launched import launched
-from train.ranks import World
+from train.parallel.rendezvous import join
+from train.system import rank_setup
+from train.system.launched import launched
+from train.parallel.ranks import World
 
 cards = [rank_setup.network_card(host) for host in (os.environ["MASTER_ADDR"], socket.gethostname(), "10.88.0.9")]
 rank_setup.prepare(launched(), forks=False)
@@ -133,7 +133,7 @@ def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
 DIES = """
 import os, sys, time
 from pathlib import Path
-from train.attempt.stopping import Votes
+from train.run.stopping import Votes
 before, steps = Votes.cast, []
 
 def cast(votes, failure):

@@ -13,11 +13,11 @@ from running import train_here
 
 from launch.estimate import estimate
 from train import loop
-from train.cli import compose as cli
 from train.config import HeadSize, TrainConfig
 from train.models.encoder import build_masked_lm
 from train.models.memory_estimate import GIB, Memory, activation_bytes, advice, memory_of, on_cpu
 from train.models.model_sizes import PUBLISHED, shape_of_model
+from train.run import compose as cli
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
 LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]

@@ -18,7 +18,7 @@ from transformers import (
 
 from train.config import HeadSize, ModelConfig
 from train.models.model_sizes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
-from train.storage.schema import BadContent
+from train.system.schema import BadContent
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
 VOCABULARY, LABELS = HeadSize(predictions=10), HeadSize(labels=3)

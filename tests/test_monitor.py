@@ -26,9 +26,9 @@ import pynvml
 import pytest
 from running import eventually
 
-from train.telemetry import monitor
-from train.telemetry.monitor import HardwareSample, Monitor, open_monitor
-from train.telemetry.monitor_neuron import LineParser, Reading
+from train.observe import monitor
+from train.observe.monitor import HardwareSample, Monitor, open_monitor
+from train.observe.monitor_neuron import LineParser, Reading
 
 RECORDED = Path(__file__).parent / "recorded" / "monitor"
 PERIOD_S = 0.02
@@ -208,7 +208,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("ignores", ["", "SIGTERM"])
 def test_a_tool_gives_readings_and_is_gone_after_close(tool, tmp_path, log, monkeypatch, ignores):
-    monkeypatch.setattr("train.telemetry.monitor_neuron.STOP_S", 0.1 if ignores else 3.0)
+    monkeypatch.setattr("train.observe.monitor_neuron.STOP_S", 0.1 if ignores else 3.0)
     tool(*recorded("trn1"), ignores=ignores)
     with opened() as watch:
         fields = fields_with(watch, "device_utilisation") | fields_with(watch, "cpu_utilisation")
@@ -236,7 +236,7 @@ def test_garbage_and_the_end_of_a_tool_are_each_noted_once_and_its_readings_stop
 )
 def test_a_missing_tool_or_driver_is_one_note(kind, said, log, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("train.telemetry.monitor_neuron.FOLDER", str(tmp_path))
+    monkeypatch.setattr("train.observe.monitor_neuron.FOLDER", str(tmp_path))
     missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=missing))
     if kind == "not to be run":
@@ -277,7 +277,7 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, tmp_path, ho
     tool(*recorded("trn1"), ignores="" if how == "killed" else "SIGPIPE")
     run = (
         "import os, signal, sys, time\n"
-        "from train.telemetry.monitor import open_monitor\n"
+        "from train.observe.monitor import open_monitor\n"
         "watch = open_monitor('neuron', num_devices=2, is_first_on_machine=True, run_tag='run_a').__enter__()\n"
         "while 'device_utilisation' not in watch.read().totals: time.sleep(0.01)\n"
         f"if {how == 'killed'}: os.kill(os.getpid(), signal.SIGKILL)\n"

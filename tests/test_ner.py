@@ -15,11 +15,11 @@ from rejections import rejects
 from running import ROOT, lines
 from transformers import AutoTokenizer
 
-from train import predict
 from train.config import ColumnsConfig, InputError
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.conll import conll_rows
 from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, statistics, tables
+from train.tools import predict
 
 ENTITIES = ROOT / "tests" / "data" / "entities.conll"
 STEPS = 60

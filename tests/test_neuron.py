@@ -21,14 +21,16 @@ from running import ROOT, lines, run, train_config, train_overrides
 
 from train import __main__ as program
 from train import loop
-from train.attempt.stopping import StopRequest
-from train.backend import base, ddp, neuron, open_backend, xla_environment
-from train.backend.base import load
-from train.backend.ddp import DDP
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
-from train.host import machine, rank_setup
-from train.telemetry import monitor_neuron, profile
-from train.telemetry.metrics import Recorder
+from train.observe import monitor_neuron, profile
+from train.observe.metrics import Recorder
+from train.parallel import backend as base
+from train.parallel import ddp, neuron, xla_environment
+from train.parallel.backend import load
+from train.parallel.backends import open_backend
+from train.parallel.ddp import DDP
+from train.run.stopping import StopRequest
+from train.system import machine, rank_setup
 
 VERSION = "2.14.3.0.1"
 
@@ -340,7 +342,7 @@ def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(versions, monkeypatch, 
     monkeypatch.setattr(machine, "instance_type", lambda: kind)
     monkeypatch.setattr(neuron, "Neuron", lambda cfg: opened.append("neuron"))
     monkeypatch.setattr(xla_environment, "ready", lambda *_, **__: opened.append("xla"))
-    monkeypatch.setattr("train.backend.xla.XLA", lambda cfg, collects: None)
+    monkeypatch.setattr("train.parallel.xla.XLA", lambda cfg, collects: None)
     open_backend(BackendConfig(), InstanceConfig(name=instance))
     assert opened == [chosen]
     setting = f"set instance={kind} to" if kind in machine.instance_names() else f"set instance.name={kind} and its"

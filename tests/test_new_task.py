@@ -20,7 +20,7 @@ TABLES = {  # file: (old text, new text)
         ("import classify, mlm, ner, qa\n", "import classify, focal, mlm, ner, qa, rating\n"),
         ('    "qa": qa.SPEC,\n', '    "qa": qa.SPEC,\n    "focal": focal.SPEC,\n    "rating": rating.SPEC,\n'),
     ],
-    "train/optim/__init__.py": [
+    "train/parallel/optimizers.py": [
         ("import adamw, lamb\n", "import adamw, lamb, sgd\n"),
         ('    "lamb": lamb.SPEC,\n', '    "lamb": lamb.SPEC,\n    "sgd": sgd.SPEC,\n'),
     ],
@@ -64,7 +64,7 @@ from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
-from train.run_folder.samples import Answer, Guess, Sample, excerpt
+from train.system.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import TextTask, mean_loss
 
 

@@ -18,12 +18,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from train.backend import nonfinite
-from train.backend.ddp import DDP
 from train.config import BackendConfig, OptimConfig, XLAConfig
-from train.optim import build_optimizer
-from train.parallel import Engine
 from train.parallel.data import divide_and_clip
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine, nonfinite
+from train.parallel.optimizers import build_optimizer
 
 pytest.importorskip("torch_xla")
 
@@ -54,7 +53,7 @@ class Run:
             self.backend = DDP(BackendConfig(device=DEVICE, timeout_s=60, precision=precision))
             self.backend.skips_on_device, adamw, name = DDP_WAYS[way]
         else:
-            from train.backend.xla import XLA
+            from train.parallel.xla import XLA
 
             settings, name = XLA_WAYS[way]
             self.backend = XLA(XLAConfig(device="cpu", timeout_s=60, **settings))
@@ -98,7 +97,7 @@ def same(first, second):
 
 
 def compiled():
-    from train.backend.xla import metric
+    from train.parallel.xla import metric
 
     return metric("CompileTime")[0]
 

@@ -4,7 +4,7 @@ import torch
 from rejections import rejects
 
 from train.config import InputError, OptimConfig, Plan
-from train.optim import build_optimizer, learning_rate, load_state, set_learning_rate
+from train.parallel.optimizers import build_optimizer, learning_rate, load_state, set_learning_rate
 
 
 def plan(total=100, warmup=10):

@@ -11,14 +11,14 @@ from rejections import rejects
 from running import train_config
 
 from train import loop
-from train.attempt.checkpoint_manager import CheckpointManager
-from train.attempt.stopping import StopRequest
-from train.run_folder import exported
-from train.run_folder.folder import RunFolder
-from train.run_folder.lease import identity, name_of
-from train.run_folder.outcome import Outcome
-from train.run_folder.ownership import LeaseLost
-from train.storage.folders import LocalFolder, canonical_json
+from train.run.checkpoint_manager import CheckpointManager
+from train.run.stopping import StopRequest
+from train.system import exported
+from train.system.folders import LocalFolder, canonical_json
+from train.system.lease import identity, name_of
+from train.system.outcome import Outcome
+from train.system.ownership import LeaseLost
+from train.system.run_folder import RunFolder
 
 DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
 RUN = {"data": "d", "seed": 0, "global_batch_size": 8}  # an identity

@@ -12,14 +12,14 @@ from running import ROOT, lines, run, train_here, train_overrides
 from saved_steps import cut_back
 
 from launch.estimate import cells, estimate
-from train.cli import compose as cli
 from train.config import ModelConfig, PipelineConfig, TrainConfig, make_plan
 from train.models.chain import KNOWN, Chain
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
+from train.observe.report import page
+from train.observe.report import run as report_run
 from train.parallel.pipeline import cut
-from train.report import page
-from train.report import run as report_run
+from train.run import compose as cli
 
 S, V, LAYERS, ROWS = 12, 101, 4, 4
 NO_DROPOUT = ["model.hidden_dropout=0", "model.attention_dropout=0"]

@@ -10,11 +10,11 @@ from rejections import rejects
 from toy import NAN
 from toy import toy as toy
 
-from train.attempt import checkpoint_manager
-from train.backend.ddp import DDP, CudaWork
 from train.config import BackendConfig, InstanceConfig, ModelConfig
 from train.models.encoder import build_masked_lm
 from train.models.network import is_norm
+from train.parallel.ddp import DDP, CudaWork
+from train.run import checkpoint_manager
 from train.tasks.mlm.task import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from running import ROOT, train_overrides
 
-from train import precompile
-from train.cli import compose as cli
 from train.config import TrainConfig, make_plan
-from train.host import machine
-from train.host.versions import read_versions
+from train.run import compose as cli
+from train.system import machine
+from train.system.versions import read_versions
+from train.tools import precompile
 
 RECORDED = Path(__file__).parent / "recorded" / "precompile"
 FAILED = "MODULE_9219523464496887986+abb26765"  # in one_failed.json
@@ -98,7 +98,7 @@ def test_the_tool_gets_torchrun_with_the_ranks_of_the_instance_and_a_folder_of_i
     assert call["command"] == "collect-and-compile"
     env, chdir, python, *rest = call["run"]
     assert (env, chdir, python) == ("env", f"--chdir={tool.parent}", sys.executable)
-    assert rest[: rest.index("train")] == ["-m", "train.host.local_torchrun", "--nproc-per-node=32", "-m"]
+    assert rest[: rest.index("train")] == ["-m", "train.system.local_torchrun", "--nproc-per-node=32", "-m"]
     assert rest[rest.index("train") + 1 :][:3] == RUN
     assert "collect_graphs=true" in rest and f"max_steps={precompile.STEPS}" in rest
     assert Path(call["cwd"]).parent.parent == tool.parent / "tmp"

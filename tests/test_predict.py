@@ -13,16 +13,16 @@ from running import train_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from train import predict
-from train.backend import ddp
-from train.cli import compose as cli
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
 from train.models.network import Network
-from train.run_folder import samples
-from train.storage.folders import LocalFolder
+from train.parallel import ddp
+from train.run import compose as cli
+from train.system import samples
+from train.system.folders import LocalFolder
 from train.tasks import predictor
+from train.tools import predict
 
 LABELS = ["bad", "fair", "good"]
 BERT = ModelConfig(architecture="bert", max_positions=64, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)

@@ -22,11 +22,11 @@ from rejections import rejects
 from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, SPOT, TOKEN, FakeIMDS
 
-from train.attempt import stopping
-from train.attempt.stopping import Notices, StopRequest
 from train.config import InputError, PreemptConfig, Unreachable
-from train.host import metadata
-from train.host.metadata import Metadata
+from train.run import stopping
+from train.run.stopping import Notices, StopRequest
+from train.system import metadata
+from train.system.metadata import Metadata
 
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
 NOW = datetime(2026, 11, 20, 8, 0, tzinfo=UTC)
@@ -297,7 +297,7 @@ def test_a_terminal_that_closes_asks_to_stop_unless_nohup_says_otherwise(ignored
 
 STUCK = """
 import ctypes
-from train.attempt import stopping
+from train.run import stopping
 stopping.REPEAT_S, stopping.GRACE_S = 0.1, 0.1
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with stopping.StopRequest():
@@ -333,7 +333,7 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     """For torchrun an exit code of 75 is a failure, to be tried again. Until the notice one rank holds the other up."""
     run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
     options = ["max_steps=100000", "max_epochs=null", "eval_every=null", "checkpoint.every=100000", "export=false"]
-    slow = "import train.telemetry.stragglers as s; s.WINDOWS = 2; time.sleep(0.05 * int(os.environ['RANK']))"
+    slow = "import train.observe.stragglers as s; s.WINDOWS = 2; time.sleep(0.05 * int(os.environ['RANK']))"
     process = start_changed(tmp_path, slow, train_overrides(run_dir, prepared, *options), restarts=3)
     try:
         metrics = run_dir / "metrics.jsonl"

@@ -12,7 +12,7 @@ from launch.node import PREFLIGHT, rendezvous
 from launch.preflight import run_preflight
 from launch.record import Job, Record
 from train.config import S3Config
-from train.storage.folders import canonical_json
+from train.system.folders import canonical_json
 
 ALL = ["n1", "n2", "n3", "n4", "n5", "n6"]
 

@@ -15,7 +15,6 @@ from running import SEQ_LEN, prepare_config
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from train import prepare
 from train.config import InputError
 from train.data.random_bits import text_uniform
 from train.data.shards.format import ShardSet, check_files, read_manifest
@@ -24,7 +23,8 @@ from train.data.text.corpus import open_corpus
 from train.data.text.documents import WHOLE
 from train.data.text.encoding import starts_of
 from train.data.text.packing import Packer
-from train.storage.folders import LocalFolder
+from train.system.folders import LocalFolder
+from train.tools import prepare
 
 
 def content(folder):

@@ -17,13 +17,13 @@ from services.fault_proxy import Fault
 from test_prepare import content
 from test_prepare import rejected as prepare_rejects
 
-from train import prepare
 from train.config import Failure, PrepareConfig
 from train.data.shards.format import check_files, read_manifest
 from train.data.text import corpus_files, processes, tokenizer
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import PartState, shard_name, state_name
-from train.storage.folders import open_folder
+from train.system.folders import open_folder
+from train.tools import prepare
 
 SMALL = "rows_per_shard=16"
 

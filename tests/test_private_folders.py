@@ -10,11 +10,10 @@ import pytest
 from rejections import rejects
 from running import ROOT
 
-from train.backend.ddp import DDP
 from train.config import BackendConfig
-from train.host import machine
-from train.storage import atomic_io, caches
-from train.storage.folders import LocalFolder, make_folder
+from train.parallel.ddp import DDP
+from train.system import atomic_io, caches, machine
+from train.system.folders import LocalFolder, make_folder
 
 
 def mode(path):

@@ -8,8 +8,8 @@ from running import lines, run, train_here, train_overrides
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from train.telemetry import profile
-from train.telemetry.profile import Profiler, covered_s
+from train.observe import profile
+from train.observe.profile import Profiler, covered_s
 
 
 def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd, monkeypatch):

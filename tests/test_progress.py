@@ -9,9 +9,9 @@ import sys
 import pytest
 from running import eventually, prepare_config
 
-from train import prepare
-from train.cli import progress
-from train.cli.progress import Phase
+from train.system import progress
+from train.system.progress import Phase
+from train.tools import prepare
 
 
 @pytest.fixture

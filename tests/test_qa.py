@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
-from train.storage.folders import LocalFolder
+from train.system.folders import LocalFolder
 from train.tasks.finetune import drawn
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST

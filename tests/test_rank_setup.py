@@ -7,8 +7,8 @@ import threading
 import pytest
 from running import ROOT
 
-from train.host import rank_setup
-from train.host.launched import Launched
+from train.system import rank_setup
+from train.system.launched import Launched
 
 TWO_MACHINES = Launched(world_size=2, is_distributed=True, master_addr="192.0.2.7", master_port=29500)
 GPU = "0000:10:1c.0"

@@ -14,9 +14,9 @@ from forks import launch, run_forked
 from rejections import rejects
 from torch.distributed import distributed_c10d
 
-from train.attempt.stopping import StopRequest, Votes
 from train.config import Failure, InputError
-from train.ranks import World
+from train.parallel.ranks import World
+from train.run.stopping import StopRequest, Votes
 
 ONE = World()
 

@@ -23,17 +23,18 @@ from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.status import status
-from train import loop, predict, prepare, records, shards
-from train.attempt.stopping import StopRequest
-from train.checkpoints.__main__ import main as checkpoints
-from train.cli import compose as cli
-from train.cli.command import DONE, FAILED, REJECTED
+from train import loop
 from train.config import S3Config, TrainConfig
 from train.data.shards.format import read_manifest
-from train.report.__main__ import main as report
-from train.run_folder.outcome import read_outcome
-from train.storage.checksums import sealed
-from train.storage.folders import LocalFolder
+from train.run import compose as cli
+from train.run.command import DONE, FAILED, REJECTED
+from train.run.stopping import StopRequest
+from train.system.checksums import sealed
+from train.system.folders import LocalFolder
+from train.system.outcome import read_outcome
+from train.tools import predict, prepare, records, shards
+from train.tools.checkpoints import main as checkpoints
+from train.tools.report import main as report
 
 RECORDED = Path(__file__).parent / "recorded" / "da2362f"
 WHOLE = json.loads((RECORDED / "whole.json").read_text())

@@ -34,13 +34,13 @@ from reported_runs import (
 from running import ROOT
 from services.fault_proxy import Fault
 
-from train.report import __main__ as report_command
-from train.report import cards, comparison, data_figures
-from train.report import data as report_data
-from train.report import figures as report_figures
-from train.report import lines as report_lines
-from train.report import page as report
-from train.report import run as report_run
+from train.observe.report import cards, comparison, data_figures
+from train.observe.report import data as report_data
+from train.observe.report import figures as report_figures
+from train.observe.report import lines as report_lines
+from train.observe.report import page as report
+from train.observe.report import run as report_run
+from train.tools import report as report_command
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -220,7 +220,7 @@ def test_no_text_of_a_figure_is_small(tmp_path, monkeypatch):
 
 def test_a_card_and_a_report_need_no_torch_and_a_card_no_matplotlib(tmp_path):
     code = "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None; from pathlib import Path; "
-    code += "from train.publish.card import card; from train.report.__main__ import main; run = sys.argv[1]; "
+    code += "from train.observe.card import card; from train.tools.report import main; run = sys.argv[1]; "
     code += "print(card(Path(run), 'x')); del sys.modules['matplotlib']; sys.exit(main([run]))"
     words = [sys.executable, "-c", code, str(write_run(tmp_path / "run", whole_run()))]
     env = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as a notebook hands it on
@@ -551,7 +551,7 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     nothing = bucket.location("nothing")
     assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in rejected(capsys, nothing, *flags)
-    monkeypatch.setattr("train.storage.s3_retry.ATTEMPTS", 1)
+    monkeypatch.setattr("train.system.s3_retry.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report_command.main([folder, *flags]) == 1
     assert "S3 answers 503" in capsys.readouterr().err

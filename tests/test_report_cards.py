@@ -12,11 +12,11 @@ import pytest
 from reported_runs import eval_line, fault_line, shown, summary_line, train_line, whole_run, write_run
 
 from train.config import InputError
-from train.report import cards, page
-from train.report.figures import panels
-from train.report.run import read_run
-from train.run_folder.outcome import Outcome, write_outcome
-from train.storage.folders import LocalFolder
+from train.observe.report import cards, page
+from train.observe.report.figures import panels
+from train.observe.report.run import read_run
+from train.system.folders import LocalFolder
+from train.system.outcome import Outcome, write_outcome
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

@@ -16,19 +16,19 @@ from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
 from train import entry, loop
-from train.attempt import checkpoint_manager, stopping
-from train.attempt.checkpoint_manager import CheckpointManager
-from train.attempt.stopping import StopRequest
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
-from train.run_folder import parts
-from train.run_folder.folder import RunFolder
-from train.run_folder.outcome import Outcome
-from train.run_folder.ownership import Ownership
-from train.storage.folders import open_folder
-from train.storage.s3 import S3Folder
-from train.telemetry.lines import read_back, read_lines
+from train.observe.lines import read_back, read_lines
+from train.run import checkpoint_manager, stopping
+from train.run.checkpoint_manager import CheckpointManager
+from train.run.stopping import StopRequest
+from train.system import appended as parts
+from train.system.folders import open_folder
+from train.system.outcome import Outcome
+from train.system.ownership import Ownership
+from train.system.run_folder import RunFolder
+from train.system.s3 import S3Folder
 
 pytestmark = pytest.mark.usefixtures("pauses")
 

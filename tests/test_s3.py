@@ -22,8 +22,8 @@ from train.data.records.table_folder import find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import read_state
-from train.storage import s3, s3_retry
-from train.storage.folders import LocalFolder, open_folder
+from train.system import s3, s3_retry
+from train.system.folders import LocalFolder, open_folder
 from train.tasks.qa import QAConfig
 from train.tasks.qa.task import threshold_of
 

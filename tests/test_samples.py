@@ -15,10 +15,10 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import spread
-from train.publish.push import gathered
-from train.run_folder import samples
-from train.run_folder.samples import MOST_CHARS, Answer, Guess, Sample, Samples
-from train.storage.folders import LocalFolder
+from train.observe.push import gathered
+from train.system import samples
+from train.system.folders import LocalFolder
+from train.system.samples import MOST_CHARS, Answer, Guess, Sample, Samples
 from train.tasks import build_task
 from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed
 from train.tasks.mlm.task import Blank, Spelling

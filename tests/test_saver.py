@@ -15,18 +15,18 @@ from forks import DEVICE
 from running import outcome, run, train_config, train_here, train_overrides
 from torch import nn
 
-from train.backend.ddp import DDP
-from train.backend.guards import tied_names
-from train.checkpoints.__main__ import main
 from train.checkpoints.loader import load, newest_valid
 from train.checkpoints.manifest import LATEST, Manifest, Progress, step_of
 from train.checkpoints.saver import AsyncSaver, SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
-from train.optim import build_optimizer
-from train.parallel import Engine
-from train.run_folder.ownership import LeaseLost
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine
+from train.parallel.guards import tied_names
+from train.parallel.optimizers import build_optimizer
+from train.system.ownership import LeaseLost
 from train.tasks import build_task
+from train.tools.checkpoints import main
 
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 PATIENCE_S = 90.0  # never waited for unless a test fails

@@ -13,13 +13,13 @@ from running import train_config
 from safetensors.numpy import save
 from streaming import upload
 
-from train import shards as shards_tool
 from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
 from train.config import InputError
 from train.data.shards.format import ShardSet, map_tensors, parse_manifest, read_manifest
-from train.storage.folders import LocalFolder, canonical_json, sha256_bytes, sha256_json
-from train.storage.schema import BadContent, FileName, RelativePath, is_inside
+from train.system.folders import LocalFolder, canonical_json, sha256_bytes, sha256_json
+from train.system.schema import BadContent, FileName, RelativePath, is_inside
 from train.tasks import build_task
+from train.tools import shards as shards_tool
 
 ROOT = Path("/a/folder")
 

@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 from running import ROOT
 
 from launch.schedulers import SETTINGS
-from train import baretrain, settings
-from train.cli import compose
-from train.cli.help import groups
+from train import baretrain
 from train.config import flatten
+from train.run import compose
+from train.run.help import groups
+from train.tools import settings
 
 PAGE = ROOT / "docs" / "settings.md"
 COMMAND = "python -m train.settings > docs/settings.md"
@@ -98,7 +99,9 @@ def test_every_key_and_option_has_its_sentence() -> None:
     text = PAGE.read_text()
     keys, options = text.split("\n## Groups\n")
     assert [row[0] for row in KEY.findall(keys) if len(row[4]) < 4] == []
-    assert len(KEY.findall(keys)) == len(re.findall(r"^\| `", keys, re.MULTILINE)) > 250
+    assert (
+        200 < len(KEY.findall(keys)) == len(re.findall(r"^\| `", keys, re.MULTILINE)) <= 245
+    )  # a budget: a new key is paid by one that goes
     assert [row[0] for row in OPTION.findall(options) if len(row[1]) < 8] == []
 
 

@@ -20,19 +20,19 @@ from test_saver import DRAFT, FULL, Rejecting, left
 from torch import nn
 
 from benchmarks.save_cost import Run, save_cost
-from train.backend.ddp import DDP
 from train.checkpoints.loader import fitting, read_optimizer, read_weights
 from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import BackendConfig, CheckpointConfig, Failure
-from train.parallel import Engine
 from train.parallel.data import ShardedOptimizer, shared_out
+from train.parallel.ddp import DDP
+from train.parallel.engines import Engine
 from train.parallel.fsdp import FSDP, rows_of
 from train.parallel.pieces import piece
-from train.storage.folders import open_folder
-from train.storage.schema import FileName
+from train.system.folders import open_folder
+from train.system.schema import FileName
 
 SPLIT = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
 

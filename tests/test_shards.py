@@ -13,12 +13,12 @@ from rejections import rejects
 from saved_steps import flip
 from streaming import upload
 
-from train import shards
 from train.config import S3Config, ShardsConfig
 from train.data.shards import format as shard_format
 from train.data.shards.format import ShardSet, map_tensors, read_manifest, write_shard
 from train.data.shards.prepared import PreparedData
-from train.storage.folders import LocalFolder
+from train.system.folders import LocalFolder
+from train.tools import shards
 
 
 def called(capsys, *arguments):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from forks import DEVICE, launch, run_forked
 from torch import nn
 
-from train.backend.ddp import DDP
 from train.config import BackendConfig
+from train.parallel.ddp import DDP
 
 RANKS, STEPS = 4, 4
 SIDE = 40  # a weight [SIDE, SIDE]

@@ -18,7 +18,7 @@ from running import eventually
 from launch.slurm.client import Slurm, job_name, read_jobs
 from launch.slurm.config import time_limit_s
 from train.config import Failure, Unreachable
-from train.storage.schema import BadContent
+from train.system.schema import BadContent
 
 ARRAY = "3|3_[2-9%2]|PENDING|JobArrayTaskLimit|\n5|3_1|RUNNING|None|n1\n"
 SLEEP = "exec sleep 600"

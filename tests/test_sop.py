@@ -10,15 +10,15 @@ from run_results import TOLERANCE
 from running import lines, prepare_config, run, train_config, train_here, train_overrides
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
-from train import prepare
-from train.cli.compose import compose_config
 from train.config import InputError, ModelConfig, TrainConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.models.encoder import build_masked_lm
+from train.run.compose import compose_config
 from train.tasks import build_task
 from train.tasks.mlm import MLMConfig
+from train.tools import prepare
 
 S, B = 16, 400
 CLS, SEP = 2, 3

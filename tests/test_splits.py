@@ -6,8 +6,8 @@ import pytest
 from running import train_config
 
 from train import loop
-from train.attempt.stopping import StopRequest
 from train.config import InputError
+from train.run.stopping import StopRequest
 
 FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"
 DEEP = ["model=any", "model.architecture=bert", "model.embedding_size=null", "model.num_layers=8"]

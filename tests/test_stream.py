@@ -22,9 +22,7 @@ from services.fault_proxy import Fault
 from services.relay import relaying
 from streaming import overrides, upload, windowed
 
-from train import feed, loop
-from train.attempt.stopping import StopRequest
-from train.cli import compose as cli
+from train import loop
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache, download, prefetch
 from train.data.shards.cache import ShardCache
@@ -32,9 +30,12 @@ from train.data.shards.download import Downloader
 from train.data.shards.format import Shard, read_manifest
 from train.data.shards.order import ShardSampler
 from train.data.shards.prepared import TOKENIZER, PreparedData
-from train.feed import check_same_data
-from train.storage.folders import sha256_bytes
-from train.storage.s3 import S3Folder
+from train.run import compose as cli
+from train.run import feed
+from train.run.feed import check_same_data
+from train.run.stopping import StopRequest
+from train.system.folders import sha256_bytes
+from train.system.s3 import S3Folder
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -123,7 +124,7 @@ def test_two_machines_fetch_their_parts_and_evaluate_as_one(bucket, shards, tmp_
 
 ONE_BY_ONE = """
 import sys
-from train import feed
+from train.run import feed
 from train.data.shards import prefetch
 feed.WINDOW_SHARDS, prefetch.DOWNLOADS = 1, 1
 from train.__main__ import main

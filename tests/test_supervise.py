@@ -10,9 +10,9 @@ from launch.config import LocalConfig
 from launch.record import Event, History, Record, read_history
 from launch.slurm.config import SlurmConfig
 from launch.supervise import Decision, StopFile, decide, recording_failure, retry, supervise
-from train.cli.command import REJECTED
 from train.config import InputError, S3Config, Unreachable, check
-from train.run_folder.outcome import STOP_FILE, Outcome, write_outcome
+from train.run.command import REJECTED
+from train.system.outcome import STOP_FILE, Outcome, write_outcome
 
 CLUSTER = SlurmConfig(attempts=5)
 FIRST, ASKED = History(faults=1), History(faults=1, stop_asked_unix_s=0.0)

@@ -22,19 +22,19 @@ from saved_steps import flip
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from train import records
-from train.cli import compose as cli
-from train.cli import progress
 from train.config import InputError, TrainConfig, check
 from train.data.records import kinds
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
 from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import PADDING
-from train.storage.folders import sha256_file
+from train.run import compose as cli
+from train.system import progress
+from train.system.folders import sha256_file
 from train.tasks.classify.task import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tasks.qa import QAConfig
 from train.tasks.qa.windows import qa_rows
+from train.tools import records
 
 WORDS = "good bad day sun rain very so and the not".split()
 SEQ_LEN, ROWS = 16, 1200

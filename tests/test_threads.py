@@ -8,7 +8,7 @@ import pytest
 import torch
 from running import ROOT, train_overrides
 
-from train.host.runtime import pool_beside_training
+from train.system.runtime import pool_beside_training
 
 # Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
 NATIVE = """if True:

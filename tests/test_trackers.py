@@ -21,15 +21,16 @@ from running import ROOT, eventually, outcome, run, train_overrides
 from services.process import Process, free_port
 from toy import Toy
 
-from train import loop, precompile
-from train.attempt.stopping import StopRequest
-from train.bench import measure
-from train.bench.config import BenchConfig
-from train.cli import compose
-from train.cli.command import DONE
+from train import loop
 from train.config import InputError, TelemetryConfig, TrainConfig
-from train.run_folder.folder import RunFolder
-from train.telemetry import trackers
+from train.observe import trackers
+from train.run import compose
+from train.run.command import DONE
+from train.run.stopping import StopRequest
+from train.system.run_folder import RunFolder
+from train.tools import precompile
+from train.tools.bench import measure
+from train.tools.bench.config import BenchConfig
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,7 @@ def test_a_tracker_that_hangs_holds_nothing_but_its_own_thread(most, says, toy, 
 # As of Weights & Biases, whose hook at the exit of Python waits for its service without a limit.
 HOLDS_THE_EXIT = """
 import sys, threading
-from train.telemetry import trackers
+from train.observe import trackers
 
 class Client:
     def __init__(self, run):

@@ -9,14 +9,14 @@ import pytest
 from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
 
-from train.attempt.checkpoint_manager import last_save_patience_s
 from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
-from train.run_folder.lease import name_of
-from train.run_folder.ownership import LeaseLost
-from train.storage import folders
-from train.storage.folders import open_folder
+from train.run.checkpoint_manager import last_save_patience_s
+from train.system import folders
+from train.system.folders import open_folder
+from train.system.lease import name_of
+from train.system.ownership import LeaseLost
 
 AWAY = Fault("status", match="/checkpoints/")
 

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 from running import ROOT, outcome
 
-from train.attempt.watchdog import Watchdog
 from train.config import WatchdogConfig
-from train.host.memory import available_bytes, count_oom_kills, find_oom_counter, total_memory_bytes, usable_cpus
-from train.run_folder.folder import RunFolder
-from train.run_folder.outcome import Outcome
+from train.run.watchdog import Watchdog
+from train.system.memory import available_bytes, count_oom_kills, find_oom_counter, total_memory_bytes, usable_cpus
+from train.system.outcome import Outcome
+from train.system.run_folder import RunFolder
 
 PATIENCE_S = 90.0  # more than any test needs: a test that fails leaves nothing behind
 RANK = f"""
 import ctypes, json, os, sys, time
 from pathlib import Path
 from train.config import WatchdogConfig
-from train.attempt.watchdog import Watchdog
-from train.host.processes import read_process
-from train.run_folder.folder import RunFolder
-from train.run_folder.ownership import LeaseLost
+from train.run.watchdog import Watchdog
+from train.system.processes import read_process
+from train.system.run_folder import RunFolder
+from train.system.ownership import LeaseLost
 assert "torch" not in sys.modules
 
 def hang():

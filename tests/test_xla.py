@@ -170,7 +170,7 @@ def test_bf16_policies_train_keep_the_optimizer_in_fp32_and_go_on_in_it(finished
 
 def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
     """What `read` returns after each of six steps, before the evaluation at the end."""
-    from train.backend.xla import XLA as Backend
+    from train.parallel.xla import XLA as Backend
 
     values, original = [], Backend.optimizer_step
     with monkeypatch.context() as patch:
@@ -212,8 +212,8 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monke
 @pytest.mark.parametrize(("backend", "value"), [("xla", 0.0), ("ddp", math.nan)])
 def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, monkeypatch, backend, value):
     """Everything that is read from the device is 0, or worse, as when Neuron only collects."""
-    from train.backend.ddp import DDP
-    from train.backend.xla import XLA as Backend
+    from train.parallel.ddp import DDP
+    from train.parallel.xla import XLA as Backend
 
     for kind in (DDP, Backend):
         original = kind.to_host

@@ -21,9 +21,7 @@ import torch
 from forks import DEVICE
 from torch import Tensor, nn
 
-from train import loop, ranks
-from train.attempt import stopping
-from train.attempt.stopping import StopRequest
+from train import loop
 from train.checkpoints.store import LocalStore
 from train.config import (
     BackendConfig,
@@ -35,7 +33,10 @@ from train.config import (
     TrainConfig,
 )
 from train.data.shards.order import PADDING
-from train.run_folder.samples import Sample
+from train.parallel import ranks
+from train.run import stopping
+from train.run.stopping import StopRequest
+from train.system.samples import Sample
 from train.tasks import TASKS, Task, TaskSpec, mlm
 
 ROWS, EVAL_ROWS = 160, 10

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from train import __main__ as program
-from train.backend import compiled
+from train.parallel import compiled
 
 
 def without_kernels(put: Callable[[Any, str, Any], Any] = setattr) -> None:

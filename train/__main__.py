@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from train.cli.console import use_console
-from train.host.torchrun import die_with_torchrun
+from train.system.console import use_console
+from train.system.torchrun import die_with_torchrun
 
 
 def main() -> int:
     die_with_torchrun()
     use_console("stderr")
     from train import entry  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
-    from train.telemetry.trackers import unended
+    from train.observe.trackers import unended
 
     code = entry.run_command_line()
     if unended:

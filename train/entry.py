@@ -9,18 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from train.attempt.rejection import inform_others
-from train.attempt.stopping import StoppedEarly, StopRequest
-from train.cli import compose as cli
-from train.cli.console import use_console
 from train.config import InputError, TrainConfig
-from train.host import rank_setup
-from train.host.launched import launched
-from train.host.runtime import search_rarely
-from train.host.torchrun import end_torchrun, is_first
-from train.run_folder.folder import RunFolder
-from train.run_folder.outcome import may_continue, what_is_over
-from train.storage.folders import is_s3
+from train.run import compose as cli
+from train.run.rejection import inform_others
+from train.run.stopping import StoppedEarly, StopRequest
+from train.system import rank_setup
+from train.system.console import use_console
+from train.system.folders import is_s3
+from train.system.launched import launched
+from train.system.outcome import may_continue, what_is_over
+from train.system.run_folder import RunFolder
+from train.system.runtime import search_rarely
+from train.system.torchrun import end_torchrun, is_first
 
 logger = logging.getLogger("train")
 
@@ -67,8 +67,8 @@ def attempt(cfg: TrainConfig) -> int:
     # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     from train import loop  # late: torch takes seconds to import, and rejections come before
-    from train.attempt.attempt import ENDS, kind_of
-    from train.ranks import AGREED
+    from train.parallel.ranks import AGREED
+    from train.run.attempt import ENDS, kind_of
 
     with StopRequest() as stop:
         try:

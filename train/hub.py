@@ -1,52 +1,10 @@
-"""`python -m train.hub RUN --to user/name [--public] [--dry-run]`: push a run to the Hugging Face Hub."""
+"""`python -m train.hub`; its code is in `train.tools.hub`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 
-from train.cli.command import DONE, EXITS, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
-from train.config import S3Config
-from train.publish.push import check_name, gathered, name_of, run_here, send
-from train.run_folder.folder import RunFolder
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser(
-        "train.hub",
-        "Push a run that has ended to the Hugging Face Hub: model, tokenizer, card, metrics and curves.",
-        examples=(
-            "runs/tweets --to jane/tweets-bert --dry-run",
-            "runs/tweets --to jane/tweets-bert",
-            "s3://bucket/runs/tweets --to jane/tweets-bert --public",
-        ),
-        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REJECTED: "arguments, or the push, rejected"},
-    )
-    parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")
-    parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, made if need be")
-    seen = parser.add_mutually_exclusive_group()
-    seen.add_argument("--private", action="store_true", help="seen by its owners alone (the default)")
-    seen.add_argument("--public", action="store_true", help="seen by all")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be pushed, and send nothing")
-    add_s3_flags(parser)
-    return run_flags(parser, arguments, act)
-
-
-def act(options: argparse.Namespace, s3: S3Config) -> int:
-    check_name("--to ", options.to)
-    folder = RunFolder(options.run, s3)
-    with run_here(folder, options.cache_dir) as run:
-        files = gathered(run, name_of(folder))
-        if options.dry_run:
-            for name, content in files.items():
-                size = len(content) if isinstance(content, bytes) else content.stat().st_size
-                print(f"{size / 1e6:10.3f} MB  {name}")
-            print(f"nothing was sent to {options.to}: leave --dry-run out to push this")
-            return DONE
-        print(send(files, options.to, private=not options.public))
-    return DONE
-
+from train.tools.hub import main
 
 if __name__ == "__main__":
     sys.exit(main())

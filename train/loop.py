@@ -15,30 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.attempt.attempt import ENDS, Attempt, begin, record_end
-from train.attempt.checkpoint_manager import CheckpointManager
-from train.attempt.stopping import StopRequest, Votes
-from train.backend import Backend, Workload, open_backend
 from train.checkpoints.manifest import Progress
 from train.config import DataParallelConfig, Plan, TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
-from train.evaluation import evaluate, write_samples
-from train.feed import TrainData, check_same_data
-from train.host.launched import check_launch, launched
-from train.host.memory import total_memory_bytes
-from train.host.runtime import search_as_usual
 from train.models.memory_estimate import GIB, advice, memory_of, on_cpu
 from train.models.model_sizes import check_layers, shape_of_model
-from train.optim import learning_rate
-from train.parallel import Engine, build_engine
-from train.ranks import AGREED
-from train.run_folder import exported
-from train.run_folder.folder import RunFolder
-from train.run_folder.identity import identity_of
+from train.observe.metrics import Recorder
+from train.observe.monitor import open_monitor
+from train.observe.trackers import check_trackers
+from train.parallel.backends import Backend, Workload, open_backend
+from train.parallel.engines import Engine, build_engine
+from train.parallel.optimizers import learning_rate
+from train.parallel.ranks import AGREED
+from train.run.attempt import ENDS, Attempt, begin, record_end
+from train.run.checkpoint_manager import CheckpointManager
+from train.run.evaluation import evaluate, write_samples
+from train.run.feed import TrainData, check_same_data
+from train.run.stopping import StopRequest, Votes
+from train.system import exported
+from train.system.identity import identity_of
+from train.system.launched import check_launch, launched
+from train.system.memory import total_memory_bytes
+from train.system.run_folder import RunFolder
+from train.system.runtime import search_as_usual
 from train.tasks import Task, build_task
-from train.telemetry.metrics import Recorder
-from train.telemetry.monitor import open_monitor
-from train.telemetry.trackers import check_trackers
 
 logger = logging.getLogger("train")
 OnLine = Callable[[Recorder, str, dict[str, Any]], None]
@@ -55,7 +55,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         if cfg.hub.push_to is not None:
-            from train.publish.push import check_push  # tools are not for every run
+            from train.observe.push import check_push  # tools are not for every run
 
             check_push(cfg)
         saves = on_line is None and not cfg.collect_graphs
@@ -318,7 +318,7 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
     """Weights and tokenizer for transformers, samples of what they learnt, and the card; to the Hub, if asked for."""
-    from train.publish import card  # late: the report is no part of a run
+    from train.observe import card  # late: the report is no part of a run
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
     step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step
@@ -328,6 +328,6 @@ def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -
     card.write(folder)
     exported.mirror(folder)
     if cfg.hub.push_to is not None:
-        from train.publish.push import push
+        from train.observe.push import push
 
         push(folder, cfg.hub.push_to, private=cfg.hub.private)

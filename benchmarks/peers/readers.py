@@ -99,7 +99,7 @@ def write_ours(corpus: Corpus) -> None:
     from benchmarks.pretraining import write_tokenizer
     from train.data.shards.format import write_manifest, write_shard
     from train.data.text.packing import Rows as PackedRows
-    from train.storage.folders import LocalFolder
+    from train.system.folders import LocalFolder
 
     folder = LocalFolder(corpus.path_of("ours"))
     pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)

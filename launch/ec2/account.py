@@ -16,9 +16,9 @@ from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
 from train.config.backend import CUDA, NEURON
-from train.host.machine import is_native
-from train.host.versions import read_versions
-from train.storage.schema import record
+from train.system.machine import is_native
+from train.system.schema import record
+from train.system.versions import read_versions
 
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # of images: neuron or cuda; see ami/images.py

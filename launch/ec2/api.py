@@ -9,8 +9,8 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from train.config import S3Config, check
-from train.storage.aws_errors import NOT_ALLOWED, explained
-from train.storage.s3 import open_session
+from train.system.aws_errors import NOT_ALLOWED, explained
+from train.system.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
@@ -75,7 +75,7 @@ class Api:
     def ask(
         self, region: str, operation: str, *, service: str = "ec2", tries: int = TRIES, **parameters: Any
     ) -> dict[str, Any]:
-        """Call an operation, named as boto3 does. Raises what `train.storage.aws_errors.explain` has."""
+        """Call an operation, named as boto3 does. Raises what `train.system.aws_errors.explain` has."""
         with explained(f"{region}, {operation}", cures=CURES):
             try:
                 answer: dict[str, Any] = getattr(self.client(region, service, tries=tries), operation)(**parameters)

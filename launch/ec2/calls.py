@@ -24,9 +24,9 @@ from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Resource, delete, find,
 from launch.record import Event, Record
 from launch.values import table
 from train.config import Failure
-from train.host.processes import is_gone, owner_name
-from train.storage.folders import at_once, canonical_json
-from train.storage.schema import BadContent
+from train.system.folders import at_once, canonical_json
+from train.system.processes import is_gone, owner_name
+from train.system.schema import BadContent
 
 CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"

@@ -13,8 +13,8 @@ import yaml
 
 from launch.ec2.config import MARKETS
 from launch.record import CONFIG, JOB, PLAN, SUFFIX, Record
-from train.cli.command import DONE, FAILED, Parser, printable
 from train.config import InputError, S3Config, check
+from train.run.command import DONE, FAILED, Parser, printable
 
 POLICIES = Path(__file__).with_name("policies.yaml")
 OPERATORS = (

@@ -23,10 +23,10 @@ from launch.record import CONFIG, Event, Job, Record
 from launch.run_progress import read_progress
 from launch.supervise import CODES, Decision
 from launch.values import number, shown_duration, shown_moment, text
-from train.cli.command import FAILED
 from train.config import Failure, InputError, Unreachable
-from train.storage.aws_errors import BadCredentials, Rejected
-from train.storage.schema import read_object, read_yaml
+from train.run.command import FAILED
+from train.system.aws_errors import BadCredentials, Rejected
+from train.system.schema import read_object, read_yaml
 
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two calls that are not answered

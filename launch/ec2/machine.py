@@ -29,12 +29,12 @@ from launch.preflight import is_shared, run_preflight, too_few
 from launch.record import Job, Record, add_record_flags, attempt_name
 from launch.schedulers import cluster_of
 from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
-from train.cli.command import DONE, FAILED, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable
-from train.host import processes
-from train.host.metadata import Metadata, metadata_endpoint
-from train.storage.folders import at_once, canonical_json
-from train.storage.schema import BadContent, FileName
+from train.run.command import DONE, FAILED, command_parser, run_flags
+from train.system import processes
+from train.system.folders import at_once, canonical_json
+from train.system.metadata import Metadata, metadata_endpoint
+from train.system.schema import BadContent, FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"

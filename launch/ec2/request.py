@@ -14,7 +14,7 @@ from launch.ec2.account import Resolved, Site
 from launch.ec2.config import Ec2Config
 from launch.record import Job, Record
 from train.config import check
-from train.storage.folders import sha256_bytes, sha256_json
+from train.system.folders import sha256_bytes, sha256_json
 
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 MOST_TAG_CHARS = 256

@@ -36,13 +36,13 @@ from launch.record import Job, Record, read_history
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, text, texts
-from train.cli.command import INTERRUPTED, printable
 from train.config import Failure, S3Config, check
 from train.config.backend import CUDA
-from train.host.processes import is_gone, owner_name
-from train.storage import schema
-from train.storage.aws_errors import Rejected
-from train.storage.folders import sha256_bytes
+from train.run.command import INTERRUPTED, printable
+from train.system import schema
+from train.system.aws_errors import Rejected
+from train.system.folders import sha256_bytes
+from train.system.processes import is_gone, owner_name
 
 
 class Scheduler(spec.Scheduler):

@@ -10,8 +10,8 @@ from typing import Any
 
 from launch.ec2.api import Api, growing
 from launch.values import shown_moment
-from train.cli.command import printable
-from train.storage.aws_errors import Rejected
+from train.run.command import printable
+from train.system.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # between two rounds
 LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end

@@ -35,9 +35,9 @@ from launch.supervise import (
     settled,
     supervise,
 )
-from train.cli.command import STOPPED, command_parser, printable, run_flags
 from train.config import Failure, S3Config, check
-from train.host import processes
+from train.run.command import STOPPED, command_parser, printable, run_flags
+from train.system import processes
 
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2

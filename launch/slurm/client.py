@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.slurm.config import time_limit_s
-from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable, check
-from train.storage.schema import BadContent, shown
+from train.run.command import printable
+from train.system.schema import BadContent, shown
 
 # Variables that lead to the cluster. The others of Slurm are those of the job in which we may run, or options that no
 # plan has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.

@@ -14,7 +14,7 @@ from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
 from launch.values import count
 from train.config import InputError, check
-from train.storage.atomic_io import make_alike
+from train.system.atomic_io import make_alike
 
 SCRIPT = Path(__file__).with_name("job.sh")
 

@@ -13,7 +13,7 @@ from running import eventually
 from services.fault_proxy import Fault
 from services.process import Process, free_port
 
-from train.host.processes import ENDED_STATES, read_process
+from train.system.processes import ENDED_STATES, read_process
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 

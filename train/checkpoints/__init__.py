@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.storage.folders import Folder, LocalFolder
+from train.system.folders import Folder, LocalFolder
 
 if TYPE_CHECKING:
     from train.checkpoints.store import Store
@@ -29,7 +29,7 @@ def open_store(folder: Folder, scratch: Path) -> Store:
 
         return LocalStore(folder.path / "checkpoints")
     from train.checkpoints.store_s3 import S3Store  # boto3 takes long to import
-    from train.storage.s3 import S3Folder
+    from train.system.s3 import S3Folder
 
     assert isinstance(folder, S3Folder)
     return S3Store(folder, scratch)

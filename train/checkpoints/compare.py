@@ -14,7 +14,7 @@ from train.checkpoints.loader import fitting, read_optimizer, read_weights
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.staging import named
 from train.config import flatten
-from train.run_folder.identity import differences
+from train.system.identity import differences
 
 
 class Difference(NamedTuple):

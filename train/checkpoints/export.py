@@ -9,8 +9,8 @@ from train.checkpoints.manifest import Manifest
 from train.config import InputError, TrainConfig, check, flat
 from train.models.encoder import without_weights
 from train.models.network import Network
-from train.run_folder.identity import differences, find_identity
-from train.storage.folders import Folder, make_folder, scratch_folder
+from train.system.folders import Folder, make_folder, scratch_folder
+from train.system.identity import differences, find_identity
 from train.tasks import build_task, spec_of
 
 

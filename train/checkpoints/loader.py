@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train.backend.base import load as load_file
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, Untrusted
 from train.checkpoints.store import Store
 from train.config import Failure
+from train.parallel.backend import load as load_file
 from train.parallel.pieces import Tensors
-from train.ranks import World, no_wait
-from train.run_folder.identity import check_same_run, differences
-from train.storage.schema import BadContent, shown
+from train.parallel.ranks import World, no_wait
+from train.system.identity import check_same_run, differences
+from train.system.schema import BadContent, shown
 
 if TYPE_CHECKING:
-    from train.backend import Backend, State
-    from train.parallel import Engine
+    from train.parallel.backends import Backend, State
+    from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Failure
-from train.storage.checksums import fault_of_file, sealed, unsealed
-from train.storage.folders import canonical_json
-from train.storage.schema import BadContent, FileEntry, FileName, read_object, record, shown
+from train.system.checksums import fault_of_file, sealed, unsealed
+from train.system.folders import canonical_json
+from train.system.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
 FORMAT_OF_PARTS = 5  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out

@@ -26,17 +26,17 @@ from train.checkpoints.retention import prune
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
-from train.host.runtime import pool_beside_training
-from train.ranks import no_wait
-from train.run_folder.ownership import LeaseLost
-from train.storage.atomic_io import discard, open_alike
-from train.storage.schema import FileEntry, FileName, Sha256
+from train.parallel.ranks import no_wait
+from train.system.atomic_io import discard, open_alike
+from train.system.ownership import LeaseLost
+from train.system.runtime import pool_beside_training
+from train.system.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
-    from train.backend import Backend
-    from train.parallel import Engine
-    from train.ranks import World
-    from train.run_folder.folder import RunFolder
+    from train.parallel.backends import Backend
+    from train.parallel.engines import Engine
+    from train.parallel.ranks import World
+    from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
 UNSENT = (InputError, Unreachable)  # errors of a service that is away or rejects: it may take the files later

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from train.backend import Backend
+    from train.parallel.backends import Backend
 
 State = dict[str, Any]  # tensors and plain containers
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, step_name, step_of
-from train.storage.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
-from train.storage.checksums import fault_of
-from train.storage.folders import LocalFolder, at_once, check_space
-from train.storage.schema import FileName
+from train.system.atomic_io import begin_folder, publish_folder, remove_folder, remove_temporaries, sync, write_atomic
+from train.system.checksums import fault_of
+from train.system.folders import LocalFolder, at_once, check_space
+from train.system.schema import FileName
 
 Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # by step
 TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"

@@ -15,12 +15,12 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt
 from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, check_files, is_part, step_name, step_of
 from train.checkpoints.store import Looked, Store, compare_sizes, looked
 from train.config import Failure, InputError
-from train.run_folder.lease import name_of, numbers
-from train.run_folder.ownership import LeaseLost
-from train.storage.atomic_io import discard, write_atomic
-from train.storage.folders import at_once, canonical_json, check_space
-from train.storage.s3 import S3Folder
-from train.storage.schema import BadContent, FileName, Head, of_type, read_object
+from train.system.atomic_io import discard, write_atomic
+from train.system.folders import at_once, canonical_json, check_space
+from train.system.lease import name_of, numbers
+from train.system.ownership import LeaseLost
+from train.system.s3 import S3Folder
+from train.system.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"

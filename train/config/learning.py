@@ -78,7 +78,7 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: str = "adamw"  # name of the optimizer in train.optim.OPTIMIZERS; optim=... sets it
+    name: str = "adamw"  # name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it
     lr: float = setting(1e-3, above=0)  # peak
     betas: tuple[float, float] = (0.9, 0.999)  # decay of the running means of gradients and of their squares
     eps: float = setting(1e-6, above=0)  # added to the root of the second moment, by which updates are divided

@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from train.config import HeadSize, InputError, ModelConfig, check
-from train.host.memory import total_memory_bytes
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze, repeated_layers
 from train.models.pretrained import read_model_config, read_weights
-from train.storage.model_folder import ENCODERS
+from train.system.memory import total_memory_bytes
+from train.system.model_folder import ENCODERS
 
 # The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
 SIZES = {

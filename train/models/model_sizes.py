@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
-from train.storage.folders import Folder, LocalFolder, is_s3, local_path
-from train.storage.schema import BadContent, of_type, read_object
+from train.system.folders import Folder, LocalFolder, is_s3, local_path
+from train.system.schema import BadContent, of_type, read_object
 
 MOST = 10**9  # of any size: their products stay numbers that a float holds
 MAX_CONFIG_BYTES = 2**20

@@ -16,9 +16,9 @@ from transformers.activations import ACT2FN
 
 from train.config import InputError, check
 from train.data.text.tokenizer import quiet
-from train.storage.hub_access import asking_hub, fetched, why_missing
-from train.storage.model_folder import models_below, read_model_json
-from train.storage.schema import BadContent, FileName, of_type, read_object
+from train.system.hub_access import asking_hub, fetched, why_missing
+from train.system.model_folder import models_below, read_model_json
+from train.system.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files

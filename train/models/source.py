@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import train
 from train.config import InputError, ModelConfig, S3Config, check
 from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
-from train.host.launched import launched
-from train.run_folder.exported import is_outdated, saved_steps
-from train.storage.atomic_io import made_once
-from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
-from train.storage.hub_access import hub_or_path, is_at_hub
-from train.storage.model_folder import models_below
+from train.system.atomic_io import made_once
+from train.system.exported import is_outdated, saved_steps
+from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
+from train.system.hub_access import hub_or_path, is_at_hub
+from train.system.launched import launched
+from train.system.model_folder import models_below
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.backend.base import split_like
 from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
-from train.optim import build_optimizer, parameter_groups, part_of
+from train.parallel.backend import split_like
 from train.parallel.engine import Engine
+from train.parallel.optimizers import build_optimizer, parameter_groups, part_of
 
 if TYPE_CHECKING:
-    from train.backend import Backend
-    from train.backend.grad_sync import GradSync
     from train.data.batches.loader import Batch
+    from train.parallel.backends import Backend
     from train.parallel.engine import LossFunction, State, Statistics
+    from train.parallel.grad_sync import GradSync
     from train.parallel.pieces import Tensors
 
 

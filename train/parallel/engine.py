@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from train.backend import guards
-from train.optim import load_state, set_learning_rate
+from train.parallel import guards
+from train.parallel.optimizers import load_state, set_learning_rate
 
 if TYPE_CHECKING:
-    from train.backend import Backend
-    from train.backend.grad_sync import GradSync
     from train.data.batches.loader import Batch
+    from train.parallel.backends import Backend
+    from train.parallel.grad_sync import GradSync
     from train.parallel.pieces import Tensors
 
 State = dict[str, Any]  # tensors and plain containers
@@ -30,7 +30,7 @@ class Engine:
     """
 
     parameters: list[nn.Parameter]  # that this rank trains
-    sync: GradSync  # adds gradients up over the ranks; train/backend/grad_sync.py has the table of all ways
+    sync: GradSync  # adds gradients up over the ranks; train/parallel/grad_sync.py has the table of all ways
     data_rank: int  # ranks with the same data_rank see the same rows
     data_size: int  # the number of different data_ranks
     loss_sum: Tensor  # [1], on the device: this rank's sum since it was last taken; a resumed run fills it

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from train.backend import guards
-from train.backend.grad_sync import GradSync
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
+from train.parallel import guards
 from train.parallel.data import DataParallel, scale
+from train.parallel.grad_sync import GradSync
 from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
-    from train.backend import Backend
+    from train.parallel.backends import Backend
     from train.parallel.engine import State
 
 EMPTY = torch.empty(0)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from train.backend import guards
-from train.backend.guards import replace
 from train.config import OptimConfig, PipelineConfig, check
 from train.models.chain import Chain
-from train.optim import load_state, parameter_groups, part_of
+from train.parallel import guards
 from train.parallel.engine import Engine
+from train.parallel.guards import replace
+from train.parallel.optimizers import load_state, parameter_groups, part_of
 
 if TYPE_CHECKING:
-    from train.backend import Backend
+    from train.parallel.backends import Backend
     from train.parallel.engine import LossFunction, State, Statistics
     from train.parallel.pieces import Tensors
 

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from train.storage.schema import BadContent, record, shown
+from train.system.schema import BadContent, record, shown
 
 
 class Piece(TypedDict):

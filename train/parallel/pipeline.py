@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from train.backend.base import all_reduce_flat
-from train.backend.grad_sync import GradSync
 from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
 from train.models.chain import Chain
 from train.models.network import Network
-from train.optim import build_optimizer
+from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
+from train.parallel.grad_sync import GradSync
+from train.parallel.optimizers import build_optimizer
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
-    from train.backend import Backend
     from train.data.batches.loader import Batch
+    from train.parallel.backends import Backend
     from train.parallel.engine import LossFunction, Statistics
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -16,7 +16,6 @@ import numpy as np
 from datasets import concatenate_datasets
 from torch import Tensor, nn
 
-from train.backend import compiles_each_length
 from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
@@ -28,8 +27,9 @@ from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share, unused_capitals
 from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
-from train.run_folder.samples import Sample
-from train.storage.folders import Folder, canonical_json
+from train.parallel.backends import compiles_each_length
+from train.system.folders import Folder, canonical_json
+from train.system.samples import Sample
 from train.tasks import spec_of
 from train.tasks.predictor import Predictor
 from train.tasks.spec import Task

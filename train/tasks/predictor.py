@@ -23,7 +23,7 @@ from train.tasks import TASKS, class_of, spec_of
 from train.tasks.texts import EAGER_CPU_STEP, MOST_LENGTHS, MOST_TOKENS, Sizes
 
 if TYPE_CHECKING:
-    from train.storage.folders import Folder
+    from train.system.folders import Folder
     from train.tasks.finetune import TextTask
 
 TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times as much memory

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from train.data.shards.order import ShardSampler
     from train.data.shards.prefetch import Prefetcher
     from train.models.network import Network
-    from train.run_folder.samples import Sample
-    from train.storage.folders import Folder
+    from train.system.folders import Folder
+    from train.system.samples import Sample
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from train.backend import compiles_each_length, is_cuda
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.source import resolved, task_tokenizer
+from train.parallel.backends import compiles_each_length, is_cuda
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast

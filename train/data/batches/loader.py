@@ -25,7 +25,7 @@ from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
 from train.data.shards.order import PADDING
-from train.host.torchrun import leave_signals_to_the_parent
+from train.system.torchrun import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once

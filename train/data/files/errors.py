@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from train.config import Failure, InputError, shortlist
-from train.storage.schema import BadContent
+from train.system.schema import BadContent
 
 SHOWN_COLUMNS = 20
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or missing

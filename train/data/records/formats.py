@@ -31,8 +31,8 @@ from train.data.records.sources import (
     split_files,
     split_names,
 )
-from train.storage.folders import is_s3, local_path, sha256_json
-from train.storage.schema import BadContent, FileName, of_type, read_object
+from train.system.folders import is_s3, local_path, sha256_json
+from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"

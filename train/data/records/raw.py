@@ -16,8 +16,6 @@ import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
-from train.cli import progress
-from train.cli.progress import Phase
 from train.config import RecordsConfig, S3Config, check, shortlist
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
@@ -26,7 +24,9 @@ from train.data.records.kinds import STRING, RowKind
 from train.data.records.rows import Dropped, LabelNames, examples
 from train.data.records.sources import FILE_FORMATS, MAX_LISTED, is_named, layout
 from train.data.records.table_facts import column
-from train.storage.folders import scratch_folder
+from train.system import progress
+from train.system.folders import scratch_folder
+from train.system.progress import Phase
 
 logger = logging.getLogger("train")
 

@@ -18,12 +18,12 @@ from train.config import InputError, RecordsConfig, S3Config, Unreachable, check
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
-from train.storage.folders import at_once, is_s3, local_path, sha256_json
-from train.storage.hub_access import asking_hub, is_at_hub, why_missing
-from train.storage.schema import Head, RelativePath, checked
+from train.system.folders import at_once, is_s3, local_path, sha256_json
+from train.system.hub_access import asking_hub, is_at_hub, why_missing
+from train.system.schema import Head, RelativePath, checked
 
 if TYPE_CHECKING:
-    from train.storage.s3 import S3Folder
+    from train.system.s3 import S3Folder
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
@@ -168,7 +168,7 @@ def only_one(location: str, names: list[str]) -> str:
 
 
 def s3_folder(location: str, s3: S3Config) -> S3Folder:
-    from train.storage.s3 import S3Folder  # boto3 takes long to import
+    from train.system.s3 import S3Folder  # boto3 takes long to import
 
     return S3Folder(location, s3)
 

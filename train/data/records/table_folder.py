@@ -10,15 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from train.config import InputError, RecordsConfig, check, flatten
-from train.storage.atomic_io import write_atomic
-from train.storage.checksums import check_entries, read_verified, sealed, unsealed
-from train.storage.folders import (
-    Folder,
-    LocalFolder,
-    canonical_json,
-    sha256_file,
-)
-from train.storage.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
+from train.system.atomic_io import write_atomic
+from train.system.checksums import check_entries, read_verified, sealed, unsealed
+from train.system.folders import Folder, LocalFolder, canonical_json, sha256_file
+from train.system.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 
 if TYPE_CHECKING:
     from train.data.records.featurizer import Featurizer

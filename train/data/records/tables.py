@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
-from train.cli import progress
-from train.cli.progress import Phase
 from train.config import RecordsConfig, TrainConfig, check
 from train.data.records.featurizer import Featurizer
 from train.data.records.formats import load_saved
@@ -48,11 +46,10 @@ from train.data.records.table_folder import (
     whole_facts,
 )
 from train.data.shards.cache import cache_dir
-from train.host.launched import launched
-from train.host.processes import is_gone, owner_name
-from train.storage.atomic_io import discard, made_once, remove_folder
-from train.storage.checksums import check_entries
-from train.storage.folders import (
+from train.system import progress
+from train.system.atomic_io import discard, made_once, remove_folder
+from train.system.checksums import check_entries
+from train.system.folders import (
     Folder,
     canonical_json,
     disk_errors,
@@ -62,6 +59,9 @@ from train.storage.folders import (
     open_folder,
     sha256_json,
 )
+from train.system.launched import launched
+from train.system.processes import is_gone, owner_name
+from train.system.progress import Phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -28,11 +28,11 @@ from typing import IO, TypedDict
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
-from train.host import machine
-from train.host.launched import launched
-from train.host.processes import is_gone, owner_name
-from train.storage.atomic_io import write_atomic
-from train.storage.folders import canonical_json, local_path, make_folder, read_json
+from train.system import machine
+from train.system.atomic_io import write_atomic
+from train.system.folders import canonical_json, local_path, make_folder, read_json
+from train.system.launched import launched
+from train.system.processes import is_gone, owner_name
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # Of each lane the cache holds the window before (its files are deleted, but readers still map them), the current one,

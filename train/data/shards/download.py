@@ -26,12 +26,12 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import Shard
-from train.storage import aws_errors, s3_route
-from train.storage.atomic_io import discard
-from train.storage.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
-from train.storage.checksums import fault_of, fault_of_file
-from train.storage.folders import Folder
-from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
+from train.system import aws_errors, s3_route
+from train.system.atomic_io import discard
+from train.system.aws_errors import TABLE, code_of, is_temporary, one_line, problem_and_cure
+from train.system.checksums import fault_of, fault_of_file
+from train.system.folders import Folder
+from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling

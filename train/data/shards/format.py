@@ -22,11 +22,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from train.config import InputError, check
-from train.host.memory import total_memory_bytes
-from train.host.processes import LIBC
-from train.storage.checksums import check_entries, sealed, unsealed
-from train.storage.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
-from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
+from train.system.checksums import check_entries, sealed, unsealed
+from train.system.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
+from train.system.memory import total_memory_bytes
+from train.system.processes import LIBC
+from train.system.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
 SPLITS = ("train", "validation")

@@ -29,10 +29,10 @@ from train.config import InputError
 from train.data.shards.cache import Fault, ShardCache, held_out
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
-from train.host.processes import PR_SET_PDEATHSIG
-from train.host.torchrun import leave_signals_to_the_parent
-from train.storage.atomic_io import discard
-from train.storage.folders import Folder
+from train.system.atomic_io import discard
+from train.system.folders import Folder
+from train.system.processes import PR_SET_PDEATHSIG
+from train.system.torchrun import leave_signals_to_the_parent
 
 logger = logging.getLogger("train")
 DOWNLOADS = 4  # at the same time: each holds its shard in memory, about 64 MiB twice, and a few fill a network card

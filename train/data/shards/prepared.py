@@ -10,9 +10,9 @@ from train.data.shards.cache import ShardCache
 from train.data.shards.format import TOKENIZER_FILE, DataManifest, Shard, ShardSet, check_files, read_manifest
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import Prefetcher
-from train.storage.atomic_io import write_atomic
-from train.storage.checksums import fault_of, fault_of_file, first_fault, read_verified
-from train.storage.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
+from train.system.atomic_io import write_atomic
+from train.system.checksums import fault_of, fault_of_file, first_fault, read_verified
+from train.system.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 

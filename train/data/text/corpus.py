@@ -25,8 +25,8 @@ from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.data.text.corpus_files import Csv, JsonLines, Parquet, TextFiles
 from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, listing, text_of
-from train.storage.folders import sha256_json
-from train.storage.hub_access import asking_hub, hub_or_path, why_missing
+from train.system.folders import sha256_json
+from train.system.hub_access import asking_hub, hub_or_path, why_missing
 
 MIN_PYDOC_CHARS = 100
 BLOCK_DOCUMENTS = 256

@@ -23,7 +23,7 @@ from train.data.files.text import (
     stretches,
 )
 from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, find_files, listing, text_of
-from train.storage.folders import sha256_json
+from train.system.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # of the text that one process prepares at once: a few seconds of its work
 MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded

@@ -12,7 +12,7 @@ from typing import Any
 from train.config import InputError, check
 from train.data.files.errors import listed, naming
 from train.data.files.find import matching, walk
-from train.storage.folders import local_path
+from train.system.folders import local_path
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from train.data.shards.format import Shard, TokenizerInfo
-from train.storage.folders import Folder
+from train.system.folders import Folder
 
 MOST_TOKENS = 2**22  # of the first shard of each split: seconds, whatever the size of the corpus
 

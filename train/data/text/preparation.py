@@ -30,8 +30,8 @@ from train.data.text.documents import CorpusPart
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Packer
-from train.storage.folders import Folder, at_once, sha256_bytes
-from train.storage.schema import read_object, record
+from train.system.folders import Folder, at_once, sha256_bytes
+from train.system.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
 ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts

@@ -16,8 +16,8 @@ from train.config.prepare import MAX_PREPARING_PROCESSES
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import Recipe, Report, prepare_part
-from train.host.memory import available_bytes, usable_cpus
-from train.storage.folders import open_folder
+from train.system.folders import open_folder
+from train.system.memory import available_bytes, usable_cpus
 
 STOP_S = 10.0  # for a process to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's; it takes all cores otherwise

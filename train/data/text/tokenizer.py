@@ -26,11 +26,11 @@ from transformers.utils import logging as their_logging
 from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary
-from train.host.memory import available_bytes
-from train.storage.folders import Folder, scratch_folder, sha256_bytes
-from train.storage.hub_access import asking_hub, fetched, hub_or_path, why_missing
-from train.storage.model_folder import models_below, read_model_json, read_tokenizer_json
-from train.storage.schema import Sha256, shown
+from train.system.folders import Folder, scratch_folder, sha256_bytes
+from train.system.hub_access import asking_hub, fetched, hub_or_path, why_missing
+from train.system.memory import available_bytes
+from train.system.model_folder import models_below, read_model_json, read_tokenizer_json
+from train.system.schema import Sha256, shown
 
 logger = logging.getLogger("train")
 

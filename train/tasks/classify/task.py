@@ -22,7 +22,7 @@ from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.system.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import ClassifyConfig
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
 from train.tasks.texts import Sizes

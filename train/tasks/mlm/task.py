@@ -32,8 +32,8 @@ from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer, rea
 from train.data.text.words import word_edges
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
-from train.run_folder.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
-from train.storage.folders import Folder
+from train.system.folders import Folder
+from train.system.samples import MOST_CHARS, MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.topk import topk

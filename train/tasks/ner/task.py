@@ -28,7 +28,7 @@ from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.models.heads import names_of_head
-from train.run_folder.samples import Answer, Guess, Sample, excerpt
+from train.system.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, table_of
 from train.tasks.ner import NERConfig
 from train.tasks.texts import Sizes

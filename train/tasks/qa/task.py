@@ -20,8 +20,8 @@ from train.config import InputError, RecordsConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
-from train.storage.folders import canonical_json
+from train.system.folders import canonical_json
+from train.system.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Entry, Results, Run, TextTask, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer

@@ -1,1 +1,0 @@
-"""One start of a run: stop requests, watchdog, checkpoint manager, goodput."""

@@ -1,1 +1,0 @@
-"""The command line: settings, flags, exit codes, help, and what is written to the console."""

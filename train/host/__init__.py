@@ -1,1 +1,0 @@
-"""This process and its machine: launcher, environment, devices, memory. No torch here."""

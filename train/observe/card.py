@@ -1,0 +1,224 @@
+"""The model card, RUN/export/README.md. Others will read it, so it has no paths, hosts or endpoints: of a folder, only
+its last name is written. All comes from the run folder: it can be written from a copy on a laptop without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from train.config import ShardsConfig
+from train.observe.report.data import Records, classes_table, labels_table, metrics_table, splits_table
+from train.observe.report.page import facts
+from train.observe.report.run import Line, Run, number, read_run, scores
+from train.observe.report.texts import at_step, count, printable
+from train.system.atomic_io import write_atomic
+from train.system.run_folder import RunFolder
+from train.tasks import TASKS, TaskSpec
+
+NAME = "README.md"
+HERE = "path/to/this/folder"  # in the snippet, until the card goes to the Hub
+SETTINGS = (  # of config.yaml and environment.json, flat
+    ("Optimizer", "optim.name"),
+    ("Peak learning rate", "optim.lr"),
+    ("Learning rate of the head", "optim.head_lr"),
+    ("Schedule", "optim.schedule"),
+    ("Warm-up (steps)", "plan.warmup_steps"),
+    ("Weight decay", "optim.weight_decay"),
+    ("Gradient clipped to the norm", "optim.max_grad_norm"),
+    ("Global batch (sequences)", "plan.global_batch_size"),
+    ("Micro batch (sequences per rank)", "plan.micro_batch_size"),
+    ("Padded to (tokens)", "identity.data.lengths"),
+    ("Frozen layers", "model.freeze_layers"),
+    ("Seed", "seed"),
+)
+TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
+MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
+MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
+
+
+def write(folder: RunFolder) -> Path:
+    """Write the card beside the exported model, in this machine's copy of the run folder."""
+    folder.ownership.check()
+    if folder.is_remote and folder.folder.size("evaluation.json") is not None:
+        write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
+    name = folder.location.rstrip("/").rpartition("/")[2]
+    folder.export.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder.export / NAME, card(folder.path, name).encode())
+    return folder.export / NAME
+
+
+def card(path: Path, name: str) -> str:
+    """The text of the card of a run folder, under the name of the run; InputError if it is no run folder."""
+    run = read_run(path)
+    records, figures, task = run.records or Records(), facts(run, run), task_of(run)
+    blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
+    blocks += ["## Data", text(data_name(run))]
+    if run.summary["data"] is not None:
+        blocks.append(f"Prepared data {text(run.summary['data'])}")
+    blocks += [table(splits_table(records)), table(labels_table(records))]
+    blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
+    blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
+    if task is not None:
+        location = hub_id(run, "hub.push_to") or HERE
+        call = [f'pipe = pipeline("{task.pipeline}", model="{location}")', f"pipe({task.example})"]
+        code = ["```python", "from transformers import pipeline", "", *call, "```"]
+        blocks += ["## How to use it", "\n".join(code)]
+    return "\n\n".join([f"---\n{metadata(run, records, name)}\n---", *filter(None, blocks)]) + "\n"
+
+
+def task_of(run: Run) -> TaskSpec | None:
+    """None for a task that this version does not have."""
+    return TASKS.get(str(run.config.get("task.kind")))
+
+
+# ---- metadata ------------------------------------------------------------------------------------------------------
+
+
+def metadata(run: Run, records: Records, name: str) -> str:
+    """The YAML head that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    dataset, task = data_name(run), task_of(run)
+    pipeline = task.pipeline if task else None
+    evaluated = [
+        EvalResult(
+            task_type=pipeline or str(run.config.get("task.kind")),
+            dataset_type=hub_id(run, "data.path") or re.sub(r"[^A-Za-z0-9._-]+", "-", dataset),
+            dataset_name=dataset,
+            dataset_config=run.config.get("data.name"),
+            dataset_split=split,
+            dataset_revision=run.config.get("data.revision"),
+            metric_type=run.metric(metric).hub_name or metric,
+            metric_name=metric,
+            metric_value=round(value, 6),
+        )
+        for split, metric, value in results_of(run, records)
+    ]
+    head = ModelCardData(
+        base_model=base_hub_id(run),
+        datasets=hub_id(run, "data.path"),
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["baretrain"],
+        model_name=name,
+        eval_results=evaluated or None,
+    )
+    return str(head.to_yaml()).rstrip()
+
+
+def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
+    """(split, metric, value) of the evaluation of the exported weights, where further splits are <split>_<metric>."""
+    line = exported_evaluation(run)
+    others = [split.name for split in records.evaluated if split.name != "validation"]
+    triples = []
+    for name, points in scores(run, [line] if line else []).items():
+        split = next((each for each in others if name.startswith(f"{each}_")), "validation")
+        triples.append((split, name.removeprefix(f"{split}_"), points["last"][0]))
+    return triples
+
+
+def exported_evaluation(run: Run) -> Line | None:
+    """The evaluation of the weights that were exported: the best if best.export says so, else the last."""
+    lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
+    known = [line for line in lines if number(line, metric) is not None]
+    if not (run.config.get("best.export") and known):
+        return lines[-1] if lines else None
+    return max(known, key=lambda line: run.metric(metric).sign * line[metric])
+
+
+# ---- names that may be published -----------------------------------------------------------------------------------
+
+
+def hub_id(run: Run, key: str) -> str | None:
+    """The value of a setting if it is an id on the Hub; None if it is a path. A folder of that name goes first."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    value = str(run.config.get(key) or "")
+    is_data = key == "data.path"
+    if not value or (is_data and run.config.get("data.format") not in ("hub", "auto")) or Path(value).exists():
+        return None
+    try:
+        validate_repo_id(value)
+    except HFValidationError:
+        return None
+    return value
+
+
+def base_hub_id(run: Run) -> str | None:
+    return hub_id(run, "model.pretrained") or hub_id(run, "model.init_from")
+
+
+def last_part(path: object) -> str:
+    return re.split(r"[/\\]", str(path).rstrip("/\\"))[-1]
+
+
+def data_name(run: Run) -> str:
+    return hub_id(run, "data.path") or last_part(run.config.get("data.path") or "unknown")
+
+
+def base_name(run: Run) -> str | None:
+    """The Hub id of the weights that training began with, or the last part of their path; None for random weights."""
+    location = run.config.get("model.pretrained") or run.config.get("model.init_from")
+    return None if location is None else base_hub_id(run) or last_part(location)
+
+
+# ---- sections ------------------------------------------------------------------------------------------------------
+
+
+def about(run: Run, records: Records) -> str:
+    task, summary, base = task_of(run), run.summary, base_name(run)
+    names = [text(label) for label in records.labels]
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
+    pretrains = task is not None and task.settings.learns_from is ShardsConfig
+    model = f"Its training continued from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
+    model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
+    sentence = task.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
+    return f"{sentence}\n{model}{parameters}."
+
+
+def results(run: Run, records: Records) -> Iterator[str]:
+    """Yield the best and the last value of each metric, and the tables of the best evaluation."""
+    line = exported_evaluation(run)
+    if line is None:
+        yield "The run was not evaluated."
+        return
+    rows = [["Validation", "best", "last"]]
+    for name, points in scores(run, run.evaluations).items():
+        values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
+        rows.append([name.replace("_", " "), *values])
+    yield table(rows)
+    yield f"The weights here are those of step {line['step']:,}."
+    of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
+    tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
+    if records.step is not None and tables:
+        yield f"The best evaluation, at step {records.step:,}:"
+    for caption, rows in tables:
+        yield from (caption, table(rows))
+
+
+def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
+    known, task = {**run.config, **run.environment}, task_of(run)
+    yield "Epochs", count(number(run.train[-1], "epoch") if run.train else None)
+    yield from ((label, figures[label]) for label in TRAINED)
+    for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
+        value = known.get(key)
+        if value not in (None, False, 0, []):
+            yield label, f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- markdown ------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table whose header is the first row; empty without rows."""
+    lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
+
+
+def text(value: object) -> str:
+    """The value with all marks of Markdown escaped: names and labels are the user's."""
+    escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
+    return escaped.replace("&", "&amp;")

@@ -1,0 +1,342 @@
+"""What is measured on every rank while a run trains, and the lines that rank 0 makes of it. Numbers that live on the
+device are read back only every `log_every` steps, so that measuring does not stop the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from train.config import Plan, TrainConfig
+from train.observe.journal import Journal, RunConsole
+from train.observe.monitor import HardwareSample, Monitor
+from train.observe.profile import HostTimer, Profiler
+from train.observe.stragglers import Stragglers
+from train.observe.trackers import open_trackers
+from train.parallel.backend import peak_device_bytes
+from train.system.memory import own_peak_bytes
+from train.system.processes import age_s
+from train.system.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from train.checkpoints.manifest import Progress
+    from train.checkpoints.saver import Saved
+    from train.data.batches.loader import Batch
+    from train.parallel.backends import Backend
+    from train.parallel.engines import Engine
+
+logger = logging.getLogger("train")
+COMPILED_STEPS = 2  # in which all graphs of a step occur
+
+
+@dataclass
+class Window:
+    """Sums since the last line. They are saved with a checkpoint: a resumed run writes the same lines."""
+
+    steps: int = 0
+    count: float = 0.0  # labels of this rank; of all ranks once they are added up for a line
+    tokens: float = 0.0  # likewise tokens, without padding
+    slots: float = 0.0  # tokens of all ranks, padding included
+    flops: float = 0.0  # of the model's arithmetic, all ranks; 0: unknown
+    wait_s: float = 0.0  # that this rank waited for data
+    work_s: float = 0.0  # that this rank waited for data or was in forward passes, without waiting for other ranks
+    busy_s: float = 0.0  # in steps, data included; without evaluation, saving and compiling
+    compile_s: float = 0.0  # in steps
+
+
+@dataclass
+class Recorder:
+    """Measures on all ranks and writes on rank 0. It is used as a context."""
+
+    cfg: TrainConfig
+    plan: Plan
+    folder: RunFolder
+    backend: Backend
+    engine: Engine
+    flops_per_example: Callable[[int], float | None]  # by the example's number of tokens, padding included
+    progress: Progress
+    monitor: Monitor
+    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # takes the lines; see `train.loop.run`
+    window: Window = field(default_factory=Window)
+    own_tokens: float = 0.0  # of this rank, in this attempt
+    all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
+    total_flops: float = 0.0  # of all ranks
+    train_s: float = 0.0
+    passes_s: float = 0.0  # of all ranks in forward and backward passes; without the first line, which warms up
+    spans_s: float = 0.0  # likewise, from the first pass of a step to the last one; 0: there are no stages
+    steps_done: int = 0  # in this attempt
+    steps_of: Counter[int] = field(default_factory=Counter)  # the same, by the length of their batches
+    last_length: int = 0
+    is_first_evaluation: bool = True
+    skipped: int = 0  # steps of this process whose gradient was not finite
+    skips_in_a_row: int = 0  # as of the last line
+
+    def __post_init__(self) -> None:
+        self.world = self.backend.world
+        self.share = self.engine.data_size / self.world.size  # ranks that see the same rows count them once
+        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # of this process, before the attempt
+        hosts = self.world.all_gather_object(platform.node())
+        stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
+        self.stragglers = Stragglers(hosts, stages)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether something may still be compiled for batches of the last length."""
+        return self.is_new(self.last_length)
+
+    def is_new(self, seq_len: int) -> bool:
+        return self.steps_of[seq_len] < COMPILED_STEPS
+
+    def __enter__(self) -> Recorder:
+        step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
+        self.journal: Journal | None = None
+        if is_first_rank:
+            is_measurement = self.on_line is not None or cfg.collect_graphs
+            to = [] if is_measurement else open_trackers(cfg, self.folder)
+            self.journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to)
+        self.profiler: Profiler | HostTimer | None = None
+        if is_first_rank:
+            self.profiler = Profiler(cfg, self.folder, self.backend) if cfg.profile else HostTimer(self.backend)
+        self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
+        if self.on_line is not None:
+            self.on_line(self, "start", {})
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        for text in self.monitor.alarms():  # of this machine alone: the other ranks may be gone
+            self.alarm(text)
+        if error is not None:
+            self.fault(f"{type(error).__name__}: {error}")
+        self.console.bar.close()
+        if self.journal is not None:
+            self.journal.close(error)
+        if self.profiler is not None:  # last: after a fault of the device it may fail as well
+            self.profiler.close()
+
+    def begin_step(self) -> None:
+        if self.profiler is not None:
+            self.profiler.begin_step()
+        self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
+
+    def data_ready(self) -> None:
+        wait_s = time.perf_counter() - self.began_s
+        self.window.wait_s += wait_s
+        self.window.work_s += wait_s
+
+    def waited(self, wait_s: float) -> None:
+        """Count a wait for data outside of a step: for the first batches, which no step has drawn ahead."""
+        self.window.wait_s += wait_s
+        self.window.work_s += wait_s
+        self._busy(wait_s)
+
+    def _busy(self, busy_s: float) -> None:
+        self.window.busy_s += busy_s
+        self.train_s += busy_s
+        self.progress.productive_s += busy_s
+
+    def end_step(
+        self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
+    ) -> None:
+        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens. Every `log_every` steps, and
+        when `reads`, read the device, add up over the ranks, and write a line. Raises FloatingPointError, on all ranks
+        alike, if loss or gradient are no longer finite although the last step was not skipped.
+        """
+        step = self.progress.step
+        self._count(micro_batches, seq_len)
+        must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
+        if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
+            fields, works_s, num_alarms = self._add_up()
+            loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
+            skipped, self.skips_in_a_row = (0, 0) if self.cfg.collect_graphs else self.backend.skips.counts()
+        self.console.bar.update()
+        compile_s = self.backend.graphs().compile_s - self.compiled_s
+        self.window.compile_s += compile_s
+        self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
+        if self.profiler is not None and (told := self.profiler.end_step()):
+            self.alarm(told)
+        for text in self.backend.notices():
+            self.alarm(text)
+        if is_due:
+            stragglers = self.stragglers.see(works_s)
+            self._write_train({**fields, "lr": lr, "grad_norm": norm}, num_alarms)
+            self.window = Window()
+            for text in stragglers:
+                self.alarm(text)
+            new, self.skipped = skipped - self.skipped, skipped
+            self.progress.skipped += new
+            if new:
+                self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
+            elif not (self.skips_in_a_row or self.cfg.collect_graphs or all(map(math.isfinite, (loss, norm)))):
+                raise FloatingPointError(
+                    f"the loss is {loss}, the gradient's norm {norm} at step {step}: a new run_dir with a lower "
+                    "optim.lr, or fp32, may help"
+                )
+
+    def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
+        window, examples = self.window, self.plan.global_batch_size
+        tokens = self.share * sum(batch["tokens"] for batch in micro_batches)
+        flops = examples * (self.flops_per_example(seq_len) or 0.0)
+        window.steps += 1
+        window.count += self.share * sum(batch["count"] for batch in micro_batches)
+        window.tokens += tokens
+        window.slots += examples * seq_len
+        window.flops += flops
+        self.own_tokens += tokens
+        self.total_flops += flops
+        self.steps_done += 1
+        self.steps_of[seq_len] += 1
+        self.last_length = seq_len
+
+    def _add_up(self) -> tuple[dict[str, float], list[float], float]:
+        """Add up the window over the ranks; waits for the device. Returns fields of the line, the seconds of work of
+        each rank, and the number of alarms of all machines.
+        """
+        window, world = self.window, self.world
+        passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
+        local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
+        window.work_s += passes_s
+        works_s = [window.work_s if rank == world.rank else 0.0 for rank in range(world.size)]
+        counts = [window.count, window.tokens, self.own_tokens]
+        sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
+        loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
+        window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to a little less
+        if self.steps_done > window.steps:
+            self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
+        sample = HardwareSample.from_values(others[world.size :])
+        fields = {"loss": loss_sum / (window.count or 1.0), "data_wait_s": wait_s, **bubble_share(passes_s, span_s)}
+        fields |= sample.fields(peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision))
+        return fields, others[: world.size], sample.num_alarms
+
+    def _write_train(self, fields: dict[str, float], num_alarms: float) -> None:
+        window = self.window
+        line = {
+            "step": self.progress.step,
+            **fields,
+            "tokens_per_s": window.tokens / window.busy_s,
+            "step_s": window.busy_s / window.steps,
+            "steps": window.steps,
+            "train_s": self.train_s,
+            "tokens": round(self.all_tokens),
+            "examples": self.progress.examples,
+            "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
+            "goodput": self.goodput(),
+            **self.stragglers.fields,
+        }
+        if (mfu := self.mfu(window.flops / window.busy_s)) is not None:
+            line["mfu"] = mfu
+        if self.backend.scaler.is_enabled():
+            line["loss_scale"] = self.backend.scaler.get_scale()
+        if window.tokens < window.slots:
+            line["padding_share"] = 1 - window.tokens / window.slots
+        if window.compile_s:
+            line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
+        self.write("train", line, lambda: self.console.train(line))
+        if num_alarms:  # the same number on all ranks, so all of them gather
+            for alarms in self.world.gather(self.monitor.alarms()):
+                for text in alarms:
+                    self.alarm(text)
+
+    def mfu(self, flops_per_s: float) -> float | None:
+        """The share of the devices' peak that the model's own arithmetic uses; None if either is unknown."""
+        peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
+        return flops_per_s / (peak * self.world.size) if peak and flops_per_s else None
+
+    def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
+        self.is_first_evaluation = False
+        line = {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s}
+        self.write("eval", line, lambda: self.console.evaluation(step, metrics, eval_s))
+        for text in self.backend.notices():
+            self.alarm(text)
+
+    def saved(self, saved: Saved) -> None:
+        if saved.failure is not None:
+            self.alarm(f"checkpoint of step {saved.step}: {saved.failure}")
+        if saved.num_bytes:
+            times = {"save_s": saved.save_s, "stall_s": saved.stall_s}
+            self.write("checkpoint", {"step": saved.step, "bytes": saved.num_bytes, **times})
+
+    def fault(self, reason: str, **values: float | None) -> None:
+        self.write("fault", {"step": self.progress.step, "reason": reason, **values})
+
+    def alarm(self, text: str) -> None:
+        self.fault(text)  # first, since the lines of the steps before come with it
+        logger.warning(f"step {self.progress.step}: {text}")
+
+    def go_back(self, progress: Progress) -> None:
+        """Continue from the earlier step of `progress`."""
+        self.progress, self.window, self.skips_in_a_row = progress, Window(), 0
+        self.console.bar.n = progress.step
+
+    def goodput(self) -> float:
+        """The share of all seconds since the run began, pauses between attempts included, that was spent in steps that
+        were not lost.
+        """
+        return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
+
+    def summary(self, reason: str, facts: dict[str, Any]) -> None:
+        """Write the last line of this attempt. Unknown figures are null."""
+        tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
+        self.write(
+            "summary",
+            {
+                "step": self.progress.step,
+                "steps_total": self.plan.total_steps,
+                "reason": reason,
+                "train_s": self.train_s,
+                "compile_s": graphs.compile_s,
+                "graphs": graphs.compiled,
+                "executions": graphs.executed,
+                "tokens": tokens,
+                "tokens_per_s": tokens / self.train_s if self.train_s else None,
+                "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
+                "cost_usd": None,  # unless it is known, as in any line
+                "goodput": self.goodput(),
+                "productive_s": self.progress.productive_s,
+                "skipped_steps": self.progress.skipped,
+                "rollbacks": self.progress.rollbacks,
+                "world_size": self.world.size,
+                "backend": self.backend.name,
+                "device": self.backend.device_name,
+                "precision": self.backend.precision,
+                "peak_device_bytes": peak_device_bytes(),
+                "peak_host_bytes": own_peak_bytes(),
+                "peak_bytes_of_ranks": self.world.gather(peak_device_bytes() or own_peak_bytes()),
+                **bubble_share(self.passes_s, self.spans_s),
+                **({"bubble_share_ideal": self.cfg.parallel.bubble} if self.spans_s else {}),
+                **facts,
+            },
+        )
+
+    def cost_usd(self) -> float | None:
+        """The price of the machines for all attempts so far, without the pauses between them; None if it is unknown,
+        and on ranks other than 0.
+        """
+        price, journal = self.cfg.instance.usd_per_hour, self.journal
+        if price is None or journal is None:
+            return None
+        attempt_s = self.before_s + self.folder.attempt_s()
+        return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
+
+    def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
+        """Write a line on rank 0, and call `then` on every rank, perhaps a little later; see Journal.write."""
+        if self.journal is not None and self.on_line is None:
+            cost_usd = self.cost_usd()
+            self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then)
+            return
+        if self.on_line is not None:
+            self.on_line(self, kind, values)
+        then()
+
+
+def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
+    """The share of a pipeline's spans in which ranks waited for other stages; nothing without stages."""
+    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)} if spans_s else {}

@@ -1,0 +1,206 @@
+"""Readings of one machine's hardware while a run trains: utilisation, memory, FLOP/s and errors.
+
+    neuron   neuron-monitor, see `train.observe.monitor_neuron`; not run on hardware
+    nvidia   NVML
+    cpu      no device; of the host, as with the others, psutil
+
+A thread of one process per machine reads about once a second, which costs the training nothing. Values without a source
+are left out. If a source is missing or breaks, this is reported once, the host is still read, and training continues.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import psutil
+import pynvml
+
+from train.observe import monitor_neuron
+from train.observe.monitor_neuron import Notes, Reading, Totals
+
+logger = logging.getLogger("train")
+
+DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
+NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
+OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # means; the others are the latest values
+CLOSE_S = 8.0  # more than a source needs to end
+
+Source = Callable[[threading.Event], Iterator[Reading]]  # a reading about every second until the event is set
+
+
+@dataclass(frozen=True)
+class HardwareSample:
+    """The readings since the last sample. The sample of all machines is the sum of theirs, value by value."""
+
+    totals: Totals = field(default_factory=dict)
+    num_alarms: float = 0.0
+
+    def values(self) -> list[float]:
+        """The sample as numbers, always the same count of them, for a sum over the ranks."""
+        return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [self.num_alarms]
+
+    @classmethod
+    def from_values(cls, values: Sequence[float]) -> HardwareSample:
+        pairs = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(NAMES)}
+        return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
+
+    def fields(self, *, peak_flops_per_s: float | None) -> dict[str, float]:
+        """Fields of the train line: means per device or machine, and the new errors of all. `hardware_mfu` is what a
+        device reports to have computed, as a share of its peak; the `mfu` of a line is what the model needs.
+        """
+        known = {name: total / num for name, (total, num) in self.totals.items() if name != "device_errors"}
+        flops = known.pop("device_flops_per_s", None)
+        if flops is not None and peak_flops_per_s is not None:
+            known["hardware_mfu"] = flops / peak_flops_per_s
+        if "device_errors" in self.totals:
+            known["device_errors"] = self.totals["device_errors"][0]
+        return known
+
+
+class Monitor:
+    """A thread that reads a source and the host, and the sums of its readings. Without a source, as on all ranks of a
+    machine but the first, it reads nothing. Monitors are contexts; nothing in them blocks or raises.
+    """
+
+    def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
+        self.source, self.period_s = source, period_s
+        self.stop, self.lock = threading.Event(), threading.Lock()
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of OVER_TIME, since the last sample
+        self.latest: Totals = {}
+        self.num_errors: float | None = None  # since the last sample; None: nothing counts them
+        self.waiting: Counter[str] = Counter()  # alarms
+        self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
+
+    def __enter__(self) -> Monitor:
+        if self.source is not None:
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        if self.source is not None:
+            self.thread.join(CLOSE_S)
+
+    def watch(self) -> None:
+        psutil.cpu_percent()  # its next value is the mean since this call
+        try:
+            for reading in self.source(self.stop) if self.source is not None else ():
+                self.add(reading)
+                self.add(host_reading())
+        except Exception as error:  # a run must not fail for a reading
+            logger.warning(f"monitor: {type(error).__name__}: {error}; the devices are not read, training continues")
+        with self.lock:
+            self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
+            self.num_errors = self.num_errors or None
+        while not self.stop.wait(self.period_s):
+            self.add(host_reading())
+
+    def add(self, reading: Reading) -> None:
+        with self.lock:
+            for name, (total, num) in reading.totals.items():
+                pair = (float(total), float(num))  # an integer that is too large ends the source, not the run
+                if name in OVER_TIME:
+                    self.series[name].append(pair)
+                else:
+                    self.latest[name] = pair
+            if reading.errors is not None:
+                self.num_errors = (self.num_errors or 0.0) + float(sum(reading.errors.values()))
+                self.waiting.update(reading.errors)
+            self.waiting.update(dict.fromkeys(reading.warnings, 0))
+
+    def read(self) -> HardwareSample:
+        """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
+        with self.lock:
+            totals = dict(self.latest)
+            for name, pairs in self.series.items():
+                totals[name] = (fmean(total for total, _ in pairs), fmean(num for _, num in pairs))
+            if self.num_errors is not None:
+                totals["device_errors"] = (self.num_errors, 1.0)
+                self.num_errors = 0.0
+            self.series.clear()
+            return HardwareSample(totals, float(len(self.waiting)))
+
+    def alarms(self) -> list[str]:
+        """The alarms since the last call, one line each."""
+        with self.lock:
+            alarms, self.waiting = self.waiting, Counter()
+        return [f"{platform.node()}: {what}" + (f": {count}" if count else "") for what, count in alarms.items()]
+
+
+def open_monitor(
+    kind: str, *, num_devices: int, is_first_on_machine: bool, run_tag: str | None = None, period_s: float = 1.0
+) -> Monitor:
+    """A monitor of this machine on its first rank, else one that reads nothing. `run_tag`: the NEURON_PROCESS_TAG of
+    the run's processes.
+    """
+    sources: dict[str, Source] = {
+        "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),
+        "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
+        "cpu": lambda _stop: iter(()),
+    }
+    return Monitor(sources[kind] if is_first_on_machine else None, period_s=period_s)
+
+
+# ---- sources -------------------------------------------------------------------------------------------------------
+
+
+def host_reading() -> Reading:
+    memory = psutil.virtual_memory()
+    used = {"cpu_utilisation": psutil.cpu_percent() / 100, "host_memory_bytes": float(memory.total - memory.available)}
+    return Reading({name: (value, 1.0) for name, value in used.items()})
+
+
+def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
+    """Yield readings of the first GPUs that CUDA shows, by NVML, which counts no FLOPs."""
+    pynvml.nvmlInit()
+    note = Notes()
+    errors_before: dict[int, int] = {}  # uncorrected memory errors, by GPU
+    hot: set[int] = set()
+
+    def ask(call: Callable[..., Any], *arguments: Any) -> Any:
+        """NVML's answer; None if the device or the driver has none, which is reported once."""
+        try:
+            return call(*arguments)
+        except pynvml.NVMLError as error:
+            note(call.__name__, f"NVML: {call.__name__}: {error}; left out")
+            return None
+
+    heat = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    try:
+        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in cuda_uuids()[:num_devices]]
+        while not stop.wait(period_s):
+            reading, shares, held = Reading(), [], []
+            for index, gpu in enumerate(gpus):
+                if (rates := ask(pynvml.nvmlDeviceGetUtilizationRates, gpu)) is not None:
+                    shares.append(rates.gpu / 100)
+                if (memory := ask(pynvml.nvmlDeviceGetMemoryInfo, gpu)) is not None:
+                    held.append(float(memory.used))
+                if (count := ask(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *uncorrected)) is not None:
+                    reading.add({f"GPU {index}: uncorrected memory errors": count - errors_before.get(index, count)})
+                    errors_before[index] = count
+                reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
+                if reasons & heat and index not in hot:  # reported once, since it may come and go
+                    hot.add(index)
+                    reading.warnings += (f"GPU {index}: slowed down by its temperature",)
+            for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
+                if values:
+                    reading.totals[name] = (sum(values), len(values))
+            yield reading
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def cuda_uuids() -> list[str]:
+    """NVML's names of the devices that CUDA shows this process, in CUDA's order."""
+    import torch  # late: most kinds of monitor need none
+
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]

@@ -1,0 +1,123 @@
+"""`profile=true`: PyTorch's trace of some steps of rank 0, and its table of them by kernel. Tracing slows the steps it
+sees: shares are to be read, not seconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import tempfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.config import TrainConfig
+from train.system.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from train.parallel.backends import Backend
+
+logger = logging.getLogger("train")
+FIRST, STEPS = 10, 5  # steps of the attempt before those that are traced, which compile and fill caches; steps traced
+MOST_ROWS = 30  # of the table
+
+
+class Profiler:
+    """The trace of some steps of an attempt. Only rank 0 has one."""
+
+    def __init__(self, cfg: TrainConfig, folder: RunFolder, backend: Backend) -> None:
+        self.cfg, self.folder, self.backend = cfg, folder, backend
+        self.steps = 0
+        self.tracing: Any = None
+
+    def begin_step(self) -> None:
+        """Call it before a step's batches are drawn."""
+        if self.steps == FIRST:
+            self.backend.copy_to_host([], [])  # waits for the device
+            self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            self.tracing = self.backend.tracer(Path(self.scratch.name) / "device")
+            self.tracing.start()
+
+    def end_step(self) -> str:
+        """Call it after a step. Returns the text of a fault line: none."""
+        self.steps += 1
+        if self.tracing is not None and self.steps == FIRST + STEPS:
+            self.backend.copy_to_host([], [])
+            self.tracing.stop()
+            with self.scratch as scratch:
+                self.write(Path(scratch))
+            self.tracing = None
+        return ""
+
+    def close(self) -> None:
+        if self.tracing is not None:
+            self.tracing.stop()
+            self.scratch.cleanup()
+        if self.steps < FIRST + STEPS:
+            last = FIRST + STEPS
+            logger.warning("profile=true traces steps %d to %d of an attempt; it had %d", FIRST + 1, last, self.steps)
+
+    def write(self, scratch: Path) -> None:
+        """Write table, trace and what the device's tools left in `scratch` into the run folder."""
+        backend, folder = self.backend, self.folder.folder
+        rows = self.tracing.key_averages()
+        has_device = any(row.self_device_time_total > 0 for row in rows)
+        sort_by = "self_device_time_total" if has_device else "self_cpu_time_total"
+        table = rows.table(sort_by=sort_by, row_limit=MOST_ROWS, max_name_column_width=60).strip()
+        title = f"{backend.name} on {backend.device_name}, {backend.precision}: {STEPS} steps, traced"
+        for file in (scratch / "device").rglob("*"):
+            if file.is_file():
+                folder.write(f"profile/{file.relative_to(scratch)}", file.read_bytes())
+        self.tracing.export_chrome_trace(str(scratch / "trace.json"))
+        folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
+        folder.write("profile/table.txt", f"{title}\n\n{table}\n{backend.profile_text()}".encode())
+        logger.info("profile: %s/profile/table.txt; the trace beside it opens in ui.perfetto.dev", self.cfg.run_dir)
+
+
+class HostTimer:
+    """Times the operators that the device lacks, in the first step after they were seen. Rank 0 of a run without
+    `profile=true` has one.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.timed = backend, backend.lacking
+        self.tracing: Any = None
+
+    def begin_step(self) -> None:
+        if self.backend.lacking != self.timed:
+            self.timed = self.backend.lacking
+            self.tracing = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.tracing.start()
+
+    def end_step(self) -> str:
+        """Return what they took, if the step was traced and had any, in words for a fault line."""
+        if self.tracing is None:
+            return ""
+        self.close()
+        taken_s = on_host_s(self.tracing.events(), self.timed)
+        self.tracing = None
+        if not taken_s:  # they are those of an evaluation
+            return ""
+        names = ", ".join(sorted(self.timed))
+        return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"
+
+    def close(self) -> None:
+        if self.tracing is not None:
+            self.tracing.stop()
+
+
+def on_host_s(events: Iterable[Any], lacking: Collection[str]) -> float:
+    """The seconds of those events that are operators which the device lacks."""
+    names = {name.partition(".")[0] for name in lacking}  # without the overload, as a trace has them
+    return covered_s(each for each in events if each.key in names)
+
+
+def covered_s(events: Iterable[Any]) -> float:
+    """The seconds in which at least one of the events ran."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted((each.time_range.start, each.time_range.end) for each in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e6

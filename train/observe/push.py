@@ -1,0 +1,225 @@
+"""Pushing a run to the Hugging Face Hub, in one commit: the exported model with its tokenizer and card, TensorBoard's
+files, the best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name
+private paths. The token (HF_TOKEN, or that of `hf auth login`) is written to no file and no message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
+from train.observe import card
+from train.observe.lines import read_lines
+from train.system import machine
+from train.system.folders import LocalFolder, is_s3, local_path, make_folder
+from train.system.launched import launched
+from train.system.run_folder import RunFolder
+from train.system.schema import is_inside, is_path
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+logger = logging.getLogger("train")
+ASK_S, SEND_S = 10.0, 600.0  # longest silence of the Hub: in a query, in a part of an upload
+NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
+CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # what the card reads
+
+
+# ---- before and after a run ----------------------------------------------------------------------------------------
+
+
+def check_push(cfg: TrainConfig) -> None:
+    """Check on rank 0 that the Hub will accept the run at its end; InputError if not. A run that has begun is only
+    warned: its end may be days ahead, and it can be pushed later.
+    """
+    to = cfg.hub.push_to
+    if to is None or launched().rank != 0:
+        return
+    check_name("hub.push_to=", to)
+    try:
+        open_hub(to, private=cfg.hub.private)
+    except (InputError, Unreachable) as error:
+        later = command(cfg.run_dir, to, cfg.s3, private=cfg.hub.private)
+        has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
+        check(has_begun, f"{error}; or leave hub.push_to out and push later with {later}")
+        logger.warning("%s; the run starts, and pushes at its end", error)
+
+
+def push(folder: RunFolder, to: str, *, private: bool) -> str:
+    """Push a complete run; returns the address. Failure, with the command for another try, if the Hub does not accept
+    it.
+    """
+    try:
+        return send(gathered(folder.path, name_of(folder)), to, private=private)
+    except (InputError, Unreachable) as error:
+        again = command(folder.location, to, folder.s3, private=private)
+        raise Failure(f"{error}; the run is whole, push it again with {again}") from None
+
+
+def command(location: str, to: str, s3: S3Config, *, private: bool) -> str:
+    """The command line that pushes a run later."""
+    arguments = ["python", "-m", "train.hub", location, "--to", to, *([] if private else ["--public"])]
+    return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
+
+
+def name_of(folder: RunFolder) -> str:
+    return folder.location.rstrip("/").rpartition("/")[2] or "run"
+
+
+# ---- what is pushed ------------------------------------------------------------------------------------------------
+
+
+def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
+    """All that is pushed: names on the Hub, with a path or the content. InputError if the run has no exported model."""
+    export = run / "export"
+    check(
+        (export / "config.json").is_file() and any(export.glob("*.safetensors")),
+        f"{run} has no exported model: the run has not ended, or had export=false; see python -m train.checkpoints",
+    )
+    files: dict[str, Path | bytes] = {
+        path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if is_to_push(path, run)
+    }
+    events = run / "tensorboard"
+    for path in sorted(path for path in events.glob("events.out.tfevents.*") if is_inside(path, events)):
+        parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host stays private
+        files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
+    if is_to_push(run / "evaluation.json", run):
+        files["evaluation.json"] = run / "evaluation.json"
+    numbers = (  # without texts, which may name hosts and paths
+        {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
+        for line in read_lines(LocalFolder(run))
+        if line["kind"] in NUMBERS_OF
+    )
+    files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers).encode()
+    readme = export / card.NAME
+    files[card.NAME] = readme.read_bytes() if is_to_push(readme, run) else card.card(run, name).encode()
+    return files
+
+
+def is_to_push(path: Path, run: Path) -> bool:
+    """Whether a file is pushed. Hidden ones are not: they are half written, or those of other tools. Nor are links that
+    lead out of the run: a run folder from elsewhere may have one to a private file of this machine.
+    """
+    return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
+
+
+@contextmanager
+def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
+    """Yield a run folder on this machine; for one in S3, a copy of what is pushed, without TensorBoard's files."""
+    check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; name a run_dir")
+    if not folder.is_remote:
+        yield folder.path
+        return
+    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    with tempfile.TemporaryDirectory(prefix="hub-", dir=cache, ignore_cleanup_errors=True) as scratch:
+        for name in (*folder.folder.names("export/"), *(folder.folder.names_here() & set(CARD_FILES))):
+            path = Path(scratch) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.folder.download(name, path)
+        if folder.tensorboard.is_dir():
+            (Path(scratch) / "tensorboard").symlink_to(folder.tensorboard.resolve())
+        yield Path(scratch)
+
+
+# ---- the Hub -------------------------------------------------------------------------------------------------------
+
+
+def check_name(key: str, to: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(to if "/" in to else "/")
+    except HFValidationError as error:
+        raise InputError(
+            f"{key}{to} must be user/name, as jane/tweets-bert: letters, digits, '-', '_' and '.'"
+        ) from error
+
+
+def open_hub(to: str, *, private: bool) -> HfApi:
+    """The Hub, once it is checked that the token may write to a repository of that name, and that this is as private as
+    it should be. InputError if not, or if HF_HUB_OFFLINE is set; Unreachable if the Hub does not answer.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with asking(f"nothing can be pushed to {to}", ASK_S):
+        token = get_token()
+        check(
+            token is not None,
+            f"there is no token of the Hugging Face Hub to push to {to}: run hf auth login, or set HF_TOKEN",
+        )
+        api = HfApi(token=token)
+        who = api.whoami()
+        names = [who.get("name"), *(each.get("name") for each in who.get("orgs") or ())]
+        user = to.partition("/")[0]
+        check(user in names, f"the Hub's token is that of {names[0]}, who is neither {user} nor a member of it: {to}")
+        role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
+        check(role != "read", f"the Hub's token may only read, not write to {to}; make one that may write")
+        try:
+            is_private = bool(api.model_info(to).private)
+        except RepositoryNotFoundError:
+            return api
+        there, wanted = ("private" if each else "public" for each in (is_private, private))
+        check(
+            there == wanted,
+            f"{to} is {there} on the Hub, the run should be {wanted}: choose another name, change it there, or set "
+            f"hub.private={str(is_private).lower()} (--{there})",
+        )
+        return api
+
+
+def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
+    """Push all files in one commit to a model repository, which is made if there is none; returns its address."""
+    from huggingface_hub import CommitOperationAdd
+
+    api = open_hub(to, private=private)
+    readme = files[card.NAME]
+    assert isinstance(readme, bytes)
+    files = {**files, card.NAME: readme.replace(card.HERE.encode(), to.encode())}
+    with asking(f"not pushed to {to}", SEND_S):
+        url = api.create_repo(to, private=private, exist_ok=True)
+        operations = [
+            CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
+            for name, content in files.items()
+        ]
+        api.create_commit(to, operations, commit_message="Model, card and curves of a training run")
+        return str(url)
+
+
+@contextmanager
+def asking(what: str, silence_s: float) -> Iterator[None]:
+    """Turn errors of the Hub into one line without the token.
+
+    The Hub may be silent for `silence_s`; huggingface_hub itself retries. The error has no cause: a traceback would
+    print it, and some errors of httpx quote the head of the request, with the token.
+    """
+    from huggingface_hub import get_session, get_token
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    session = get_session()
+    before, session.timeout = session.timeout, silence_s
+    try:
+        yield
+    except (InputError, Failure):
+        raise
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:  # an upload may raise any of these
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        text, token = f"{type(cause).__name__}: {cause}", get_token() or "\0"
+        text = " ".join(text.replace(token, "(token)").replace(repr(token)[1:-1], "(token)").split())
+        if status == 401:
+            raise InputError(f"{what}: the Hub does not know the token; run hf auth login, or fix HF_TOKEN") from None
+        if status == 403:
+            raise InputError(f"{what}: the Hub's token has no permission ({text})") from None
+        kind = InputError if isinstance(cause, OfflineModeIsEnabled) else Unreachable
+        raise kind(f"{what}: the Hub cannot be reached ({text})") from None
+    finally:
+        session.timeout = before

@@ -1,0 +1,183 @@
+"""Runs beside the first one, the baseline: ratios, whether they did the same work, and whether equally well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from train.config.checks import LARGEST_FLOAT
+from train.observe.report.run import Run, divergence
+from train.observe.report.texts import as_text, count, factor, percent, printable, shortened
+
+SAME_EXAMPLES = 0.01  # share by which as many sequences may differ: a batch does not divide every epoch
+WORK = ("task.", "model.", "optim.", "seed")  # settings that decide what is learnt
+BATCH = ("global_batch_size", "steps")  # what runs at another batch cannot have in common
+MACHINE = ("device", "instance", "world_size")
+
+
+def ratio(run: Run, baseline: Run, key: str) -> float | None:
+    """How many times the baseline's figure a run has; None if either is unknown, or cannot have been measured."""
+    value, base = run.summary[key] or 0.0, baseline.summary[key] or 0.0
+    return value / base if 0 < value < LARGEST_FLOAT and 1 / LARGEST_FLOAT < base < LARGEST_FLOAT else None
+
+
+def times(run: Run, baseline: Run, key: str) -> str:
+    """The ratio in words; empty for the baseline itself and where there is none."""
+    value = None if run is baseline else ratio(run, baseline, key)
+    return "" if value is None else f"{factor(value)} times"
+
+
+def quality(run: Run, baseline: Run, tolerance: float) -> str:
+    """Whether the last validation score equals the baseline's, by its best.metric or by the loss, within a share of it.
+
+    Runs that were validated on different data are never called equal.
+    """
+    there, here = baseline.summary["scores"], run.summary["scores"]
+    wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
+    name = next((name for name in wanted if name in there and name in here), None)
+    if name is None:
+        return "quality unknown (no evaluation of both)"
+    value, base = here[name]["last"][0], there[name]["last"][0]
+    both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
+    metric = run.metric(name)
+    both = f"{metric.title} {both}"
+    if value is None or base is None:
+        return f"quality: no number ({both})"
+    if validated_on(run) != validated_on(baseline):
+        return f"quality not comparable ({both}, on different data)"
+    apart = abs(value - base) / (abs(base) or abs(value) or 1.0)
+    if apart <= tolerance:
+        how_far = f"{percent(apart)} apart" if apart else "the same"
+        return f"equal quality ({metric.title} {how_far}, tolerance {percent(tolerance)})"
+    which = "other" if not metric.sign else "better" if metric.sign * (value - base) > 0 else "worse"
+    return f"unequal quality ({both}, {percent(apart)} {which}, tolerance {percent(tolerance)})"
+
+
+# ---- the same work on the same machine -----------------------------------------------------------------------------
+
+
+def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
+    """What makes the work of a run another one than the baseline's: "key: value there, value here"."""
+    both = (baseline, run)
+    settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
+    result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))
+    there, here = (each.summary["examples"] for each in both)
+    if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
+        result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
+    for key in ("seq_len", "lengths"):
+        if all(each.summary[key] for each in both):  # old runs do not record them, and do not differ by that
+            result += summaries_differ(run, baseline, (key,))
+    return result + (summaries_differ(run, baseline, BATCH) if same_batch else [])
+
+
+def validated_on(run: Run) -> dict[str, Any]:
+    return {"data": run.summary["data"], "eval_examples": run.config.get("eval_examples")}
+
+
+def summaries_differ(run: Run, baseline: Run, keys: Sequence[str]) -> list[str]:
+    return differing(*({key: each.summary[key] for key in keys} for each in (baseline, run)))
+
+
+def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """ "key: value there, value here" for each key whose values differ."""
+    texts = []
+    for key in there | here:
+        if there.get(key) != here.get(key):
+            values = ["unknown" if each.get(key) is None else shortened(as_text(each[key])) for each in (there, here)]
+            texts.append(printable("{}: {} there, {} here".format(key, *values)))
+    return texts
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
+    """The run with the largest batch of each variant, the baseline's first; empty if all have the same batch. Runs are
+    of one variant if backend, split over ranks and machine are the same.
+    """
+
+    def variant(run: Run) -> str:
+        settings = {key: value for key, value in run.config.items() if key.startswith(("backend.", "parallel."))}
+        known = {key: run.summary[key] for key in (*MACHINE, "backend", "precision")}
+        return json.dumps([settings, known], sort_keys=True, default=str)
+
+    def batches(run: Run) -> tuple[float, float]:
+        return run.summary["micro_batch_size"] or 0.0, run.summary["global_batch_size"] or 0.0
+
+    largest: dict[str, Run] = {}
+    for run in runs:
+        key = variant(run)
+        if key not in largest or batches(run) > batches(largest[key]):
+            largest[key] = run
+    return list(largest.values()) if len({*map(batches, largest.values())}) > 1 else []
+
+
+# ---- what the report says ------------------------------------------------------------------------------------------
+
+
+def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run, bool]]:
+    """Each run with the first at the same batch (True), and each variant with it at its own largest batch (False)."""
+    same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
+    largest = at_largest_batch(runs)
+    known = [(run, same[0], True) for run in same[1:]]
+    for run in largest[1:]:
+        if not (run in same and largest[0] in same):  # that is among them
+            known.append((run, largest[0], False))
+    # Without either, they are runs of one variant that differ in batch.
+    return known or [(run, runs[0], True) for run in runs[1:]]
+
+
+def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
+    return [sentence(run, baseline, tolerance, same_batch=same) for run, baseline, same in pairs(runs)]
+
+
+def is_same_work(runs: Sequence[Run]) -> bool:
+    """True if no sentence says of a run that its work is another one, nor could of any run beside the first."""
+    known = [*pairs(runs), *((run, runs[0], False) for run in runs[1:])]
+    return not any(work_differences(run, baseline, same_batch=same) for run, baseline, same in known)
+
+
+def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
+    """How many times the throughput, in which share of the time, and whether it is the same result of the same work."""
+    speed = ratio(run, baseline, "tokens_per_s")
+    does = f"{factor(speed)} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
+    parts = [f"{run.label} does {does} of {baseline.label}{time_text(run, baseline)}"]
+    if not same_batch:
+        here, there = (count(each.summary["global_batch_size"]) for each in (run, baseline))
+        parts[0] += f", each at its own largest batch ({here} against {there})"
+    parts.append(quality(run, baseline, tolerance))
+    for what, differences in (
+        ("not the same work", work_differences(run, baseline, same_batch=same_batch)),
+        ("not the same machine", summaries_differ(run, baseline, MACHINE)),
+    ):
+        if differences:
+            more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
+            parts.append(f"{what} ({'; '.join(differences[:2])}{more})")
+    return ", ".join(parts)
+
+
+def time_text(run: Run, baseline: Run) -> str:
+    """How many times the baseline's billable time, and the same without compiling; empty if it is unknown."""
+    whole, without = (ratio(run, baseline, key) for key in ("wall_s", "wall_without_compile_s"))
+    if whole is None:
+        return ""
+    compiles = any(each.summary["compile_s"] for each in (run, baseline))
+    aside = f" ({factor(without)} without compiling)" if compiles and without is not None else ""
+    return f" in {factor(whole)} times the billable time{aside}"
+
+
+def warnings(runs: Sequence[Run]) -> Iterator[str]:
+    """What a reader must know of runs before they are compared."""
+    for run in runs:
+        known = run.summary
+        if lost := divergence(run):
+            yield f"{run.label} diverged: {lost}"
+        if known["reason"] not in ("done", "early_stop"):
+            of = "" if known["steps_total"] is None else f" of {count(known['steps_total'])}"
+            state = "has failed" if run.outcome.get("outcome") == "failed" else "has not ended"
+            yield f"{run.label} {state}: step {known['steps']:,.0f}{of}"
+        if known["attempts"] > 1:
+            yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
+        if known["cost_usd"] is not None and known["cost_partial"]:
+            yield f"{run.label}: the cost is a lower bound, not every attempt recorded its own to the end"

@@ -1,0 +1,208 @@
+"""Labelled data and best evaluation of a run, both optional: data.json, evaluation.json, and tables of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from train.config import InputError
+from train.observe.report.texts import count, score, share
+from train.system.folders import Folder
+from train.system.schema import BadContent, of_type, record
+
+FIRST = ("train", "validation")  # of the splits; then the others by name
+SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
+ROWS = (  # of the table of splits
+    ("Rows of the data", "examples"),
+    ("Rows for the model", "rows"),
+    ("Used by this run", "used_rows"),
+    ("Bad rows, left out", "bad_rows"),
+    ("Left out by data.label_map", "left_out"),
+)
+Numbers = dict[str, float]
+Table = list[list[str]]  # the first row is the header
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """A prepared split, as training or evaluation uses it. None is unknown."""
+
+    name: str
+    rows: int | None = None  # for the model: windows, for question answering
+    used_rows: int | None = None  # number of them that this run uses
+    examples: int | None = None  # rows of the data from which they are made
+    bad_rows: int = 0  # left out
+    left_out: int = 0  # by data.label_map
+    bad_examples: list[str] = field(default_factory=list)  # some bad rows: file, line and reason
+    label_counts: Numbers = field(default_factory=dict)
+    length_histogram: dict[str, list[float]] = field(default_factory=dict)
+    padding_share: float | None = None  # of all tokens
+    notes: Numbers = field(default_factory=dict)  # truncated, cut questions, ...
+
+    def __post_init__(self) -> None:
+        if len(self.up_to) != len(self.counts):
+            raise BadContent(f"length_histogram has {len(self.counts)} counts up to {len(self.up_to)} lengths")
+
+    @property
+    def up_to(self) -> list[float]:
+        """Bins of the lengths: counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens."""
+        return self.length_histogram.get("up_to", [])
+
+    @property
+    def counts(self) -> list[float]:
+        return self.length_histogram.get("counts", [])
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation of a split."""
+
+    name: str
+    metrics: Numbers = field(default_factory=dict)  # and further numbers, such as the threshold that belongs to them
+    labels: list[str] = field(default_factory=list)
+    per_class: dict[str, Numbers] = field(default_factory=dict)  # of each label: precision, recall, f1, support
+    confusion: list[list[float]] = field(default_factory=list)  # [true, predicted] examples
+
+    def __post_init__(self) -> None:
+        is_square = all(len(row) == len(self.confusion) for row in self.confusion)
+        if not is_square or len(self.confusion) not in (0, len(self.labels)):
+            raise BadContent(f"the confusion of {len(self.labels)} labels is no square")
+
+
+@dataclass(frozen=True)
+class Records:
+    labels: list[str] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)  # that batches are padded to, in tokens
+    splits: list[SplitFacts] = field(default_factory=list)
+    step: int | None = None  # of the evaluation
+    evaluated: list[Evaluated] = field(default_factory=list)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_mapping(
+    folder: Folder, name: str, parse: Callable[[bytes], Any], convert: Callable[[Any], Any] = dict
+) -> dict[str, Any]:
+    """The mapping in a file, converted; empty if there is no such file. InputError if it is damaged."""
+    try:
+        value = parse(folder.read(name))
+        if not isinstance(value, dict):
+            raise BadContent(f"expected a mapping, found {type(value).__name__}")
+        converted: dict[str, Any] = convert({str(key): item for key, item in value.items()})
+        return converted
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{folder.location}/{name} is damaged: {error}") from error
+
+
+def read_records(folder: Folder) -> Records | None:
+    """data.json and evaluation.json of a run folder; None if it has neither. InputError, one line, for damaged ones."""
+    data = read_mapping(folder, "data.json", parse, partial(fields_of, DATA, "splits", SplitFacts))
+    evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated))
+    return Records(**data | evaluation) if data or evaluation else None
+
+
+def parse(content: bytes) -> Any:
+    """The JSON of a file. What is unknown is left out: null, and NaN, of a run that diverged."""
+
+    def drop_unknown(table: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in table.items() if value is not None}
+
+    def finite(text: str) -> float | None:
+        return float(text) if math.isfinite(float(text)) else None
+
+    return json.loads(content, object_hook=drop_unknown, parse_float=finite, parse_constant=finite)
+
+
+DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float]}
+EVALUATION: dict[str, Any] = {"step": int | None}
+
+
+def fields_of(
+    hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
+) -> dict[str, Any]:
+    """Fields of Records: under `name` the splits, as `kind`; training and validation first, the others by name. What
+    `kind` lacks is dropped.
+    """
+    result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
+    splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
+    result[name], known = [], {item.name for item in fields(kind)}
+    for split in sorted(splits, key=lambda each: (FIRST.index(each) if each in FIRST else len(FIRST), each)):
+        values = {key: value for key, value in splits[split].items() if key in known}
+        if kind is Evaluated:
+            metrics = of_type(dict[str, Any], values.get("metrics", {}), f"splits.{split}.metrics")
+            others = {key: value for key, value in splits[split].items() if type(value) in (int, float)}
+            values["metrics"] = metrics | others
+        result[name].append(record(kind, values | {"name": split}, f"splits.{split}"))
+    return result
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def with_header(corner: str, columns: Iterable[str], rows: Table) -> Table:
+    header = [corner, *columns]
+    return [header, *rows] if rows and len(header) > 1 else []
+
+
+def splits_table(records: Records) -> Table:
+    """A column for each split: its rows, what was left out or cut, its share of padding."""
+    splits = records.splits
+    rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
+    for note in {note: None for split in splits for note in split.notes}:
+        rows.append([note.replace("_", " ").capitalize(), *(count(split.notes.get(note)) for split in splits)])
+    rows.append(["Padding, of all tokens", *(share(split.padding_share) for split in splits)])
+    return with_header("", (split.name for split in splits), rows)
+
+
+def labels_table(records: Records) -> Table:
+    """A row for each label: the number and share of the rows of each split that have it."""
+    columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
+    rows = []
+    for label in label_names(records):
+        shares = ((counts.get(label, 0), sum(counts.values()) or 1) for counts in columns.values())
+        rows.append([label, *(f"{count(value)} ({share(value / total)})" for value, total in shares)])
+    return with_header("Label", columns, rows)
+
+
+def label_names(records: Records) -> list[str]:
+    """Labels in the order of their numbers; those that occur only in the counts come last."""
+    counted = [label for split in records.splits for label in split.label_counts]
+    return list(dict.fromkeys([*records.labels, *counted]))
+
+
+def metrics_table(records: Records) -> Table:
+    """A row for each metric of the best evaluation, a column for each split."""
+    columns = {split.name: split.metrics for split in records.evaluated}
+    names = {name: None for metrics in columns.values() for name in metrics}
+    rows = [[name.replace("_", " "), *(score(each.get(name)) for each in columns.values())] for name in names]
+    return with_header("", columns, rows)
+
+
+def classes_table(evaluated: Evaluated) -> Table:
+    """A row for each label: precision, recall, F1 and the number of examples that have it."""
+    known = [label for label in evaluated.labels if label in evaluated.per_class]
+    rows = []
+    for label in dict.fromkeys([*known, *evaluated.per_class]):
+        scores = evaluated.per_class[label]
+        rows.append([label, *(score(scores.get(name)) for name in SCORES[:-1]), count(scores.get("support"))])
+    return with_header("Label", ("Precision", "Recall", "F1", "Support"), rows)
+
+
+def f1_comparison(runs: Sequence[Records | None], names: Sequence[str]) -> Table:
+    """A row for each split and label, a column for each run: F1 at its best evaluation."""
+    columns = [
+        {(split.name, label): scores.get("f1") for split in run.evaluated for label, scores in split.per_class.items()}
+        if run is not None
+        else {}
+        for run in runs
+    ]
+    keys = {key: None for column in columns for key in column}
+    rows = [[f"{split}: {label}", *(score(column.get((split, label))) for column in columns)] for split, label in keys]
+    return with_header("F1 at the best evaluation", names, rows)

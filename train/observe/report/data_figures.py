@@ -1,0 +1,100 @@
+"""Figures of labelled data and of its best evaluation as PNGs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from train.observe.report.data import Evaluated, Records, label_names
+from train.observe.report.figures import MARK, SMALL, WIDTH, axes_of, look, percent, png_of, style
+from train.observe.report.texts import file_name, printable, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_LABELS, MAX_NUMBERED = 40, 12  # labels that a figure names; labels up to which the heat map has numbers
+
+
+def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (name, title, content) of the PNGs on the data and on the best evaluation."""
+    with style():
+        if any(split.label_counts for split in records.splits):
+            yield "labels_by_split", "Labels", png_of(label_bars(records))
+        if any(sum(split.counts) for split in records.splits):
+            yield "lengths_by_split", "Lengths", png_of(length_steps(records))
+        for evaluated in records.evaluated:
+            if evaluated.confusion:
+                name = file_name("confusion", evaluated.name)
+                yield name, f"Confusion: {evaluated.name}", png_of(heat_map(evaluated))
+
+
+def label_bars(records: Records) -> Figure:
+    """Bars of the share of each label in each split, of the most frequent ones if there are many."""
+    splits = [split for split in records.splits if split.label_counts]
+    totals = {label: sum(split.label_counts.get(label, 0) for split in splits) for label in label_names(records)}
+    frequent = sorted(totals, key=lambda label: -totals[label])[:MAX_LABELS]
+    names = [label for label in totals if label in frequent]
+    title = "Labels" if len(names) == len(totals) else f"The {len(names)} most frequent of {len(totals)} labels"
+    thickness = 0.8 / len(splits)
+    figure, axes = axes_of(title, height=1.4 + max(1.6, 0.16 * len(names) * (len(splits) + 1)))
+    for index, split in enumerate(splits):
+        shares = [split.label_counts.get(label, 0) / (sum(split.label_counts.values()) or 1) for label in names]
+        ys = [row + (index - (len(splits) - 1) / 2) * thickness for row in range(len(names))]
+        bars = axes.barh(ys, shares, thickness * 0.9, color=look(index)["color"], label=f" {shortened(split.name)}")
+        axes.bar_label(bars, [f" {share:.1%}" for share in shares], fontsize=SMALL)
+    axes.set_yticks(range(len(names)), [shortened(label, 20) for label in names])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # space for the figures
+    axes.xaxis.set_major_formatter(percent)
+    axes.set_xlabel("share of the split's rows")
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def length_steps(records: Records) -> Figure:
+    """Histogram of the lengths of each split's rows, with the lengths that batches are padded to."""
+    figure, axes = axes_of("Lengths", xlabel="tokens, special ones included", ylabel="share of the split's rows")
+    for index, split in enumerate(split for split in records.splits if sum(split.counts)):
+        shares = [value / sum(split.counts) for value in split.counts]
+        padding = "" if split.padding_share is None else f", {split.padding_share:.1%} padding"
+        axes.stairs(shares, [0, *split.up_to], lw=1.6, label=f" {shortened(split.name)}{padding}", **look(index))
+    for length in records.lengths:
+        axes.axvline(length, **MARK)
+    axes.plot([], [], **MARK, label=" padded to")
+    ticks = [0, *max((split.up_to for split in records.splits), key=len)]
+    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)  # the bins grow with the lengths
+    axes.set_xticks(ticks[:: math.ceil(len(ticks) / 12)], minor=False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter(percent)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=1)
+    return figure
+
+
+def heat_map(evaluated: Evaluated) -> Figure:
+    """The confusion matrix, coloured by the share of the true label's examples; with their number if they fit."""
+    rows = evaluated.confusion
+    shares = [[value / (sum(row) or 1) for value in row] for row in rows]
+    inch = 0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0  # of a row with its text
+    size = max(WIDTH, 2 + inch * len(rows))
+    title = f"Confusion: {printable(evaluated.name)}"
+    figure, axes = axes_of(title, width=size, height=size - 0.5, xlabel="predicted", ylabel="true")
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.grid(visible=False)
+    if len(rows) <= MAX_LABELS:
+        names = [shortened(label, 16) for label in evaluated.labels]
+        turned = 0 if len(rows) <= 3 else 45 if len(rows) <= MAX_NUMBERED else 90
+        axes.set_xticks(range(len(rows)), names, rotation=turned, ha="center")
+        axes.set_yticks(range(len(rows)), names)
+    if len(rows) <= MAX_NUMBERED:
+        for y, row in enumerate(rows):
+            for x, value in enumerate(row):
+                colour = "#ffffff" if shares[y][x] > 0.5 else "#1b1f24"
+                text = f"{value:,.0f}\n{shares[y][x]:.0%}"
+                axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=SMALL)
+    figure.colorbar(image, format=percent, shrink=0.8)
+    return figure

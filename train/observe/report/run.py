@@ -1,0 +1,287 @@
+"""A run folder as the report reads it: its lines, its attempts, and their summary. No torch here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError, check, flatten
+from train.config.checks import LARGEST
+from train.observe.lines import NAME, first_damage, read_back
+from train.observe.report.data import Records, read_mapping, read_records
+from train.observe.report.lines import Attempt, Faults, Line, Reading, Saves, high, highest, number, numbers, total
+from train.observe.report.texts import printable
+from train.system.folders import Folder, LocalFolder
+from train.system.outcome import read_outcome
+from train.system.schema import read_yaml
+from train.tasks import Metric, metric_of
+
+Summary = dict[str, Any]  # see `summarise`
+logger = logging.getLogger("train")
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    folder: Folder
+    config: dict[str, Any]  # flat: "optim.lr"
+    environment: dict[str, Any]  # flat too
+    attempts: list[Attempt] = field(default_factory=list)  # time and money, redone steps included
+    train: list[Line] = field(default_factory=list)  # without superseded ones, as those of evaluations: for the curves
+    evaluations: list[Line] = field(default_factory=list)
+    summaries: list[Line] = field(default_factory=list)
+    saves: Saves = field(default_factory=Saves)
+    faults: Faults = field(default_factory=Faults)
+    records: Records | None = None  # None: it has no labelled data, and no evaluation of such
+    outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty: it still runs, or was killed
+    label: str = ""  # its name among the runs of a report
+
+    def add(self, lines: Iterable[Line]) -> None:
+        """Add all lines, the newest first."""
+        start_s = number(self.environment, "first_started_unix_s")
+        reading = Reading(lambda known: {step for each in scores(self, known).values() for _, step in each.values()})
+        for line in lines:
+            if start_s is not None:
+                line["since_start_s"] = line["time_unix_s"] - start_s
+            waited_s, step_s, steps = (number(line, key) for key in ("data_wait_s", "step_s", "steps"))
+            if waited_s is not None and step_s and steps:
+                line["data_wait_share"] = waited_s / (step_s * steps)
+            reading.add(line)
+        self.attempts, self.train, self.evaluations = reading.attempts(), reading.curve.lines, reading.evaluations[::-1]
+        self.summaries, self.saves, self.faults = reading.summaries, reading.saves, reading.faults
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarise(self)
+
+    def drawn(self, kind: str) -> list[Line]:
+        return self.evaluations if kind == "eval" else self.train
+
+    def metric(self, name: str) -> Metric:
+        """Return what the task declares of a metric, under a name that can be shown."""
+        prefix = "data.more_validation."
+        splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
+        return replace(metric_of(str(self.config.get("task.kind")), name, splits), name=printable(name))
+
+    @property
+    def name(self) -> str:
+        return self.folder.location.rpartition("/")[2]
+
+
+def read_run(folder: Folder | Path) -> Run:
+    """Read a run folder; InputError, one line, if it is none or if a file in it is damaged."""
+    folder = LocalFolder(folder) if isinstance(folder, Path) else folder
+    if isinstance(folder, LocalFolder):
+        check(folder.path.is_dir(), f"{folder.location} is not a folder; name the run_dir of a training run")
+    where, damage = f"{folder.location}/{NAME}", list[str]()
+    lines = read_back(folder, damage=damage)
+    newest = next(lines, None)
+    if newest is None:
+        check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it holds no {NAME}")
+        raise InputError(f"{where} holds no line yet: there is nothing to report")
+    config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
+    environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
+    run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
+    run.add(chain([newest], lines))
+    if damage:
+        logger.warning("%s; damaged lines are left out", first_damage(folder))
+    run.label = printable(run.name)
+    return run
+
+
+def tell_apart(runs: list[Run]) -> None:
+    """Label the runs by their folder names, with as many parent folders as make them different."""
+    paths = [run.folder.location.split("/") for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        for run, parts in zip(runs, paths, strict=True):
+            run.label = printable("/".join(parts[-depth:]))
+        if len({run.label for run in runs}) == len(runs):
+            break
+
+
+# ---- figures of lines ----------------------------------------------------------------------------------------------
+
+
+def last(lines: list[Line], key: str) -> float | None:
+    return next(iter(numbers(lines[::-1], key)), None)
+
+
+def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
+    """The mean of values weighted by seconds: of MFUs, all FLOPs over what the devices could have done meanwhile."""
+    known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
+    return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
+
+
+# ---- summary -------------------------------------------------------------------------------------------------------
+
+NOT_SCORES = re.compile("attempt|step|examples|epoch|unigram_entropy|.*_s")  # the other numbers of an eval line
+MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
+OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interval_s", "suggested_every")
+
+
+def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
+    """(value, step) of the last and the best of every metric; no best where the better direction is not known. The last
+    value is None if it was no finite number.
+    """
+    result: dict[str, dict[str, tuple[Any, int]]] = {}
+    for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
+        reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
+        sign = run.metric(name).sign
+        best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
+        if reached:
+            end = next(line for line in reversed(evaluations) if name in line)
+            result[name] = {**best, "last": (number(end, name), end["step"])}
+    return result
+
+
+def summarise(run: Run) -> Summary:
+    """What the summary table says, as plain values; None is unknown. Times, tokens and peaks are of all attempts."""
+    return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.evaluations)}
+
+
+def setting(run: Run) -> Summary:
+    """What was trained, where and on what: what the configuration left open is as it was on the machines of the run."""
+    config, environment, end = run.config, run.environment, newest_summary(run)
+    model = config.get("model.pretrained") or config.get("model.architecture")
+    shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
+    device = environment.get("device")
+    if isinstance(device, str):
+        device = device.removesuffix(" through XLA")  # the same device with XLA as without
+    versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
+    versions |= {key[9:]: value for key, value in environment.items() if key.startswith("versions.")}
+    guessing = ("unigram_entropy", "neighbour_accuracy")
+    counted = {name: last(run.summaries + run.evaluations, name) for name in guessing}
+    counted = {name: number(environment, name) if value is None else value for name, value in counted.items()}
+    return {
+        "task": config.get("task.kind"),
+        "model": ", ".join([str(model), *shape]) if model else None,
+        "parameters": number(environment, "parameters"),
+        "data": environment.get("identity.data"),
+        "instance": config.get("instance.name"),
+        "device": device,
+        "world_size": number(end, "world_size") or number(environment, "world_size"),
+        "backend": end.get("backend") or environment.get("backend") or config.get("backend.name"),
+        "compile": environment.get("compile") or config.get("backend.compile"),
+        "precision": end.get("precision") or environment.get("precision") or config.get("backend.precision"),
+        "global_batch_size": number(config, "global_batch_size") or number(environment, "plan.global_batch_size"),
+        "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
+        "accumulation": number(environment, "plan.accumulation"),
+        "seq_len": number(environment, "seq_len") or number(config, "seq_len"),
+        "lengths": environment.get("identity.data.lengths"),
+        **counted,
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value) or None,
+    }
+
+
+def speed(run: Run) -> Summary:
+    """How far the run came, how fast, and what it took."""
+    config, environment, end, newest = run.config, run.environment, newest_summary(run), run.train[-1:]
+    train_s, tokens, compile_s, graphs = (
+        total([attempt.figure(key) for attempt in run.attempts]) for key in ("train_s", "tokens", "compile_s", "graphs")
+    )
+    steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
+    batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
+    if batch and examples is not None:  # a run that is stopped writes no line at its last step
+        examples += batch * max(0, steps - run.train[-1]["step"])
+    once = examples if len(run.attempts) == 1 else None  # steps that were redone are not among them
+    without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
+    is_cpu = str(environment.get("device")).startswith("cpu")  # through XLA, too; its memory is the host's
+    of_ranks = end.get("peak_bytes_of_ranks")
+    of_ranks = of_ranks if isinstance(of_ranks, list) else []
+    peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]
+    return {
+        "steps": steps,
+        "steps_total": planned_steps(run),
+        "examples": examples,
+        "tokens": tokens,
+        "train_s": train_s,
+        "tokens_per_s": tokens / train_s if tokens and train_s else None,
+        "sequences_per_s": once / train_s if once and train_s else None,
+        "wall_s": wall_s,
+        "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (compile_s or 0.0)),
+        "compile_s": compile_s,
+        "graphs": graphs,
+        "mfu": mean([(attempt.figure("mfu"), attempt.figure("train_s")) for attempt in run.attempts]),
+        "peak_device_bytes": max(numbers(run.summaries, "peak_device_bytes"), default=None),
+        "monitored_device_bytes": None if is_cpu else highest(run.train, "device_memory_bytes"),
+        "peak_host_bytes": max(numbers(run.summaries, "peak_host_bytes"), default=None),
+        "least_rank_bytes": min(peaks, default=None),
+        "most_rank_bytes": max(peaks, default=None),
+        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # of all until then
+        "cost_partial": without_summary > 0 or any(number(each.last, "cost_usd") is None for each in run.attempts),
+        "train_loss": number(newest[0], "loss") if newest else None,  # null: it was no number
+        "attempts": len(run.attempts),
+        "attempts_without_summary": without_summary,
+        "reason": closing(run).get("reason"),
+    }
+
+
+def reliability(run: Run) -> Summary:
+    """What faults and saves cost. An attempt that was killed leaves no count of its skipped steps and rollbacks."""
+    saves, faults, end, planned = run.saves, run.faults, newest_summary(run), planned_steps(run)
+    of_end = {key: number(end, key) for key in OF_SUMMARY}
+    if planned and of_end["suggested_every"]:  # a short run needs but the save at its end
+        of_end["suggested_every"] = min(planned, of_end["suggested_every"])
+    return {
+        "goodput": last([attempt.newest for attempt in run.attempts], "goodput"),
+        "faults_survived": faults.survived,
+        "steps_lost": faults.steps_lost,
+        "recover_s": faults.recover_s,
+        "stall_s": saves.mean("stall_s"),
+        "checkpoint_bytes": saves.bytes,
+        "checkpoint_every": number(run.config, "checkpoint.every"),
+        "checkpoints": saves.number,
+        "save_s": saves.total("save_s"),
+        "alarms": faults.number,
+        **{key: number(closing(run), key) for key in ("skipped_steps", "rollbacks")},
+        **of_end,
+    }
+
+
+def last_finite(run: Run) -> Line | None:
+    """Return the last train line with a finite loss if the newest has none, empty if no line has; None for a run that
+    did not diverge.
+    """
+    if not run.train or "loss" not in run.train[-1] or number(run.train[-1], "loss") is not None:
+        return None
+    return next((line for line in reversed(run.train) if number(line, "loss") is not None), {})
+
+
+def divergence(run: Run) -> str:
+    """Return since when a run that diverged has no finite loss, and a cure; empty for any other run."""
+    line = last_finite(run)
+    if line is None:
+        return ""
+    since = f"after step {high(line, 'step'):,.0f}" if line else "at any step"
+    return f"no finite loss {since}: try a lower optim.lr, and look at the weights and the data"
+
+
+def planned_steps(run: Run) -> float | None:
+    known = (newest_summary(run), "steps_total"), (run.environment, "plan.total_steps"), (run.config, "max_steps")
+    return next((steps for line, key in known if (steps := number(line, key))), None)
+
+
+def newest_summary(run: Run) -> Line:
+    """The newest summary of any attempt; empty if there is none."""
+    return run.summaries[-1] if run.summaries else {}
+
+
+def closing(run: Run) -> Line:
+    """The summary of the last attempt; empty if it is still running, or was killed."""
+    return run.attempts[-1].last if run.attempts[-1].last["kind"] == "summary" else {}
+
+
+def billable_s(run: Run) -> float | None:
+    """Seconds from the first start of a run to its last line, pauses between attempts included."""
+    wall_s = number(closing(run), "wall_s")
+    if wall_s is None:
+        wall_s = number(run.attempts[-1].last, "since_start_s")
+    return wall_s if wall_s is not None and wall_s > 0 else None

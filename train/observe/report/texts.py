@@ -1,0 +1,80 @@
+"""Values of run folders as the report writes them: None is "unknown", and nothing breaks a terminal or a page."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from train.config.checks import LARGEST
+from train.system.folders import sha256_bytes
+
+LONG = 1e6  # a ratio above it is written with an exponent
+
+
+def printable(text: object) -> str:
+    """The text without what a terminal, a figure or UTF-8 cannot show: control and direction marks, lone surrogates."""
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in plain)
+
+
+def shortened(text: str, length: int = 40) -> str:
+    """The text, or its beginning and end if it is too long."""
+    text, half = printable(text), length // 2
+    return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"
+
+
+def as_text(value: object) -> str:
+    return printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+
+
+def file_name(prefix: str, name: str) -> str:
+    """The name of a figure's file: the same in every report. A hash tells names apart that no file can have."""
+    plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
+    hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
+    return f"{prefix}_{plain}{hashed}"
+
+
+def plural(count: float, one: str, many: str = "") -> str:
+    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def count(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,.0f}" if value == round(value) and abs(value) < LARGEST else f"{value:,.4g}"
+
+
+def share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
+
+
+def score(value: float | None) -> str:
+    return count(value) if value is None or isinstance(value, int) else f"{value:.4f}"
+
+
+def figure(value: float | None) -> str:
+    return "no number" if value is None else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
+
+
+def at_step(value: float | None, step: int) -> str:
+    return f"{'no number' if value is None else f'{value:,.4f}'} at step {step:,}"
+
+
+def duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+
+
+def factor(value: float) -> str:
+    return f"{value:.2f}" if value < LONG else f"{value:.3g}"
+
+
+def percent(part: float) -> str:
+    if 0 < part < 1e-4:
+        return "less than 0.01%"
+    return f"{100 * part:.2g}%" if part < 0.995 else f"{100 * part:{'.0f' if part <= LONG else '.3g'}}%"

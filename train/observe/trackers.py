@@ -1,0 +1,264 @@
+"""MLflow and Weights & Biases: rank 0 sends them the lines that it writes to metrics.jsonl.
+
+Each tracker has a thread, which begins at the first line: it imports the library, connects and sends. Training only
+puts lines into its queue. A tracker that fails costs one warning; what it has not got is sent with the next line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from train.config import TelemetryConfig, TrainConfig, check, flat
+from train.system.run_folder import RunFolder
+
+logger = logging.getLogger("train")
+MOST_LINES = 1000  # that wait to be sent
+END_WAIT_S = 15.0  # for all trackers together
+END_TRIES, RETRY_S = 3, 0.5  # at the end, when no line follows
+unended: list[Tracker] = []  # of this process; at its exit the hooks of their libraries may wait without a limit
+TAG = "baretrain.run_id"
+NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
+IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure of each kind that is always there
+MOST_PARAMS, MOST_CHARS = 100, 500  # that MLflow takes at once, and that every version of it takes of a value
+PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
+ENVIRONMENT = {  # unless they are set: a silent server holds the thread for seconds, and nothing is printed or reported
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """The figures of a line of metrics.jsonl, by names such as train/loss."""
+
+    kind: str
+    step: int
+    time_unix_s: float
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told of a run."""
+
+    mlflow_uri: str | None  # of the settings
+    id: str  # 32 hexadecimal digits, the same in all attempts
+    name: str
+    folder: Path  # on this machine
+    settings: dict[str, Any]
+
+
+class Client(Protocol):
+    """A connection, made by calling its class with a Run. Whatever fails raises."""
+
+    def send(self, line: Line) -> None: ...
+
+    def end(self, status: str) -> None:
+        """Record how the attempt ended: FINISHED, FAILED or KILLED."""
+
+
+class MLflow:
+    """The run of an experiment that has the run's id as a tag, made unless it is there."""
+
+    def __init__(self, run: Run) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self.client = client = MlflowClient(run.mlflow_uri)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        known = client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else client.create_experiment(name)
+        found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
+        mine = found[0] if found else client.create_run(experiment, tags={TAG: run.id}, run_name=run.name)
+        self.id = mine.info.run_id
+        client.update_run(self.id, status="RUNNING")
+        settings = {mlflow_key(key): str(value)[:MOST_CHARS] for key, value in run.settings.items()}
+        params = [Param(key, value) for key, value in settings.items() if key not in mine.data.params]
+        for start in range(0, len(params), MOST_PARAMS):
+            client.log_batch(self.id, params=params[start : start + MOST_PARAMS], synchronous=True)
+        histories = {kind: client.get_metric_history(self.id, key) for kind, key in IN_EVERY_LINE.items() if found}
+        self.sent = {kind: max((each.step for each in known), default=-1) for kind, known in histories.items()}
+
+    def send(self, line: Line) -> None:
+        from mlflow.entities import Metric
+
+        if line.step > self.sent.get(line.kind, -1):  # else an earlier attempt has sent it
+            time_ms = round(1000 * line.time_unix_s)
+            metrics = [Metric(mlflow_key(key), value, time_ms, line.step) for key, value in line.figures.items()]
+            self.client.log_batch(self.id, metrics=metrics, synchronous=True)
+
+    def end(self, status: str) -> None:
+        self.client.set_terminated(self.id, status)
+
+
+def mlflow_key(name: str) -> str:
+    return re.sub(r"[^\w.\- /]", "_", name)
+
+
+class WandB:
+    """The run whose id is the run's. Of steps that the server has, Weights & Biases itself keeps the first figures."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("no key of Weights & Biases: set WANDB_API_KEY, or call wandb login")
+        settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S)
+        self.run = wandb.init(
+            id=run.id,
+            resume="allow",
+            reinit="create_new",
+            name=run.name,
+            dir=str(run.folder),
+            config=run.settings,
+            allow_val_change=True,
+            settings=settings,
+        )
+
+    def send(self, line: Line) -> None:
+        self.run.log(line.figures, step=line.step)
+
+    def end(self, status: str) -> None:
+        self.run.finish(exit_code=0 if status == "FINISHED" else 1)
+
+
+CLIENTS: dict[str, Callable[[Run], Client]] = {"mlflow": MLflow, "wandb": WandB}
+
+
+@dataclass
+class Tracker:
+    """The thread that sends lines to one tracker."""
+
+    name: str
+    connect: Callable[[], Client]
+    lines: queue.Queue[Line | None] = field(default_factory=lambda: queue.Queue(MOST_LINES))
+    unsent: deque[Line] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
+    status: str | None = None  # how the attempt has ended
+    has_warned: bool = False
+    has_ended: bool = False  # in order
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
+        self.client: Client | None = None
+
+    def add(self, line: Line) -> None:
+        """Send a line, at some time. Never waits."""
+        if self.thread.ident is None:
+            self.thread.start()
+        try:
+            self.lines.put_nowait(line)
+        except queue.Full:
+            self._warn(f"{MOST_LINES} lines wait to be sent; more are dropped")
+
+    def end(self, status: str) -> None:
+        """Send what waits, then the status. Never waits; `thread` ends when that is done."""
+        self.status = status
+        with suppress(queue.Full):  # then there is a line that wakes the thread
+            self.lines.put_nowait(None)
+
+    def _work(self) -> None:
+        is_over = False
+        while not is_over:
+            line = self.lines.get()
+            is_over = self.status is not None  # all lines are in the queue by now
+            while True:
+                if line is not None:
+                    self.unsent.append(line)
+                if self.lines.empty():
+                    break
+                line = self.lines.get_nowait()
+            for number in range(END_TRIES if is_over else 1):
+                time.sleep(RETRY_S if number else 0)
+                if self._try_to_send(is_over):
+                    break
+        if self.unsent:
+            logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
+
+    def _try_to_send(self, is_over: bool) -> bool:
+        """Send what waits, and how the attempt ended. Returns whether all is sent; the rest waits for the next try."""
+        try:
+            if self.client is None:
+                self.client = self.connect()
+            while self.unsent:
+                self.client.send(self.unsent[0])
+                self.unsent.popleft()
+            if is_over and self.status is not None:
+                self.client.end(self.status)
+                self.has_ended = True
+        except Exception as error:  # of any kind: it is the library's, and training goes on
+            self._warn(f"{type(error).__name__}: {error}"[:300])
+            return False
+        return True
+
+    def _warn(self, text: str) -> None:
+        """Say what failed, in one line without credentials, the first time."""
+        if not self.has_warned:
+            self.has_warned = True
+            text = re.sub(r"//[^/@\s]*@", "//", " ".join(text.split()))
+            logger.warning("tracker %s: %s; the run goes on", self.name, text)
+
+    def wait(self, until_s: float) -> None:
+        """Wait for the thread's end until this time of the monotonic clock."""
+        self.thread.join(max(0.0, until_s - time.monotonic()))
+        if self.thread.is_alive():
+            self._warn("it does not answer; its last lines and how the run ended may be missing there")
+
+
+def check_trackers(cfg: TelemetryConfig) -> None:
+    """InputError if a tracker's package, or the address of its server, is missing."""
+    for name in cfg.trackers:
+        check(
+            importlib.util.find_spec(name) is not None,
+            f"telemetry.trackers names {name}, whose package is not installed here: pip install {PACKAGES[name]}",
+        )
+    check(
+        "mlflow" not in cfg.trackers or bool(cfg.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")),
+        "telemetry.trackers names mlflow, whose server is not known: set telemetry.mlflow_uri or MLFLOW_TRACKING_URI",
+    )
+
+
+def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
+    """The trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
+    if cfg.telemetry.trackers:
+        os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    name = folder.location.rstrip("/").rpartition("/")[2]
+    run = Run(cfg.telemetry.mlflow_uri, folder.run_id, name, folder.path, flat(cfg))
+    return [Tracker(name, partial(CLIENTS[name], run)) for name in cfg.telemetry.trackers]
+
+
+def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
+    """Send a line of metrics.jsonl. Figures that are no finite number are left out."""
+    kind = line["kind"]
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in NO_CURVES}
+    figures = {f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}
+    for tracker in trackers:
+        tracker.add(Line(kind, line["step"], line["time_unix_s"], figures))
+
+
+def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
+    """End those that got a line, and wait for them a little."""
+    begun = [tracker for tracker in trackers if tracker.thread.ident is not None]
+    for tracker in begun:
+        tracker.end(status)
+    until_s = time.monotonic() + END_WAIT_S
+    for tracker in begun if waits else ():
+        tracker.wait(until_s)
+    unended.extend(tracker for tracker in begun if not tracker.has_ended)

@@ -1,0 +1,103 @@
+"""The device that a run trains on, and how a backend is chosen.
+
+Ranks exchange values in two ways: gradients by the device's own collectives (`GradSync`), and a few plain numbers
+between the hosts (`train.parallel.ranks.World`), so that no decision of the loop waits for a device.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from train.config import BackendConfig, InstanceConfig, S3Config, check
+from train.parallel.auto_compile import Workload
+from train.parallel.backend import Backend, State
+from train.parallel.grad_sync import GradSync
+from train.system import machine
+from train.system.launched import launched
+
+__all__ = ["Backend", "GradSync", "State", "Workload", "compiles_each_length", "is_cuda", "open_backend"]
+logger = logging.getLogger("train")
+
+
+def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
+    """Return the name of the backend that these settings mean on this machine: ddp, xla or neuron."""
+    if cfg.name != "auto":
+        return cfg.name
+    device = instance.device or cfg.device
+    has_neuron = device == "neuron" or (device == "auto" and bool(machine.neuron_devices()))
+    package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
+    kind = machine.instance_type()
+    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # which is for XLA
+    return ("neuron" if is_native else "xla") if has_neuron else "ddp"
+
+
+def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
+    """Return whether these settings mean a CUDA device on this machine, as `open_backend` would choose it."""
+    device = instance.device or cfg.device
+    chosen = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return chosen and name_of(cfg, instance) == "ddp"
+
+
+def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
+    """Return whether each length of a batch is a graph that has to be compiled. No device is opened.
+
+    backend.compile=auto counts the lengths itself, and compiles only where each has enough batches to repay it.
+    """
+    return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
+
+
+def open_backend(
+    cfg: BackendConfig,
+    instance: InstanceConfig,
+    s3: S3Config | None = None,
+    *,
+    collects: bool = False,
+    work: Workload | None = None,
+) -> Backend:
+    """Open the device and join the other ranks. Raises InputError if this machine has no such device.
+
+    `collects`: the run only collects graphs, and the numbers that come back mean nothing; one that cannot be kept is an
+    error. `work`: what backend.compile=auto decides by.
+    """
+    wanted = instance.device
+    check(
+        wanted is None or cfg.device in ("auto", wanted),
+        f"instance={instance.name} has {wanted} devices, but backend.device={cfg.device}; set instance=local",
+    )
+    cfg = replace(cfg, device=wanted or cfg.device)
+    kind = machine.instance_type()
+    if kind.startswith("trn"):
+        check(
+            cfg.device == "cpu" or bool(machine.neuron_devices()),
+            f"this is a {kind} without /dev/neuron0: its driver is not loaded (python -m train.doctor); set "
+            "backend.device=cpu to train on the CPU",
+        )
+        if instance.name == "local":
+            is_known = kind in machine.instance_names()
+            setting = f"instance={kind}" if is_known else f"instance.name={kind} and its figures (docs/trainium.md)"
+            logger.warning("this is a %s: set %s to check the ranks and report MFU and cost", kind, setting)
+    name = name_of(cfg, instance)
+    check(
+        cfg.compile in ("none", "auto") or name != "xla",
+        f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",
+    )
+    # The modules are imported here, so that a run pays for its own backend alone.
+    if name == "xla":
+        from train.parallel import xla_environment
+
+        launch = launched()
+        nodes = launch.world_size // launch.local_world_size
+        xla_environment.ready(cfg, nodes=nodes, collects=collects)
+        from train.parallel.xla import XLA  # only now: torch_xla reads the environment
+
+        return XLA(cfg, collects=collects)
+    if name == "neuron":
+        from train.parallel.neuron import Neuron
+
+        return Neuron(cfg)
+    from train.parallel.ddp import DDP
+
+    return DDP(cfg, s3, collects=collects, work=work)

@@ -1,0 +1,332 @@
+"""PyTorch DDP: gloo between CPUs, NCCL between CUDA devices; a single process, with or without torchrun, as well."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from train.config import BackendConfig, S3Config, check
+from train.config.backend import DEFAULT_TIMEOUT_S
+from train.parallel import auto_compile, guards, nonfinite
+from train.parallel.auto_compile import Workload
+from train.parallel.backend import RANK_STRIDE, Backend, State, Work
+from train.parallel.grad_sync import GradSync
+from train.parallel.graphs import Compilers, Graphs
+from train.parallel.precision import AUTOCAST, norms_of, pick_precision
+from train.parallel.rendezvous import join
+from train.system import caches, machine, rank_setup
+from train.system.console import without_stdout
+from train.system.folders import is_s3, local_path
+
+if TYPE_CHECKING:
+    from train.data.batches.loader import Batch
+    from train.parallel.compiled import TorchCompiler
+
+logger = logging.getLogger("train")
+
+
+class DDP(Backend):
+    """A CPU or a CUDA device. Gradients are reduced by DistributedDataParallel."""
+
+    name = "ddp"
+    adamw = {"fused": True}
+    drops_masks = True  # of batches without padding
+    norms: torch.dtype | None = None  # that norms return; None: as autocast has it
+    skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
+    compiler: TorchCompiler | None = None
+
+    def __init__(
+        self,
+        cfg: BackendConfig,
+        s3: S3Config | None = None,
+        *,
+        collects: bool = False,
+        work: Workload | None = None,
+    ) -> None:
+        super().__init__()
+        world = self.world
+        self.device = pick_device(cfg.device, world.local_rank, world.local_size)
+        is_cuda = self.device.type == "cuda"
+        self.pin_memory = is_cuda
+        self.skips_on_device = is_cuda
+        if is_cuda:
+            self.work, self.span = CudaWork(), CudaWork()
+        self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
+        self.precision = pick_precision(cfg.precision, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.compresses = cfg.grad_compression == "bf16"
+        self.monitor_kind = "nvidia" if is_cuda else "cpu"
+        self.recomputes = cfg.activation_checkpointing
+        self.workload = work or Workload()
+        check(is_cuda or not cfg.cuda_graphs, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
+        chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
+        if cfg.compile not in ("none", "auto") or (chooses and auto_compile.can_compile()):
+            self.compiler = self.open_compiler(cfg, s3 or S3Config(), must_keep=collects)
+        if is_cuda:
+            torch.cuda.set_device(self.device)
+            rank_setup.pin(pci_address(self.device))
+            torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        if world.is_distributed:
+            self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S)
+            answers = world.sum([1.0])[0]
+            if answers != world.size:
+                raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
+        if chooses and not auto_compile.all_can(self.compiler is not None, world):
+            self.compiler = None
+        compiles_on_gpu = is_cuda and self.compiler is not None
+        self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
+        self.drops_masks = self.compiler is None  # else each form of a batch is one more graph
+
+    def join_ranks(self, collectives: str, timeout_s: float) -> None:
+        """Join the other ranks, with these collectives; the watchdog then knows of ranks that compile."""
+        device = f"{self.name} on {self.device.type}, {self.precision}"
+        self.timeout_s = timeout_s
+        store = join(collectives, device, timeout_s=timeout_s)
+        if self.compiler is not None:
+            self.compilers = Compilers(self.compiler.is_busy, store)
+
+    def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
+        caches.place_kernels()
+        if cfg.compile_cache is not None and not is_s3(cfg.compile_cache):
+            caches.unshared_folder(local_path(cfg.compile_cache), "backend.compile_cache")
+        from train.parallel.compiled import KernelCache, TorchCompiler  # late: it imports Inductor
+
+        cxx = os.environ.get("CXX", "g++")
+        check(
+            self.device.type != "cpu" or shutil.which(cxx) is not None,
+            f"backend.compile={cfg.compile} needs a C++ compiler for a CPU, and there is no {cxx} here: apt-get "
+            "install g++, set CXX, or leave backend.compile out",
+        )
+        # The kernels of a GPU name its number.
+        writes = self.world.rank == (0 if self.device.index is None else self.world.local_rank)
+        cache = None
+        if cfg.compile_cache is not None:
+            cache = KernelCache(cfg.compile_cache, s3, may_write=writes, must_write=must_keep)
+        processor = torch.backends.cpu.get_cpu_capability()
+        facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
+        return TorchCompiler(cfg, facts, cache, work=self.workload)
+
+    def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
+        tied = guards.tied_names(model)
+        self.place(model)
+        guards.tie(model, tied)
+        guards.check_tied(model, tied)
+        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
+        if self.norms is not None:
+            model.narrow_norms(self.norms)
+        if self.compiler is not None:
+            widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
+            self.compiler.compile(model, machines=self.world.num_machines, norms=self.norms, widens=widens)
+            self.compiler.expect(lengths)
+            self.compiles = self.compiler.what
+        if self.recomputes:
+            model.recompute_layers(partial(checkpoint, use_reentrant=False))
+
+    def place(self, model: nn.Module) -> None:
+        """Move a model to the device. On a CPU in bf16 it then computes attention by products, as the backward pass of
+        PyTorch's SDPA takes four times as long there (benchmarks/README.md).
+        """
+        from train.models.network import Network  # late: it imports transformers
+
+        model.to(self.device)
+        if self.device.type == "cpu" and self.precision == "bf16" and isinstance(model, Network):
+            model.attend_by_products(torch.bfloat16)
+
+    def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return loss if self.compiler is None else self.compiler.compile_loss(loss)
+
+    def try_graphs(self, micro_batch: Callable[[], object]) -> None:
+        if self.compiler is not None and self.compiler.is_trial:
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                self.compiler.try_first(micro_batch, self.world)
+
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        if not self.world.is_distributed:
+            return GradSync(model, self.device)
+        return DDPSync(model, self.device, self.world.size, accumulation, compresses=self.compresses)
+
+    def all_reduce(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (self.world.size,))
+
+    def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        with without_stdout():  # gloo prints how many ranks each has connected
+            group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s))
+        return group
+
+    def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches if self.compiler is None else self.compiler.budget.watched(batches):
+            inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
+            if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
+                del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention takes none
+            yield {**batch, "inputs": inputs}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, AUTOCAST.get(self.precision), enabled=self.precision in AUTOCAST)
+
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        guards.check_owned(optimizer, parameters)
+
+    def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
+        self.skips.see(norm, overflowed=self._rescale())
+        optimizer.zero_grad(set_to_none=True)
+        if self.compiler is not None:
+            self.compiler.budget.check()
+
+    def _rescale(self) -> Tensor | None:
+        """Adjust the scale of the loss after a step. Returns whether the scale may have made the step overflow: it was
+        above 1 and is halved; [1] on the device. None if losses are not scaled.
+        """
+        if not self.scaler.is_enabled():
+            return None
+        one = torch.ones(1, device=self.device)
+        before = self.scaler.scale(one)  # a product on the device: get_scale() would wait for it
+        self.scaler.update()
+        return (self.scaler.scale(one) < before) & (before > 1)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach().cpu() for tensor in tensors]
+
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)  # all on their way at once, where the buffers are page-locked
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+    def graphs(self) -> Graphs:
+        return Graphs() if self.compiler is None else self.compiler.graphs()
+
+    def close(self) -> None:
+        if self.compiler is not None:
+            self.compiler.close()
+        super().close()
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed + RANK_STRIDE * (self.world.rank + 1))  # all devices
+
+    def rng_state(self) -> State:
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            state[self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
+        return state
+
+    def set_rng_state(self, state: State) -> None:
+        torch.set_rng_state(state["cpu"])
+        if self.device.type != "cpu" and self.device.type in state:
+            torch.get_device_module(self.device).set_rng_state(state[self.device.type], self.device)
+
+
+class DDPSync(GradSync):
+    """Averages of gradients, made by DistributedDataParallel in the last backward pass, and the sum of the count."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, world_size: int, accumulation: int, *, compresses: bool
+    ) -> None:
+        super().__init__(model, device)
+        self.world_size = world_size
+        self.replica = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
+            static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
+        )
+        self.replica.broadcast_buffers = False  # constants (position ids) only; the argument is deprecated from 2.13 on
+        self.module = self.replica
+        if compresses:
+            self.replica.register_comm_hook(None, bf16_compress_hook)
+
+    def begin(self, count: float) -> None:
+        super().begin(count)
+        self.adding = dist.all_reduce(self.count, async_op=True)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else self.replica.no_sync()
+
+    def reduce(self) -> Tensor:
+        self.adding.wait()
+        return self.count / self.world_size  # as the gradients are
+
+
+class CudaWork(Work):
+    """Seconds of this rank's own work, timed by the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        self.events.append(events)
+
+    def take_s(self) -> float:
+        """Seconds since the last call; waits for the end of what they have timed."""
+        if self.events:
+            self.events[-1][1].synchronize()
+        taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
+        self.events.clear()
+        return taken_s
+
+
+def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    check(
+        name != "neuron", "backend=ddp runs on CPUs and CUDA; set backend=xla on trn1, backend=neuron on trn2 and trn3"
+    )
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        check_no_idle_gpu(name)
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    check(count > 0, "backend.device=cuda, but this machine shows no CUDA device; use backend.device=cpu")
+    check(
+        local_world_size <= count,
+        f"{local_world_size} ranks on this machine, which shows {count} CUDA devices; "
+        f"start torchrun with --nproc-per-node={count}",
+    )
+    return torch.device("cuda", local_rank)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Address of a GPU on the PCI bus; None if this torch does not say."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(gpu, "pci_bus_id"):
+        return None
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def check_no_idle_gpu(name: str) -> None:
+    """Before a run chooses the CPU: InputError on a GPU instance of EC2, a warning on other machines with a GPU."""
+    if name == "cpu" and machine.nvidia_gpus():
+        fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch has no CUDA"
+        kind = machine.instance_type()
+        check(
+            not machine.is_ec2(kind),
+            f"this {kind} {fault}; see python -m train.doctor, or set backend.device=cpu to train on the CPU",
+        )
+        logger.warning("this machine %s; training on the CPU", fault)

@@ -1,0 +1,42 @@
+"""How a model and a step are split over ranks: the base of engines, and the table of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from train.config import OptimConfig, ParallelConfig, check_choice
+from train.parallel.engine import Engine, LossFunction, State, Statistics
+
+if TYPE_CHECKING:
+    from train.parallel.backends import Backend
+
+__all__ = ["ENGINES", "Engine", "LossFunction", "State", "Statistics", "build_engine"]
+
+
+def build_engine(
+    cfg: ParallelConfig,
+    optim: OptimConfig,
+    backend: Backend,
+    model: nn.Module,
+    loss: LossFunction,
+    *,
+    accumulation: int,
+    lengths: int = 1,
+) -> Engine:
+    """Return the engine of these settings. `accumulation`: micro batches of a step on each rank; `lengths`: how many
+    shapes batches have.
+    """
+    check_choice("parallel.name", cfg.name, tuple(ENGINES))
+    module: Any = import_module(ENGINES[cfg.name])  # only runs that use an engine import it
+    engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
+    return engine
+
+
+ENGINES = {
+    "data": "train.parallel.data",
+    "fsdp": "train.parallel.fsdp",
+    "pipeline": "train.parallel.pipeline",
+}

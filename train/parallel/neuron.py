@@ -1,0 +1,168 @@
+"""Native PyTorch on Trainium 2 and 3 (TorchNeuron, torch-neuronx 2.13 and newer). Experimental, not run on hardware.
+
+TorchNeuron is a device of torch's own, so this is DDP with device, collectives and autocast named "neuron". It follows
+https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch, SDK 2.33, and the source of a pre-release;
+docs/trainium.md says what is known from where.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from train.config import BackendConfig, NeuronConfig, S3Config, check
+from train.config.backend import NEURON_TIMEOUT_S
+from train.parallel import guards
+from train.parallel.backend import Backend, Work
+from train.parallel.ddp import DDP
+from train.system import machine, rank_setup
+from train.system.caches import place_graphs
+from train.system.launched import launched
+from train.system.versions import read_versions
+
+if TYPE_CHECKING:
+    from train.parallel.compiled import TorchCompiler
+
+DEVICE = "neuron"  # without a number: a process sees its own core only
+COLLECTIVES = "cpu:gloo,neuron:neuron"
+
+
+class Neuron(DDP):
+    """A NeuronCore. Opening the device is its own, everything after that is DDP's."""
+
+    name = "neuron"
+    # On a trn2, with a pre-release, the plain implementation took 1,324 ms a step where this one took 126, and failed
+    # with 814 weights (hokindeng/object-permanence, pwm/).
+    adamw = {"foreach": True}
+    skips_on_device = False  # it counts its steps on the host, which has to know of a skip
+    pin_memory = False
+    drops_masks = False  # each form of a batch is one more graph
+    device_name = "NeuronCore"
+    monitor_kind = "neuron"
+    compresses = False
+    continues_dropout = False
+
+    def __init__(self, cfg: BackendConfig) -> None:
+        Backend.__init__(self)
+        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # checks it
+        check_machine(cfg)
+        launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
+        nodes = launch.world_size // launch.local_world_size
+        os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
+        os.environ.update(place_graphs(os.environ, is_native=True))
+        # It registers the device and its collectives. torch imports it too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+        self.package = importlib.import_module("torch_neuronx")
+        rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
+        self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
+        self.recomputes = cfg.activation_checkpointing
+        if cfg.compile not in ("none", "auto"):
+            self.compiler = self.open_compiler(cfg, S3Config(), must_keep=False)
+        self.device = torch.device(DEVICE)
+        self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)
+        if self.world.is_distributed:
+            self.join_ranks(COLLECTIVES, timeout_s)  # before anything touches the device
+            ones = torch.ones(1, device=self.device)
+            self.all_reduce([ones])
+            guards.check_world(
+                launched=self.world.size,
+                device=dist.get_world_size(),
+                group=dist.get_world_size(),
+                ones=float(ones.cpu()),
+            )
+
+    def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
+        from train.parallel.compiled import TorchCompiler  # late: it imports Dynamo
+
+        return TorchCompiler(cfg, {}, None, compiles_with="neuron")
+
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        super().ready(optimizer, parameters)
+        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # what came before was part of no step
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        super().optimizer_step(optimizer, parameters, norm)
+        wait_for(self.device)  # updates of many weights failed in asynchronous launches
+
+    def fallback_ops(self) -> set[str]:
+        """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
+        listed = getattr(self.package, "get_fallback_ops", None)
+        return set() if listed is None else {str(each) for each in listed()}
+
+    def notices(self) -> list[str]:
+        # Each operator that ran on the CPU is told of once.
+        new = sorted(self.fallback_ops() - self.lacking)
+        self.lacking = self.lacking.union(new)
+        message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
+        return [f"{message}; their tensors are copied to the host and back"] if new else []
+
+    def mesh(self) -> DeviceMesh:
+        # The collectives of FSDP are tried first, with numbers from 1: what is not written is 0.
+        number, size = self.world.rank + 1, self.world.size
+        numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
+        own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
+        dist.all_gather_into_tensor(whole, own)
+        guards.check_collective("all-gather", whole, range(1, size + 1))
+        dist.reduce_scatter_tensor(part, numbers)
+        guards.check_collective("reduce-scatter", part, [number * size])
+        return super().mesh()
+
+    def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        # What a pipeline does with the group is tried first, by its members.
+        group = super().subgroup(ranks)
+        if self.world.rank in ranks and len(ranks) > 1:
+            place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
+            own, taken = torch.tensor([float(numbers[place])]).to(self.device), torch.zeros(1).to(self.device)
+            sends = dist.P2POp(dist.isend, own, ranks[(place + 1) % len(ranks)], group)
+            takes = dist.P2POp(dist.irecv, taken, ranks[place - 1], group)
+            for work in dist.batch_isend_irecv([sends, takes]):
+                work.wait()
+            guards.check_collective("send and receive", taken, [numbers[place - 1]])
+            dist.all_reduce(own, group=group)
+            guards.check_collective("all-reduce of some ranks", own, [sum(numbers)])
+        return group
+
+    def tracer(self, folder: Path) -> torch.profiler.profile:
+        # The runtime's own trace goes to the folder; that of single instructions takes some 5 GB of the device.
+        profiling = importlib.import_module("torch_neuronx.profiling")
+        config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
+        return torch.profiler.profile(activities=activities, experimental_config=config)
+
+
+class WaitedWork(Work):
+    """Seconds of this rank's own work until the device has done it: launches are asynchronous, and events of a beta
+    did not measure.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        wait_for(self.device)
+        with super().timed():
+            yield
+            wait_for(self.device)
+
+
+def wait_for(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize()
+
+
+def check_machine(cfg: BackendConfig) -> None:
+    """Raise InputError if native PyTorch on Neuron cannot run here."""
+    faults = read_versions().native.faults(machine.installed_versions("torch", "torch-neuronx"))
+    check(not faults, f"backend=neuron needs native PyTorch: {'; '.join(faults)}; for PyTorch/XLA set backend=xla")
+    check(bool(machine.neuron_devices()), "no Trainium here: there is no /dev/neuron0; see python -m train.doctor")
+    check(cfg.device in ("auto", "neuron"), f"backend=neuron runs on Neuron devices, not backend.device={cfg.device}")

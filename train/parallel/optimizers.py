@@ -1,0 +1,85 @@
+"""Optimizers, which parameters decay, and learning rates as a function of the step.
+
+An optimizer is a module with a SPEC and its line in OPTIMIZERS. The table is read to compose a configuration, without
+torch: a module imports torch in its functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from train.config import OptimConfig, Plan, check, check_choice
+from train.parallel import adamw, lamb
+from train.parallel.optimizer_spec import OptimizerSpec, load_state, parameter_groups, part_of, set_learning_rate
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = [
+    "build_optimizer",
+    "check_optimizer",
+    "learning_rate",
+    "load_state",
+    "parameter_groups",
+    "part_of",
+    "set_learning_rate",
+]
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw": adamw.SPEC,
+    "lamb": lamb.SPEC,
+}
+# The share of the peak rate after the warm-up: schedule(left, settings), where `left` falls from 1 to 0.
+SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
+    "linear": lambda left, cfg: left,
+    "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
+    "polynomial": lambda left, cfg: left**cfg.power,
+    "constant": lambda left, cfg: 1.0,
+}
+
+
+def check_optimizer(cfg: OptimConfig) -> None:
+    """Raise InputError unless optimizer and schedule are in the tables and the settings are the optimizer's."""
+    check_choice("optim.name", cfg.name, tuple(OPTIMIZERS))
+    check_choice("optim.schedule", cfg.schedule, tuple(SCHEDULES))
+    spec = OPTIMIZERS[cfg.name]
+    check(
+        isinstance(cfg, spec.settings),
+        f"optim.name={cfg.name} does not go with the settings beside it; use optim={cfg.name}",
+    )
+
+
+def build_optimizer(
+    cfg: OptimConfig,
+    parameters: Iterable[nn.Parameter],
+    *,
+    adamw: dict[str, bool] | None = None,
+    head: Iterable[nn.Parameter] = (),
+) -> torch.optim.Optimizer:
+    """The optimizer of `parameters`, in the groups of `parameter_groups`; those in `head` learn at cfg.head_lr.
+
+    `adamw` holds options of torch's implementation, for LAMB too; with `capturable`, all that changes from step to step
+    is on the device, the rate included. The state is float32 and exists from the start: if the first step made it, that
+    step would be another graph than the others.
+    """
+    return OPTIMIZERS[cfg.name].build(cfg, parameter_groups(cfg, parameters, head), adamw or {"fused": True})
+
+
+def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
+    """The rate of optimizer step `step`, counted from 0.
+
+    Warm-up is linear and reaches the peak at its last step. Its first rate is peak / warmup: 0 would waste a step and
+    cost one more compilation on XLA. Then the rate falls to `final_lr_fraction` of the peak, one step after the last.
+
+    With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
+    (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
+    """
+    if step < plan.warmup_steps:
+        return cfg.lr * (step + 1) / plan.warmup_steps
+    begin = 0 if cfg.decay_from_start else plan.warmup_steps
+    left = (plan.total_steps - step) / max(1, plan.total_steps - begin)
+    share = SCHEDULES[cfg.schedule](min(1.0, max(0.0, left)), cfg)
+    return cfg.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)

@@ -1,0 +1,214 @@
+"""Communication between the hosts of all ranks, over gloo: every wait of one rank for another is a method of `World`.
+
+Methods whose names do not begin with `begin` wait for all ranks, and all ranks call them in the same order.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from train.config import Failure, InputError
+from train.system.launched import launched
+from train.system.runtime import pool_beside_training
+
+Result = TypeVar("Result")
+POLL_S = 0.05
+LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
+AGREED = (InputError, Failure, FloatingPointError)  # failures that `agree` raises on all ranks alike
+
+
+def no_wait() -> None:
+    """Do nothing while waiting, where no watchdog is told of it."""
+
+
+class World:
+    """The ranks of a run, as the launcher numbers them."""
+
+    group: dist.ProcessGroup | None = None  # None: the default group, which then speaks gloo for host tensors
+
+    def __init__(self) -> None:
+        launch = launched()
+        self.rank, self.size = launch.rank, launch.world_size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
+        self.is_distributed = launch.is_distributed  # a launcher numbers the ranks, even if there is only one
+
+    @property
+    def num_machines(self) -> int:
+        return -(-self.size // self.local_size)
+
+    def beside(self, group: dist.ProcessGroup | None) -> World:
+        """The same ranks in a group of their own, for a thread of each. None: this rank by itself."""
+        other = copy(self)
+        other.group, other.is_distributed = group, group is not None
+        return other
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Post numbers to be added over all ranks, without waiting. The result waits for the sums."""
+        if not self.is_distributed:
+            return lambda: list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def sums() -> list[float]:
+            work.wait()
+            return [float(value) for value in tensor]
+
+        return sums
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Numbers added over all ranks."""
+        return self.begin_sum(values)()
+
+    def all_gather_object(self, value: Result) -> list[Result]:
+        """Every rank's value in rank order, on all ranks."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Result) -> Result:
+        """The value of rank 0, on all ranks. Those of other ranks are not sent, and rank 0 does not wait for them."""
+        if not self.is_distributed:
+            return value
+        values: list[Any] = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(values, group=self.group)
+        return cast(Result, values[0])
+
+    def gather(self, value: Result) -> list[Result]:
+        """Every rank's value in rank order, on rank 0; an empty list elsewhere.
+
+        Unlike in torch's gather_object no rank receives a number from each other one: bytes grow with the ranks alone.
+        """
+        if not self.is_distributed:
+            return [value]
+        content = bytearray(pickle.dumps(value))
+        longest = torch.tensor([len(content)])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
+        content += bytes(int(longest) - len(content))  # pickle reads to the end of the value only
+        own = torch.frombuffer(content, dtype=torch.uint8)
+        contents = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(own, contents, group=self.group)
+        return [pickle.loads(each.numpy().tobytes()) for each in contents or ()]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a host tensor over all ranks, in place."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def sendrecv(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Send a tensor of the host to another rank, and fill `theirs` with what it sends at the same time."""
+        sending = dist.isend(mine, peer, group=self.group)
+        dist.recv(theirs, peer, group=self.group)
+        assert sending is not None  # as it would be for ranks outside the group
+        sending.wait()
+
+    def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Fill tensors of rank 0, on the host, with those of rank `source`. Only these two call it."""
+        for tensor in tensors:
+            if self.rank == source:
+                dist.send(tensor.detach().cpu(), 0, group=self.group)
+            else:
+                dist.recv(tensor, source, group=self.group)
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def agree(self, action: Callable[[], Result]) -> Result:
+        """Take an action on every rank. Returns this rank's result if all succeed; otherwise all ranks raise the first
+        failure. A failure that is none of AGREED ends its rank alone.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except AGREED as error:
+            failure = error.with_traceback(None)
+        if self.sum([failure is not None])[0]:
+            self.raise_failure(failure)
+        return cast(Result, result)
+
+    def raise_failure(self, failure: Exception | None) -> None:
+        """Raise the first failure of all ranks on all of them; at least one rank passes one."""
+        first = self.broadcast(next(filter(None, self.gather(failure)), None))
+        assert first is not None
+        raise first
+
+    def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
+        """Take an action on every rank. Returns the results of all, in rank order, on rank 0; an empty list elsewhere.
+        If one fails, whatever the failure, its rank raises it, and the others a RuntimeError that names the rank.
+        """
+        result, failure = attempt(action)
+        answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
+        texts = (f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None)
+        text = self.broadcast(next(texts, None))
+        if failure is not None or text is not None:
+            raise failure or RuntimeError(text)
+        return cast(list[Result], [each for each, _ in answers])
+
+    def run_and_broadcast(self, action: Callable[[], Result]) -> Result:
+        """Take an action on rank 0 and return its result on all ranks. A failure is raised as in `run_and_gather`."""
+        result, failure = attempt(action) if self.rank == 0 else (None, None)
+        result, text = self.broadcast((result, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None or text is not None:
+            raise failure or RuntimeError(f"rank 0: {text}")
+        return cast(Result, result)
+
+    def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
+        """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks, which wait
+        with `on_wait` called, even past the timeout of a collective. A failure is raised as in `agree`.
+        """
+        return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
+
+    def run_on_local_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result | None:
+        """The first rank of each machine takes the action, and gets its result; the others wait as in `run_on_rank0`,
+        and get None.
+        """
+        return self._some_do(action, self.local_rank == 0, on_wait)
+
+    def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:
+        if not is_mine:
+            self.wait_until(lambda: True, on_wait)
+            return self.agree(lambda: None)
+        with pool_beside_training("action") as pool:
+            future = pool.submit(action)
+            self.wait_until(future.done, on_wait)
+            return self.agree(future.result)
+
+    def wait_until(self, is_done: Callable[[], bool], on_wait: Callable[[], None] = no_wait) -> None:
+        """Wait until something is done on all ranks; `on_wait` is called while it is not."""
+        while self.sum([not is_done()])[0]:
+            on_wait()
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def stagger_local_ranks(self) -> Iterator[None]:
+        """A few ranks of a machine at a time are inside, so that its memory does not hold a checkpoint for each."""
+        num_turns = -(-self.local_size // LOADING_RANKS)
+        mine = self.local_rank // LOADING_RANKS
+        for _ in range(mine):
+            self.barrier()
+        try:
+            yield
+        finally:
+            for _ in range(num_turns - mine):
+                self.barrier()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.sum([0.0])
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Return the result of an action, or its failure, which the caller raises once the other ranks know of it."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error

@@ -1,0 +1,211 @@
+"""How ranks find one another: in a store, which they poll in Python. While torch itself waits, no signal handler runs
+and nobody learns which rank is missing.
+
+The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those by
+itself. So rank 0 begins a round, under a new number, and every process registers in the newest one. When all ranks
+have, rank 0 writes the roster of the processes that it has read: those join, in a part of the store that is theirs. A
+process that finds its predecessor in that roster waits for the next round. A registration also says on what the rank
+trains: a job whose ranks differ in that is rejected before it begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+import train
+from train.config import Failure, InputError, check
+from train.config.backend import JOIN_TIMEOUT_S
+from train.system.console import without_stdout
+from train.system.launched import Launched, launched
+
+logger = logging.getLogger("train")
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from PyTorch 2.14 on
+REPORT_EVERY_S = 10.0
+POLL_S, CONNECT_S = 0.1, 2.0
+MOST_NAMED = 8  # ranks that are missing
+MOST_TEXT = 100_000  # characters of a value
+ROUNDS = "rounds"  # the number of the newest round
+ROSTER = "roster"
+REJECTION = "rejection"  # of a rank; it holds for all later attempts too, since it ends torchrun for good
+NUM_INFORMED = "num_informed"  # ranks of the machines that know of the rejection
+KEPT: list[dist.Store] = []  # of rank 0: without a client here its server ends, and forgets who was informed
+Result = TypeVar("Result")
+
+
+def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
+    """Wait for the other ranks (see `wait_for_ranks`) and make the default process group with this timeout."""
+    launch, store = launched(), wait_for_ranks(device, join_timeout_s)
+    make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
+    # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
+    connect(make, timeout_s=timeout_s, connect_timeout_s=timeout_s if "neuron" in names else join_timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def connect(
+    make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
+) -> dist.ProcessGroup | None:
+    """Make a process group. A rank that dies once all have arrived is waited for until `connect_timeout_s`."""
+    with without_stdout():  # gloo prints how many ranks each has connected
+        group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
+    if connect_timeout_s < timeout_s:
+        set_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
+def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
+    """Wait until all ranks have arrived. Returns a store that only these processes use. Raises Failure if some do not
+    arrive in time, InputError if one is rejected on its machine, or trains on something else than the others: `device`
+    names backend, device and precision.
+    """
+    here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
+    try:
+        return here.poll(here.arrive)
+    except Absent as absent:
+        raise Failure(f"{absent} did not reach {here.where} within {timeout_s:g} s") from None
+    except dist.DistError as error:
+        raise Failure(f"the ranks cannot join at {here.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+
+
+def announce(reason: str, timeout_s: float) -> None:
+    """Let other machines know that this rank is rejected. Rank 0's, which has the store, stays until all do."""
+    here = Rendezvous(launched(), timeout_s)
+    with suppress(Absent, dist.DistError):  # where the store is out of reach nobody is left who waits
+        here.poll(partial(here.reject, reason))
+
+
+class Absent(Exception):
+    """Ranks that have not arrived."""
+
+
+class Rendezvous:
+    """The store in which ranks wait for one another. torchrun keeps it, or else rank 0."""
+
+    def __init__(self, launch: Launched, timeout_s: float, device: str = "") -> None:
+        self.launch, self.timeout_s, self.device = launch, timeout_s, device
+        self.where = f"{launch.master_addr}:{launch.master_port}"
+        self.process_id = uuid.uuid4().hex
+        self.round = 0  # that this rank has registered in
+        self.store: dist.Store | None = None
+
+    def poll(self, action: Callable[[], Result]) -> Result:
+        """Run an action until it raises no Absent, or the timeout. Rank 0, or machines that miss it, log who is."""
+        began_s, next_report_s = time.monotonic(), REPORT_EVERY_S
+        while True:
+            try:
+                return action()
+            except Absent as absent:
+                waited_s = time.monotonic() - began_s
+                if waited_s >= self.timeout_s:
+                    raise
+                if waited_s >= next_report_s:
+                    next_report_s += REPORT_EVERY_S
+                    is_first = self.launch.rank == 0
+                    if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
+                        text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
+                        logger.log(logging.WARNING if is_first else logging.ERROR, text)  # terminals show all errors
+            time.sleep(POLL_S)
+
+    def arrive(self) -> dist.Store:
+        """Register in the newest round. Raises Absent until all have, InputError if a rank was rejected."""
+        self.store = store = self.store or self.open_store()
+        is_first, size = self.launch.rank == 0, self.launch.world_size
+        if store.check([REJECTION]):
+            raise InputError(text_of(store, REJECTION))
+        newest = self.round if is_first and self.round else store.add(ROUNDS, int(is_first))
+        if newest == 0:
+            raise Absent(f"rank 0 of {size}")
+        ours = dist.PrefixStore(f"round_{newest}", store)
+        if newest != self.round:
+            ours.set(f"rank_{self.launch.rank}", "\n".join((self.process_id, socket.gethostname(), self.device)))
+            self.round = newest
+        if is_first:
+            self.write_roster(ours)
+        if not ours.check([ROSTER]):  # if all 512 ranks looked for each other, the store would be too busy
+            raise Absent("another rank")
+        if self.process_id not in text_of(ours, ROSTER).split():
+            raise Absent(f"rank 0 of {size}")
+        return ours
+
+    def write_roster(self, ours: dist.Store) -> None:
+        """Rank 0: write whose processes have registered. Raises Absent unless all have, InputError if they differ."""
+        keys = [f"rank_{rank}" for rank in range(self.launch.world_size)]
+        absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
+        if absent:
+            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+            raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
+        roster = []
+        for rank, key in enumerate(keys):
+            process_id, _, rest = text_of(ours, key).partition("\n")
+            host, _, device = rest.partition("\n")
+            fault = f"rank {rank} on {host} trains by {device}, but rank 0 by {self.device}"
+            check(device == self.device, f"{fault}; run python -m train.doctor there")
+            roster.append(process_id)
+        ours.set(ROSTER, " ".join(roster))
+
+    def reject(self, reason: str) -> None:
+        """Write down that this rank is rejected, and that its machine knows. On rank 0's machine, raises Absent while
+        others do not; torchrun may end the other ranks of a machine before they know.
+        """
+        launch = self.launch
+        try:
+            self.store = store = self.store or self.open_store()
+        except Absent:
+            if launch.uses_agent_store:  # it was there before any rank
+                return
+            raise
+        store.compare_set(REJECTION, "", reason)
+        first_rank = launch.rank - launch.local_rank
+        if store.add(f"informed_{first_rank}", 1) == 1:  # each machine counts once
+            store.add(NUM_INFORMED, launch.local_world_size)
+        uninformed = launch.world_size - store.add(NUM_INFORMED, 0)
+        if first_rank == 0 and uninformed > 0:
+            raise Absent(f"{uninformed} ranks that do not know of the rejection")
+
+    def open_store(self) -> dist.Store:
+        launch = self.launch
+        keeps_store = launch.rank == 0 and not launch.uses_agent_store
+        if not keeps_store:  # torch itself would try until the timeout
+            try:
+                socket.create_connection((launch.master_addr, launch.master_port), CONNECT_S).close()
+            except OSError as error:
+                raise Absent(f"rank 0 of {launch.world_size} ({error.strerror or error})") from None
+        store: dist.Store = dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            launch.world_size,
+            is_master=keeps_store,
+            multi_tenant=True,  # a rank that is rejected later connects once more
+            timeout=timedelta(seconds=self.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener(launch) if keeps_store else None,
+        )
+        if keeps_store:
+            KEPT.append(store)
+        return dist.PrefixStore("rendezvous", store)
+
+
+def listener(launch: Launched) -> int | None:
+    """Return a socket at its address only for a store of one machine's ranks. None for several machines, and where the
+    port is taken: this process has the store already, or torch says who has it.
+    """
+    with suppress(OSError):
+        if launch.is_one_machine:
+            return socket.create_server((launch.master_addr, launch.master_port)).detach()
+    return None
+
+
+def text_of(store: dist.Store, key: str) -> str:
+    """A value that another process wrote, which may be any process."""
+    return store.get(key).decode(errors="replace")[:MOST_TEXT]

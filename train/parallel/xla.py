@@ -1,0 +1,314 @@
+"""PyTorch/XLA: Trainium 1 through torch-neuronx 2.9 (not run on hardware), and the CPU, which is how it is tested.
+
+A step is traced, compiled once and sent as a graph. Everything here serves three ends: few graphs (fixed shapes,
+optimizer state and gradients that exist before the first step, no Python number that may become 0 or 1), no stop of the
+device between steps (numbers are read back only when a line is due), and no silent failure (train/parallel/guards.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla._internal.rendezvous as xla_rendezvous
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_backend  # registers the process group "xla"
+import torch_xla.runtime as xr
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch_xla.utils.checkpoint import checkpoint
+
+from train.config import BackendConfig, XLAConfig, check
+from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEOUT_S
+from train.parallel import guards, nonfinite, rendezvous
+from train.parallel.backend import RANK_STRIDE, Backend, State, all_reduce_flat, round_to_bf16, widen
+from train.parallel.grad_sync import GradSync
+from train.parallel.graphs import Compilers, GraphBudget, Graphs, ThreadSource
+from train.system import machine
+
+if TYPE_CHECKING:
+    from train.data.batches.loader import Batch
+
+logger = logging.getLogger("train")
+BUCKET_MB = 50  # torch_xla sets this on Neuron, as ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB, unless it is set
+HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready; those of the device are sent together
+MOST_NAMED = 8  # machines
+HINT = (  # on a graph too many
+    "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
+    "prints the line)"
+)
+
+
+class XLA(Backend):
+    """A device of PyTorch/XLA, whose steps are graphs."""
+
+    name = "xla"
+    pin_memory = False
+    # AdamW's step count and rate stay on the device. XLA makes the Python numbers 0 and 1 constants of the graph: bias
+    # corrections become 1.0 after some hundred steps, 1 - lr * weight_decay near the end, and each is one more graph.
+    adamw = {"capturable": True}
+
+    def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
+        super().__init__()
+        self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
+        self.is_neuron = xr.device_type() == "NEURON"
+        self.collects = collects  # graphs only: every number that comes back is 0
+        automatic = "bf16" if self.is_neuron else "fp32"
+        self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
+        self.reduces_on_host = self.world.is_distributed and not self.is_neuron
+        self._join()
+        self.device = torch_xla.device()
+        self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
+        self.monitor_kind = "neuron" if self.is_neuron else "cpu"
+        # The compiler ignores seeds by its list of operators, and by its release notes has honoured them since 2.9.
+        self.continues_dropout = not self.is_neuron
+        self.check_world()
+        self.model: Any = None
+        self.tied: guards.Tied = []
+        self.executed_before = 0
+        self.untimed = 0  # graphs that were never timed: the runtime had them compiled in a cache of its own
+        self.first_step_of: list[nn.Parameter] = []
+        self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
+
+    def _join(self) -> None:
+        """Join the other ranks, before anything asks the device runtime for their number: its first answer stays."""
+        timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
+        device = f"{self.name} on {xr.device_type()}, {self.precision}"
+        if self.reduces_on_host:  # on CPUs each XLA process is a world of its own, so gloo joins them
+            store = rendezvous.join("gloo", device, timeout_s=timeout_s)
+            self.compilers = Compilers(self.is_compiling, store)
+        elif self.world.is_distributed:
+            # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
+            store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, JOIN_TIMEOUT_S)
+            self.compilers = Compilers(self.is_compiling, store)
+            dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+            self.world.group = rendezvous.connect(
+                partial(dist.new_group, backend="gloo"), timeout_s=timeout_s, connect_timeout_s=JOIN_TIMEOUT_S
+            )
+
+    def is_compiling(self) -> bool:
+        """Whether the training thread is compiling a graph. Any thread may ask."""
+        return num_begun() - metric("CompileTime")[0] > self.untimed
+
+    def check_world(self) -> None:
+        """Check the device, and that the path which gradients will take joins all ranks."""
+        opened, wanted = xm.xla_device_hw(self.device), "NEURON" if self.is_neuron else "CPU"
+        check(opened == wanted, f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see python -m train.doctor")
+        if not self.world.is_distributed:
+            return
+        ones = torch.ones(1).to(self.device)
+        self.all_reduce([ones])
+        total = float(ones)  # read in any case, since its graph must be compiled too
+        guards.check_world(
+            launched=self.world.size,
+            device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),
+            group=dist.get_world_size(),
+            ones=self.world.size if self.collects else total,
+        )
+        if not self.reduces_on_host and self.world.rank != xr.global_ordinal():
+            raise RuntimeError(f"torchrun's rank {self.world.rank} is the device runtime's {xr.global_ordinal()}")
+        self.compare_caches()
+
+    def compare_caches(self) -> None:
+        """Name the machines that may have to compile what others have compiled, before they wait for each other."""
+        if self.collects:
+            return
+        location = machine.cache_location(os.environ)
+        own = machine.cached_graphs(location) if self.world.local_rank == 0 else None
+        caches = [(host, has) for host, has in self.world.gather((socket.gethostname(), own)) if has is not None]
+        known = set().union(*(has for _, has in caches))
+        lacking = ", ".join([f"{host} lacks {len(known - has)}" for host, has in caches if has != known][:MOST_NAMED])
+        if lacking:
+            logger.warning(
+                f"of {len(known)} compiled graphs on the machines of this run, {lacking}. All wait while one compiles "
+                "what it needs: run python -m train.precompile on each before, or keep the cache in S3"
+            )
+
+    def all_reduce(self, tensors: list[Tensor]) -> None:
+        if not self.reduces_on_host:
+            bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB") or 0) or BUCKET_MB
+            xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
+            return
+        torch_xla.sync()
+        # gloo gets copies: it does not add XLA tensors.
+        for tensor, total in zip(tensors, all_reduce_flat(self.to_host(tensors)), strict=True):
+            tensor.copy_(total)
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
+        training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
+        self.budget.limit = (training + 1) * lengths  # and one for evaluation
+        self.model, self.tied = model, guards.tied_names(model)
+        if self.precision == "bf16_stochastic":
+            model.to(torch.bfloat16)
+        model.to(self.device)
+        guards.tie(model, self.tied)
+        guards.check_tied(model, self.tied)
+        guards.watch_masks(model)
+        self.skips = nonfinite.Skips(self.device, self.to_host)
+        if self.cfg.activation_checkpointing:
+            model.recompute_layers(checkpoint)
+
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        return XLASync(self, model)
+
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        guards.check_owned(optimizer, parameters)
+        guards.check_tied(self.model, self.tied)
+        smallest = guards.smallest(parameters)
+        moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
+        self._clear(parameters)
+        self.mark_step()
+        # A resumed run may have a rate too small to show in bf16 weights: only a new run must change them at once.
+        self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
+
+    def mark_step(self) -> None:
+        before, seed = self.budget.used, xm.get_rng_state()
+        torch_xla.sync()
+        xm.set_rng_state(seed)  # every cut advances it, and a resumed run continues from the saved one
+        self.budget.forgive(self.budget.used - before)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        if self.budget.base is None:
+            self.executed_before = metric("ExecuteTime")[0]
+        self.budget.start()
+        source = ThreadSource(self.budget.watched(batches))
+        device_loader = pl.MpDeviceLoader(
+            source,
+            self.device,
+            loader_prefetch_size=HOST_PREFETCH,
+            device_prefetch_size=DEVICE_PREFETCH,
+        )
+        try:
+            iterator, seed = iter(device_loader), xm.get_rng_state()
+            while (batch := next(iterator, None)) is not None:
+                # The loader may cut the graph, which moves the seed: dropout must not depend on when a batch is drawn.
+                xm.set_rng_state(seed)
+                yield batch
+                seed = xm.get_rng_state()
+            xm.set_rng_state(seed)
+            source.raise_failure()
+            self.budget.check()
+        finally:
+            device_loader._parallel_loader.close()
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        if self.precision != "bf16_master":
+            with torch.autocast("xla", torch.bfloat16, enabled=self.precision == "bf16"):
+                yield
+            return
+        rounded = {name: weight.bfloat16() for name, weight in self.model.named_parameters()}
+        with _reparametrize_module(self.model, rounded, tie_weights=True):
+            yield
+
+    def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self.first_weights = self.to_host(self.first_step_of)
+        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # in the type in which they are stored
+        if self.precision == "bf16_stochastic":
+            widen(parameters)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        optimizer.step()
+        if self.precision == "bf16_stochastic":
+            round_to_bf16(parameters)
+        nonfinite.undo_unless(nonfinite.is_finite(norm), nonfinite.changed_by(optimizer), self.before_step)
+        self.skips.see(norm)
+        self._clear(parameters)
+        torch_xla.sync()  # one graph of the whole step
+        self.before_step = []
+        watched, self.first_step_of = self.first_step_of, []
+        before, self.first_weights = self.first_weights, []
+        if watched and not self.collects:
+            if nonfinite.is_finite(self.to_host([norm])[0]):
+                guards.check_changed(before, self.to_host(watched), step="the first step")
+            else:  # the step was skipped, so the next one is the first
+                self.first_step_of = watched
+        self.untimed = num_begun() - metric("CompileTime")[0]
+        self.budget.check()
+
+    def _clear(self, parameters: list[nn.Parameter]) -> None:
+        """Set gradients to zero and keep them: without them the first backward pass would be another graph."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        copies: list[Tensor] = xm._maybe_convert_to_cpu([tensor.detach() for tensor in tensors])
+        return copies
+
+    def graphs(self) -> Graphs:
+        return Graphs(self.budget.used, metric("CompileTime")[1] / 1e9, metric("ExecuteTime")[0] - self.executed_before)
+
+    # ---- random numbers and files ----------------------------------------------------------------------------------
+
+    def profile_text(self) -> str:
+        return f"\nPyTorch/XLA since the start:\n\n{metrics.short_metrics_report()}\n"
+
+    def seed(self, seed: int) -> None:
+        own = seed + RANK_STRIDE * (self.world.rank + 1)
+        torch.manual_seed(own)
+        xm.set_rng_state(own)  # otherwise every process draws from the constant 101
+        guards.check_distinct_seeds(self.world.gather(xm.get_rng_state()))
+
+    def rng_state(self) -> State:
+        return {"cpu": torch.get_rng_state(), "xla": xm.get_rng_state()}
+
+    def set_rng_state(self, state: State) -> None:
+        torch.set_rng_state(state["cpu"])
+        if "xla" in state:
+            xm.set_rng_state(state["xla"])
+
+    def close(self) -> None:
+        self.model = None
+        xm.wait_device_ops()
+        super().close()
+
+
+class XLASync(GradSync):
+    """Sums of gradients and count, made together once the last backward pass is traced."""
+
+    def __init__(self, backend: XLA, model: nn.Module) -> None:
+        super().__init__(model, backend.device)
+        self.backend, self.per_execution, self.micro = backend, backend.cfg.batches_per_execution, 0
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        yield
+        self.micro = 0 if is_last else self.micro + 1
+        if not is_last and self.micro % self.per_execution == 0:
+            torch_xla.sync()
+
+    def reduce(self) -> Tensor:
+        if self.backend.world.size > 1:
+            gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
+            self.backend.all_reduce([self.count, *reversed(gradients)])  # those of the last layers are ready first
+        return self.count
+
+
+def metric(name: str) -> tuple[int, float]:
+    """How often something was done in this process, and the nanoseconds it took."""
+    data = metrics.metric_data(name)
+    return (0, 0.0) if data is None else (data[0], data[1])
+
+
+def num_begun() -> int:
+    """How many graphs this process has begun to compile, or to look up in a cache of the runtime."""
+    return metrics.counter_value("UncachedCompile") or 0

@@ -1,0 +1,1 @@
+"""One run from its arguments to its exit code."""

@@ -1,0 +1,210 @@
+"""One attempt at a run, from the check of its folder to its exit record."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
+from train.checkpoints.saver import SavesFail
+from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
+from train.data.batches.loader import LARGER
+from train.models.memory_estimate import advice
+from train.parallel.backend import peak_device_bytes
+from train.parallel.ranks import World
+from train.run.stopping import Notices, StoppedEarly, StopRequest
+from train.run.watchdog import Watchdog
+from train.system.folders import empty_folders_removed, make_folder
+from train.system.launched import launched
+from train.system.memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.system.outcome import ENDS, OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
+from train.system.ownership import LeaseLost
+from train.system.processes import age_s, read_process
+from train.system.run_folder import RunFolder, set_up_logging
+from train.system.torchrun import has_rejected
+from train.tasks import Task
+
+logger = logging.getLogger("train")
+KILLED_LOADER = "killed by signal: Killed"
+FULL_SHARED_MEMORY = "killed by signal: Bus error"  # of a loader that touched a page of /dev/shm which is not there
+OOM_COUNTER = find_oom_counter()
+OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
+HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
+KINDS: dict[type[BaseException], str] = {
+    InputError: "refused",
+    NoneValid: "no_valid_checkpoint",
+    Untrusted: "untrusted_checkpoint",
+    OtherVersion: "other_version",
+    FloatingPointError: "not_finite",
+    LeaseLost: "lease_lost",
+    SavesFail: "saves_fail",
+    MemoryError: "out_of_host_memory",
+    SystemExit: "left_at_once",
+}
+
+
+@dataclass
+class Attempt:
+    """The parts and the state of one attempt."""
+
+    cfg: TrainConfig
+    plan: Plan
+    task: Task
+    folder: RunFolder
+    identity: dict[str, Any]
+    stop: StopRequest
+    saves: bool = True  # if not, each rank may have a run folder of its own
+    began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
+    checkpoint: int | None = None  # the newest that is committed, on rank 0
+    asked: str = ""  # the requests to stop, with their ranks
+    kind: str = ""  # of the first of them
+    is_described: bool = False  # whether the run has described itself in its folder
+
+    def __post_init__(self) -> None:
+        self.watch = Watchdog(self.cfg.watchdog, self.folder)
+
+    def joined(self, world: World) -> None:
+        """Exchange what ranks have to know: from rank 0, who owns the folder and how the last attempt ended, and from
+        the ranks of this machine their processes. Every rank calls it.
+        """
+        process = read_process(os.getpid())
+        here = os.getpid(), process.started if process else 0, self.watch.handle
+        everyone = world.all_gather_object((self.folder.previous, self.folder.ownership.owner or "", here))
+        self.folder.previous, owner, _ = everyone[0]
+        if launched().rank != 0:
+            self.folder.ownership.follow(owner if self.saves else "")
+        first = world.rank - world.local_rank
+        peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # else they may be in other containers
+
+    def sees_owner(self) -> bool:
+        """Return whether this rank sees the lease of rank 0, as it does if they share the folder."""
+        try:
+            self.folder.ownership.check()
+        except LeaseLost:
+            return False
+        return True
+
+    def has_stop_file(self) -> bool:
+        return self.folder.folder.size(STOP_FILE) is not None
+
+
+def started_ago_s() -> float:
+    """The age of the command that started the run: torchrun's, since its restarts belong to one start."""
+    return age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
+
+
+@contextmanager
+def begin(attempt: Attempt) -> Iterator[Attempt]:
+    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does. Nothing
+    is left of a start that is rejected before the run has described itself. Raises InputError if another job has the
+    folder.
+    """
+    cfg, folder, launch = attempt.cfg, attempt.folder, launched()
+    set_up_logging(None)
+    folder.check_is_ours(attempt.identity, force=cfg.resume.force)
+    with ExitStack() as stack:
+        stack.enter_context(empty_folders_removed(folder.log, folder.path / "lease"))
+        make_folder(folder.path)
+        if launch.rank == 0:
+            with attempt.stop.nothing_to_save():
+                stack.enter_context(folder.ownership)
+        try:
+            folder.open()
+            set_up_logging(folder.log_file, may_write=lambda: folder.is_remote or not folder.ownership.lost)
+            stack.enter_context(attempt.watch)
+            if launch.local_rank == 0:
+                stack.enter_context(Notices(cfg, attempt.stop, attempt.has_stop_file, attempt.began_s))
+            yield attempt
+        except BaseException as error:
+            kind = kind_of(error)
+            if not attempt.is_described and (kind == "refused" or has_rejected()):
+                folder.take_back()
+                folder.ownership.is_withdrawn = True
+                raise
+            if kind in OUT_OF_MEMORY:  # no mistake of the program: one line says what to change
+                memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
+                record_failure(memory, attempt)
+                raise memory from error
+            record_failure(error, attempt)
+            raise
+
+
+def record_end(attempt: Attempt, reason: str, step: int) -> None:
+    """Record that the run ended in order. Every rank calls it; rank 0 writes the outcome. Raises LeaseLost if another
+    job has the folder by now.
+    """
+    folder = attempt.folder
+    folder.ownership.check()
+    folder.exit_file(reason, step)
+    if launched().rank == 0:
+        ended = "done" if reason in ENDS else "stopped"
+        asked, goes_on = attempt.asked or reason, ended == "stopped"
+        folder.mirror()
+        outcome = Outcome(ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on)
+        folder.outcome(outcome, is_of_all=True)
+        if attempt.has_stop_file():
+            with suppress(NotPermitted):
+                folder.folder.remove(STOP_FILE)  # it was obeyed: the same command resumes the run
+
+
+def record_failure(error: BaseException, attempt: Attempt) -> None:
+    """Record that the run failed. Of several ranks, the outcome of the one that failed first stays."""
+    kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
+    ownership = attempt.folder.ownership
+    if isinstance(error, LeaseLost):  # perhaps another rank's
+        ownership.lost = ownership.lost or str(error)
+    if ownership.lost or ownership.owner is None:  # the folder is another job's, or may be
+        return
+    if kind == "refused":
+        outcome, reason = "refused", f"rejected: {error}"
+    elif isinstance(error, StoppedEarly):
+        outcome, reason = "stopped", f"{error} came before there was anything to save"
+    elif isinstance(error, SystemExit):
+        outcome, reason = "stopped", f"left at once on a second signal ({attempt.stop.signal} came first)"
+    else:
+        name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
+        outcome, reason = "failed", f"failed: {name}{error}"
+    goes_on = may_continue(kind, attempt.folder.previous.get("kind", ""))
+    attempt.folder.exit_file(reason, None)
+    attempt.folder.outcome(Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on))
+
+
+class OutOfMemory(Failure):
+    """What is to be lowered; `kind` says of which memory."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def kind_of(error: BaseException) -> str:
+    """The short name of a failure, by which launchers judge it."""
+    if isinstance(error, OutOfMemory):
+        return error.kind
+    kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
+        return "out_of_device_memory"
+    if FULL_SHARED_MEMORY in str(error):
+        return "out_of_shared_memory"
+    has_lost_loader = KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
+    if has_lost_loader or any(text in str(error) for text in HOST_MEMORY_ERRORS):
+        return "out_of_host_memory"
+    return kind
+
+
+def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
+    """The reason of a failure for lack of memory, with the peak and what to lower."""
+    first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
+    if kind == "out_of_shared_memory":
+        return f"out of shared memory: {first_line.partition('. ')[0]}: /dev/shm is full; {LARGER}"
+    device_bytes = peak_device_bytes()
+    peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
+    peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
+    loader = ", lower data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
+    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=launched().world_size)}{loader}"

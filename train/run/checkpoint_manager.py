@@ -1,0 +1,290 @@
+"""What a run does with its checkpoints: it resumes from the newest, saves, goes back to one, and exports the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.checkpoints import open_store
+from train.checkpoints.loader import Loaded, fitting, load, read_weights
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
+from train.checkpoints.retention import best
+from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
+from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
+from train.observe.metrics import Recorder, Window
+from train.run import goodput
+from train.system.environment import versions
+
+if TYPE_CHECKING:
+    from train.parallel.backends import Backend
+    from train.parallel.engines import Engine
+    from train.run.attempt import Attempt
+
+logger = logging.getLogger("train")
+PATIENCE_S = 300.0  # for which the last save is retried while S3 does not answer
+MAX_ROLLBACKS = 2  # the run ends the next time: other data has not helped twice
+
+
+class CheckpointManager:
+    """The checkpoints of one attempt. All ranks call each method at the same steps: first `resume`, then the others
+    inside `saving`.
+    """
+
+    def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
+        self.attempt, self.backend, self.engine = attempt, backend, engine
+        self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
+        self.store = open_store(attempt.folder.storage, attempt.folder.staging)
+        self.last_rollback: int | None = None  # the step that the run went back to
+        self.lost: goodput.Lost | None = None  # what a fault has cost, until it is reported
+
+    # ---- before the loop -----------------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if there is one, after removing
+        what killed attempts left behind. Returns how far the run has come.
+
+        Raises NoneValid on all ranks if the metrics name a checkpoint and there is none.
+        """
+
+        def tidy() -> None:
+            with suppress(NotPermitted):
+                self.store.collect_garbage(ended_below=self.attempt.folder.ownership.ended_below)
+
+        self.world.run_on_rank0(tidy, self.on_wait)
+        self.loaded = self._load()
+        if not self.loaded.ranks:
+            newest = self.world.run_on_rank0(lambda: goodput.newest_saved(self.attempt.folder.local))
+            if newest is not None:
+                raise NoneValid(
+                    f"metrics.jsonl says that step {newest} was saved, and there is no checkpoint in "
+                    f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
+                )
+        return self.loaded.progress
+
+    def _load(self) -> Loaded:
+        identity, settings, force = self.attempt.identity, flat(self.cfg), self.cfg.resume.force
+        return load(self.store, self.engine, self.backend, identity, settings, force=force, on_wait=self.on_wait)
+
+    @contextmanager
+    def saving(self, recorder: Recorder) -> Iterator[None]:
+        """Continue the metrics where the checkpoint left them, and save beside the block. A pending save is waited for
+        at its end, unless the run has to leave at once.
+        """
+        self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
+        world_size, name, fence = self.world.size, self.backend.name, ownership.number
+        draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
+        self.saver = AsyncSaver(self.cfg.checkpoint, self.store, self.engine, self.backend, draft, attempt.folder)
+        if self.cfg.backend.timeout_s is not None:  # the other ranks wait in a collective while rank 0 waits for a save
+            self.saver.max_wait_s = min(MAX_WAIT_S, self.cfg.backend.timeout_s / 2)
+        self.saver.newest = attempt.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
+        self._restore_window(self.loaded)
+        for fault in self.loaded.faults:
+            recorder.fault(fault)
+        if self.world.rank == 0:
+            assert recorder.journal is not None
+            number, step, owner = recorder.journal.attempt, recorder.progress.step, ownership.previous
+            self.lost = goodput.lost(attempt.folder.local, attempt.folder.previous, owner, attempt=number, step=step)
+        if attempt.saves:
+            self.saver.warm()
+        waits = True
+        try:
+            yield
+        except SystemExit:
+            waits = False
+            raise
+        finally:
+            self.saver.close(waits=waits)
+
+    def _restore_window(self, loaded: Loaded) -> None:
+        """Restore each rank's own sums; if the number of ranks has changed, rank 0 takes all of them, as it always does
+        those that are saved as sums over the ranks: labels and tokens.
+        """
+        rank, ranks = self.world.rank, loaded.ranks
+        if len(ranks) != self.world.size:
+            sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
+            ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
+        own = ranks[rank]
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # saved beside steps that were skipped
+            self.engine.loss_sum.zero_()
+            self.recorder.window = Window()
+            return
+        self.engine.loss_sum.copy_(torch.tensor([float(own["loss_sum"])]))
+        saved: dict[str, Any] = loaded.progress.window
+        window = Window(**saved) if rank == 0 else Window(**{**saved, "count": 0.0, "tokens": 0.0})
+        self.recorder.window = dataclasses.replace(window, wait_s=float(own["wait_s"]), work_s=float(own["work_s"]))
+
+    # ---- in the loop ---------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the run has to end: saves fail, or the run folder was lost. None if it may continue."""
+        return self.saver.failure or self.attempt.folder.ownership.failure
+
+    def report(self) -> None:
+        """Report saves that have ended and, once the first step is done, what a fault has cost."""
+        self.attempt.folder.ownership.step = self.recorder.progress.step
+        if self.lost is not None and self.recorder.steps_done:
+            since_s = time.time() - self.lost.last_sign_unix_s
+            recover_s = max(since_s, self.attempt.folder.attempt_s())  # clocks may differ
+            text = f"{self.lost.reason}; {self.lost.steps} steps lost, {recover_s:.0f} s until the first step"
+            logger.warning(text)
+            self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
+            self.lost = None
+        self._report_saves()
+
+    def _report_saves(self) -> list[Saved]:
+        for saved in (saves := self.saver.take()):
+            self.recorder.saved(saved)
+        self.attempt.checkpoint, self.attempt.stop.save_s = self.saver.newest, self.saver.save_s
+        return saves
+
+    def is_due(self) -> bool:
+        """Return whether to save after this step, which is not the last. The first step after a rollback is saved too,
+        to keep the fact of the rollback and the new position in the data.
+        """
+        progress, cfg = self.recorder.progress, self.cfg.checkpoint
+        is_best = cfg.best and progress.best_step == progress.step
+        is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
+        return progress.step % cfg.every == 0 or is_best or is_after_rollback
+
+    def save(self, metric: float | None, *, is_last: bool) -> None:
+        """Begin to save this step. `metric` is the score of its evaluation, if there was one. The last save waits for
+        the one before it, and so does that of the best evaluation if it will be exported.
+        """
+        progress, window = self.recorder.progress, self.recorder.window
+        self.attempt.watch.phase("save", step=progress.step)
+        count, tokens = self.world.sum([window.count, window.tokens])
+        progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
+        loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
+        own = {"loss_sum": loss_sum, "wait_s": window.wait_s, "work_s": window.work_s}
+        must = is_last or (self.cfg.best.export and progress.best_step == progress.step)
+        patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
+        if self.recorder.journal is not None:
+            self.recorder.journal.flush()  # a run that resumes from here does not write these lines again
+        if self.attempt.saves:
+            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
+
+    def roll_back(self) -> Progress:
+        """Restore weights, optimizer and step of the newest checkpoint, or of the one before it if the last rollback
+        was to that one. The data continues from its present position. Raises FloatingPointError if there is no
+        checkpoint to go back to, or this happened too often.
+        """
+        now, skips = self.recorder.progress, self.recorder.skips_in_a_row
+        text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
+        if skips > self.cfg.nonfinite.max_skips:
+            text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}; this device counts skips itself and is "
+            text += f"read every log_every={self.cfg.log_every} steps)"
+        self.attempt.watch.phase("roll back", is_start=True)
+        self.saver.wait(self.on_wait)
+        self.report()
+        if now.rollbacks >= MAX_ROLLBACKS:
+            raise FloatingPointError(f"{text}, after {now.rollbacks} rollbacks; try a lower optim.lr")
+        self.world.run_on_rank0(self._quarantine_what_failed, self.on_wait)
+        loaded = self._load()
+        if not loaded.ranks:
+            raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
+        progress = loaded.progress
+        self.last_rollback = progress.step
+        progress.examples, progress.rollbacks, progress.skipped = now.examples, now.rollbacks + 1, now.skipped
+        self.backend.skips.reset_streak()
+        self.backend.mark_step()
+        self.recorder.go_back(progress)
+        self._restore_window(loaded)
+        self.recorder.alarm(
+            f"{text}: back to step {progress.step}, with other data (rollback {progress.rollbacks} of {MAX_ROLLBACKS})"
+        )
+        return progress
+
+    def _quarantine_what_failed(self) -> None:
+        """Quarantine the checkpoint of the last rollback if the run has saved nothing newer and older ones are left."""
+        self.attempt.folder.ownership.check()
+        last, steps = self.last_rollback, self.store.steps()
+        since = [step for step in steps if last is not None and step in (last, last + 1)]
+        if since and since[-1] == steps[-1] and len(since) < len(steps):
+            for step in since:
+                self.store.quarantine(step, "rolled-back")
+
+    # ---- at the end ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until the last save is committed. Raises SavesFail on all ranks if it failed, and LeaseLost if the run
+        folder was lost since the votes were last counted.
+        """
+        self.saver.wait(self.on_wait)
+        lost = self.attempt.folder.ownership.failure
+        if self.world.sum([lost is not None])[0]:
+            self.world.raise_failure(lost)
+        failure = None
+        for saved in self._report_saves()[-1:]:  # earlier ones were alarms only
+            if saved.failure is not None and not saved.num_bytes:
+                failure = f"saving step {saved.step}: {saved.failure}; {self.saver.newest_text}"
+        failure = self.world.broadcast(failure)
+        if failure is not None:
+            raise SavesFail(failure)
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of the summary, on rank 0: what saving and faults have cost, and how often to save."""
+        stalls_s = self.saver.stalls_s
+        if self.world.rank != 0 or not stalls_s:
+            return {}
+        return goodput.facts(
+            self.attempt.folder.local,
+            wall_s=self.attempt.folder.run_s(),
+            stall_s=sum(stalls_s) / len(stalls_s),
+            save_s=self.saver.save_s,
+            step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
+            max_loss_s=MAX_LOSS_S,
+        )
+
+    def remove_leftovers(self) -> None:
+        """Remove what earlier owners have left of saves, of one too that may only be silent: once the run is done no
+        other attempt does, and no step of theirs comes after the last one.
+        """
+        if self.world.rank == 0:
+            try:
+                self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
+            except NotPermitted:
+                pass  # which has been said at the start
+            except (InputError, Failure) as error:
+                logger.warning("files of unfinished saves stay in %s: %s", self.store.location, error)
+
+    def restore_best(self) -> int:
+        """Give the model of rank 0 the weights of the best evaluation, once training has ended, and return their step.
+        If these were not saved or are damaged, the best checkpoint among the others is taken.
+        """
+        progress, manifests = self.recorder.progress, self.store.look_at_all()[0]
+        while (step := best(manifests)) is not None:
+            if step != progress.best_step:
+                text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
+                logger.warning(text, progress.best_step, step)
+            if step == progress.step:
+                return step
+            try:
+                path = self.store.fetch(step, manifests[step].files_of("model"))
+            except Damaged as error:
+                logger.warning("step %d is damaged: %s", step, error)
+                del manifests[step]
+                continue
+            logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
+            with fitting(path):
+                weights, own = read_weights(path, manifests[step]), self.engine.model.state_dict()
+                if own.keys() != weights.keys():
+                    raise LookupError(f"weights of other names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
+                for name, value in own.items():  # an engine may have hooks on `load_state_dict`
+                    value.copy_(weights[name])
+            self.store.release(path)
+            return step
+        return progress.step
+
+
+def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
+    """How long the last save is tried again: no longer than this attempt may take."""
+    left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
+    return max(0.0, min(PATIENCE_S, left_s))

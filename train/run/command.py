@@ -1,0 +1,200 @@
+"""What all commands have in common: exit codes, flags with --help and --version, and one line for every error.
+
+The module needs neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import train
+from train.config import Failure, InputError, S3Config, Unreachable
+from train.config.checks import LARGEST
+from train.system.console import use_console
+from train.system.torchrun import is_reported, leave_rejection
+
+DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
+EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REJECTED: "arguments or input rejected"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command's flags, which cannot be abbreviated; it raises InputError for wrong ones."""
+
+    def __init__(self, *, details: Callable[[], str] | None = None, **options: Any) -> None:
+        """`details` returns the last part of --help."""
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.details = details
+        for kind in (int, float):
+            self.register("type", kind, number_flag(kind))
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def format_help(self) -> str:
+        self.epilog = self.details() if self.details is not None else None
+        return super().format_help()
+
+
+def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return what reads a flag's number by the rules of a setting's."""
+
+    def read(text: str) -> float:
+        value = kind(text)  # it reads the digits of other alphabets too
+        if not text.isascii() or not abs(value) < LARGEST:  # NaN is below nothing
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number in the digits 0 to 9, below 2^63")
+        return value
+
+    return read
+
+
+def command_parser(
+    name: str,
+    purpose: str,
+    *,
+    examples: Sequence[str],
+    exits: Mapping[int, str] = EXITS,
+    settings: Callable[[], str] | None = None,
+) -> Parser:
+    """Make a parser whose --help has the purpose, examples, flags, `settings` and exit codes.
+
+    An example holds the arguments of the command, or a whole command line that begins with torchrun.
+    """
+    prog = f"python -m {name}"
+    shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
+
+    def details() -> str:
+        codes = [f"  {code:<5}{meaning}" for code, meaning in exits.items()]
+        parts = [*([settings()] if settings is not None else []), "\n".join(["exit codes:", *codes])]
+        return "\n\n".join(parts)
+
+    description = "\n  ".join([f"{purpose}\n\nexamples:", *shown])
+    parser = Parser(prog=prog, description=description, details=details)
+    parser.add_argument("--version", action="version", version=f"baretrain {train.__version__}")
+    return parser
+
+
+def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
+    """Add the flags that `s3_of` reads and, if the command `caches` files, --cache-dir."""
+    parser.add_argument("--endpoint", metavar="URL", help="of an S3-compatible server")
+    parser.add_argument("--region", help="of the bucket")
+    parser.add_argument("--profile", help="of ~/.aws: the credentials to use")
+    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
+    if caches:
+        parser.add_argument(
+            "--cache-dir", metavar="FOLDER", help="folder for local copies of files in S3 (data.cache_dir)"
+        )
+
+
+def s3_of(options: argparse.Namespace) -> S3Config:
+    """The settings that the flags of `add_s3_flags` hold."""
+    return S3Config(
+        endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+    )
+
+
+def run_flags(
+    parser: Parser, arguments: Sequence[str] | None, action: Callable[[argparse.Namespace, S3Config], int]
+) -> int:
+    """Read the flags, those of S3 among them, and act; returns the exit code."""
+
+    def act() -> int:
+        options = parser.parse_args(arguments)
+        return action(options, s3_of(options))
+
+    return guarded(act)
+
+
+def guarded(
+    act: Callable[[], int],
+    *,
+    after_rejection: Callable[[str], object] = leave_rejection,
+    interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
+) -> int:
+    """Act and return the exit code.
+
+    An error is printed as one line on standard error, after a traceback if it is a mistake of the program; of the ranks
+    of a machine, one prints it. `after_rejection` is called with what was rejected, and by default leaves it for what
+    started torchrun; `interrupted` is the line and the exit code after Ctrl-C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII
+    line, code = "", DONE
+    use_console("stderr")
+    try:
+        check_encoding(sys.argv)
+        code = act()
+        sys.stdout.flush()
+    except InputError as error:
+        line, code = f"error: {error}", REJECTED
+    except Failure as error:
+        line, code = f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}", FAILED
+    except KeyboardInterrupt:
+        line, code = interrupted
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and is_unread():  # such as `| head`, which needs no more
+            code = code or UNREAD  # an error of the command counts more: `checkpoints verify | head`
+        else:
+            line, code = f"error: {explained(error)}", FAILED
+        drop_unwritten()
+    except Exception as error:
+        if str(error).lstrip().startswith("Invalid log settings"):  # as torch says when it is imported
+            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no log of torch; unset it", REJECTED
+        else:
+            traceback.print_exc()
+            line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
+            code = FAILED
+    if line and not is_reported():
+        with suppress(OSError, ValueError):  # standard error may be full, or closed
+            print(printable(line), file=sys.stderr, flush=True)
+    if code == REJECTED:
+        after_rejection(printable(line).removeprefix("error: "))
+    return code
+
+
+def drop_unwritten() -> None:
+    """Have the flush at exit succeed, which would change the exit code, where standard output takes nothing more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_unread() -> bool:
+    """Whether standard output is a pipe without a reader."""
+    poll = select.poll()
+    with suppress(OSError, ValueError):  # standard output is no file
+        poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def check_encoding(arguments: Sequence[str]) -> None:
+    """Raise InputError for arguments whose bytes are no text in this locale, which no file could record."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{argument} is not text in this locale; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8)") from error
+
+
+def printable(text: str) -> str:
+    """The text as one line without control characters, which file names may have, and without passwords of URLs."""
+    line = re.sub(r"://\S*@", "://...@", " ".join(text.split()))  # user:password@ of a URL
+    line = re.sub(r"(endpoint=[^\s?#]*)[?#]\S*", r"\1?...", line)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def explained(error: OSError) -> str:
+    """The message of an error of the operating system, with its path."""
+    path, reason = error.filename2 or error.filename, error.strerror or str(error) or type(error).__name__
+    return reason if path is None else f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason

@@ -1,0 +1,323 @@
+"""The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code.
+
+Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on request, with all steps saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from train.config import (
+    SPLITS,
+    BackendConfig,
+    CorpusConfig,
+    FilesCorpusConfig,
+    HFCorpusConfig,
+    InputError,
+    InstanceConfig,
+    NeuronConfig,
+    PrepareConfig,
+    RecordsConfig,
+    ShardsConfig,
+    TrainConfig,
+    Unset,
+    XLAConfig,
+    check,
+    check_printable,
+    check_values,
+    flatten,
+)
+from train.parallel.optimizers import OPTIMIZERS, check_optimizer
+from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
+from train.run.help import groups, settings_help, words_as_text
+from train.run.names import opened, quoted
+from train.run.precedence import check_digits, check_groups, over_recipe
+from train.system.torchrun import leave_rejection
+from train.tasks import TASKS, spec_of
+
+__all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
+
+SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the option of a group selects
+    *(("task", kind, spec.settings) for kind, spec in TASKS.items()),
+    *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
+    ("data", "shards", ShardsConfig),
+    ("data", "records", RecordsConfig),
+    ("backend", XLAConfig.name, XLAConfig),
+    ("backend", NeuronConfig.name, NeuronConfig),
+    *(("parallel", schema.name, schema) for schema in SPLITS),
+    ("corpus", "plain", CorpusConfig),
+    ("corpus", "files", FilesCorpusConfig),
+    ("corpus", "hf", HFCorpusConfig),
+]
+CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds its own
+
+NAME = re.compile(r"\w[\w./]*")  # of a setting
+
+Config = TypeVar("Config")
+
+
+@functools.cache
+def register_schemas() -> None:
+    """Register the dataclasses with Hydra; `conf/*.yaml` name them in their defaults lists."""
+    store = ConfigStore.instance()
+    for schema, file in CONFIGS.items():
+        store.store(name=f"{file}_schema", node=schema)
+    for group, name, node in SCHEMAS:
+        store.store(group=group, name=f"{name}_schema", node=node)
+
+
+def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
+    """Make a schema with the file conf/`name`.yaml known, and the dataclasses of its groups' options."""
+    CONFIGS[schema] = name
+    SCHEMAS.extend(option for option in options if option not in SCHEMAS)
+    register_schemas.cache_clear()
+
+
+def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
+    """Compose `conf/train.yaml`, or the file of another schema, with the overrides and check every value.
+
+    Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
+    """
+    return checked(compose_config(schema, overrides), schema, overrides)
+
+
+def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
+    """The device and the machine of a run, by its overrides or by some of them: other settings may be missing."""
+    composed = compose_config(TrainConfig, overrides)
+    check_what_is_set(composed, TrainConfig, overrides)
+    backend, instance = OmegaConf.to_object(composed.backend), OmegaConf.to_object(composed.instance)
+    assert isinstance(backend, BackendConfig) and isinstance(instance, InstanceConfig)
+    return backend, instance
+
+
+def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """Convert settings to dataclasses; InputError for one that is missing or impossible."""
+    try:
+        plain = OmegaConf.to_container(composed)  # ${oc.env:...} is not looked up: config.yaml would keep its value
+        assert isinstance(plain, dict)
+        check_values({str(key): value for key, value in plain.items()})
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(explain(error, schema, overrides)) from error
+    assert isinstance(config, schema)
+    if isinstance(config, TrainConfig):  # the task and the optimizer are in their tables, with settings of their kind
+        spec_of(config.task)
+        check_optimizer(config.optim)
+    return config
+
+
+def check_typed(schema: type, typed: Sequence[str]) -> None:
+    """Raise InputError if several options of a group were typed."""
+    check_groups(typed, groups(CONFIGS[schema]))
+
+
+def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
+    """Compose the settings and check names, options and types; values may still be missing."""
+    register_schemas()
+    overrides, users_own = opened(given)
+    for override in overrides:
+        check_override(schema, override)
+    listed = groups(CONFIGS[schema])
+    # Hydra has no value for "no option of this group", which is a default here.
+    overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
+    try:
+        with initialize_config_module("conf", version_base="1.3"), words_as_text():
+            composed = compose(CONFIGS[schema], overrides=overrides)
+        for key, value in preferred(schema, overrides).items():
+            OmegaConf.update(composed, key, value)
+        for key, value in users_own.items():
+            where = "of the data chosen here" if key.startswith("data.") else "of this command"
+            check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        parse = OverridesParser.create().parse_override
+        check_digits(composed, {each: parse(each).value() for each in overrides if not each.isascii()})
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(explain(error, schema, given)) from error
+    return composed
+
+
+def check_override(schema: type, override: str) -> None:
+    """Raise InputError unless `override` is key=value with a known key and, for a group, a known option."""
+    check(not override.startswith("+"), f"{override}: settings cannot be added; write it without +")
+    check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
+    key, equals, value = override.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        check_printable(override)
+        raise InputError(f"{override} is not key=value; {spelling(key, equals, value)}") from error
+    check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
+    check(
+        not parsed.is_sweep_override(),
+        f"{override} is more than one value, and sweeps are not supported: start one run for each; quotes make it one "
+        f"""value, '{key}="{value}"'""",
+    )
+    listed = groups(CONFIGS[schema])
+    top = key.split(".")[0].split("/")[0]
+    if top not in listed and all(top != item.name for item in fields(schema)):
+        raise InputError(f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
+    default, options = listed.get(key, (None, []))
+    chosen = parsed.value()
+    if options and not isinstance(chosen, dict):
+        text = str(chosen) if isinstance(chosen, str | QuotedString) else ""
+        check(
+            text in options or (chosen is None and default is None),
+            f"{override}: there is no such {key}; choose one of: {', '.join(options)}",
+        )
+
+
+def spelling(key: str, equals: str, value: str) -> str:
+    """Return a hint for text that Hydra does not read as key=value: how it reads it."""
+    name = key.strip()
+    if not equals:
+        return f"write {name}=..." if NAME.fullmatch(name) else "quote special characters, as in 'key=\"a (b)\"'"
+    if re.fullmatch(rf"{NAME.pattern}\[.*", name):
+        name = name.partition("[")[0]
+        return f"a list is given as a whole, as {name}=[a,b]"
+    if not NAME.fullmatch(name):
+        return f"{name!r} is not a name"
+    if name != key or value.startswith("="):
+        return f"write {shlex.quote(name + '=' + value.lstrip('= '))}"
+    return f"write {shlex.quote(name + '=' + quoted(value))}"
+
+
+def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what follows from the overrides where a recipe may say otherwise; see `train.run.precedence`."""
+    parse = OverridesParser.create().parse_override
+    given = {override.partition("=")[0]: parse(override).value() for override in overrides}
+    return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
+
+
+def close_to(name: str, names: Sequence[str]) -> str:
+    """A hint for an unknown name: the known one that is closest to it."""
+    close = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
+    return f"did you mean {close[0]}?" if close else "--cfg job lists all"
+
+
+KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
+
+
+def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
+    """One line for the user, from the several of an error of Hydra or OmegaConf."""
+    while isinstance(cause := error.__cause__, HydraException) or getattr(cause, "full_key", None) is not None:
+        assert cause is not None  # under a debugger OmegaConf adds a cause of its own, which names no setting
+        error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    first = lines[0] if lines else type(error).__name__
+    if "missing mandatory value" in first.lower():
+        return f"{full_key} is not set: give {full_key}=... on the command line"
+    if " not in '" in first or "is not in struct" in first:
+        name, names = full_key.rsplit(".", 1)[-1], known_keys(schema)
+        if name in names:
+            group = full_key.rpartition(".")[0]
+            where = f"of the {group} chosen here" if group else "by itself but one of a group"
+            options = ((f"{kind}={option}", fields(node)) for kind, option, node in SCHEMAS if kind == group)
+            others = " or ".join(option for option, settings in options if name in {each.name for each in settings})
+            return (
+                f"{full_key} is not a setting {where}; {f'it is one of {others}' if others else '--cfg job lists all'}"
+            )
+        return f"{full_key} is not a setting; {close_to(name, names)}"
+    seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
+    if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
+        return f"{seen}: {full_key} must be {KINDS.get(match[1] or match[2], match[1] or match[2])}"
+    if "is not a ListConfig" in first:
+        return f"{seen}: {full_key} must be a list, as {full_key}=[a,b]"
+    if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:
+        return f"{seen}: {full_key} holds other settings; give one of them, as {full_key}.name=value"
+    if "is not Optional" in first:
+        return f"{seen or first}: it must have a value"
+    noise = "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="
+    message = " ".join(line for line in lines if not re.match(noise, line))
+    return f"{seen}: {message}" if full_key and full_key not in message else message
+
+
+def is_of(override: str, full_key: str) -> bool:
+    """Whether an override sets `full_key`, a part of it, or the section or list that holds it."""
+    key = override.partition("=")[0]
+    return full_key == key or full_key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{full_key}.")
+
+
+def known_keys(schema: type) -> list[str]:
+    """All names in the schema, for "did you mean"."""
+    names = []
+    for item in fields(schema):
+        names.append(item.name)
+        if callable(item.default_factory) and is_dataclass(item.default_factory):
+            names += [inner.name for inner in fields(item.default_factory)]
+    return [*names, *(item.name for _, _, kind in SCHEMAS for item in fields(kind))]
+
+
+def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str]) -> Parser:
+    """Make the parser of a command that takes settings; its --help explains those in `keys`."""
+    exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
+    settings = partial(settings_help, schema, CONFIGS[schema], keys)
+    parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
+    parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
+    return parser
+
+
+def run(
+    schema: type[Config],
+    action: Callable[[Config], int],
+    parser: Parser,
+    *,
+    arguments: Sequence[str] | None = None,
+    given: Sequence[str] = (),
+    after_rejection: Callable[[str], object] = leave_rejection,
+) -> int:
+    """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code. What was
+    rejected is printed and then passed to `after_rejection`.
+    """
+
+    def act() -> int:
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+        for flag in unknown:
+            key = flag.lstrip("-")
+            is_setting = "=" in flag or key in known_keys(schema)
+            hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
+            raise InputError(f"{flag} is not a flag; {hint}")
+        keys = {override.partition("=")[0] for override in options.settings}
+        check_typed(schema, options.settings)
+        overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
+        if options.cfg is None:
+            return action(load_config(schema, overrides))
+        composed = compose_config(schema, overrides)
+        check_what_is_set(composed, schema, overrides)
+        print(OmegaConf.to_yaml(composed), end="")
+        return DONE
+
+    return guarded(
+        act, after_rejection=after_rejection, interrupted=("interrupted; the same command resumes it", STOPPED)
+    )
+
+
+def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
+    """Run the checks of a run on settings that may still miss some values."""
+    filled = copy.deepcopy(composed)
+    try:
+        for key in OmegaConf.missing_keys(filled):
+            with suppress(ValidationError):  # a missing number stays missing, and is rejected
+                OmegaConf.update(filled, key, "not-set")
+    except OmegaConfBaseException as error:
+        raise InputError(explain(error, schema, overrides)) from error
+    with suppress(Unset):
+        checked(filled, schema, overrides)

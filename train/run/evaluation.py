@@ -1,0 +1,128 @@
+"""Evaluations: the same numbers on any number of ranks, each example counted once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from train.config import InputError, Unreachable
+from train.data.batches.loader import Batch, Batches, batched
+from train.observe.metrics import Recorder
+from train.run.attempt import Attempt
+from train.run.feed import draw, eval_order
+from train.run.stopping import Votes
+from train.system import samples
+from train.tasks import best_metric
+
+if TYPE_CHECKING:
+    from train.parallel.backends import Backend
+    from train.parallel.engines import Engine
+
+logger = logging.getLogger("train")
+
+
+def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
+    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig. None if a rank is
+    asked to stop meanwhile: then the run owes the evaluation.
+    """
+    began_s = time.perf_counter()
+    votes = Votes(backend.world, attempt.stop)
+    measured = measure(attempt, backend, engine, votes, is_first=recorder.is_first_evaluation)
+    recorder.progress.owes_evaluation = votes.counted.stops > 0 and measured is None
+    if measured is None:
+        return None
+    metrics, rows = measured
+    recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
+    best, step = attempt.cfg.best, recorder.progress.step
+    score = -best_metric(attempt.cfg).sign * metrics[best.metric]
+    if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
+
+        def write() -> str | None:  # returns a failure: a full disk is no reason to stop training
+            try:
+                attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
+            except (InputError, Unreachable, OSError) as error:
+                return str(error)
+            return None
+
+        failure = backend.world.run_on_rank0(write, attempt.watch.heartbeat)
+        if failure is not None:
+            recorder.alarm(f"the predictions of this evaluation are not written: {failure}")
+    return score
+
+
+def write_samples(attempt: Attempt, step: int) -> None:
+    """Write some validation examples with the answers of the model that was exported at `step`; rank 0. The run is
+    whole without them, and has ended: what stops them is a line of the log.
+    """
+    folder, most = attempt.folder, attempt.cfg.samples
+    try:
+        answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
+        samples.write(folder.folder, samples.Samples(step, answered))
+    except (InputError, Unreachable, OSError) as error:
+        logger.warning("no samples of what the model has learnt are written: %s", error)
+
+
+def measure(
+    attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool
+) -> tuple[dict[str, float], np.ndarray] | None:
+    """Metrics over the validation data on all ranks, and on rank 0 the statistics [examples, n] that they are from.
+    None if a rank is asked to stop, and where only the graph is wanted: a batch for each rank, whose numbers mean
+    nothing.
+    """
+    cfg, plan, task = attempt.cfg, attempt.plan, attempt.task
+    batch_size = plan.eval_batch_size
+    order = eval_order(task, engine, batch_size=batch_size, collects=cfg.collect_graphs)
+    batches = Batches(
+        task.eval_data(),
+        order,
+        batch_size=batch_size,
+        num_workers=0,
+        prefetch=1,
+        pin_memory=False,
+        multi_batch=None if task.buckets is None else 1,  # those drawn together have one shape
+    )
+    statistics = []  # left on the device until the end, so that it never waits for the host
+    num_done = 0
+    engine.model.eval()
+    try:
+        for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
+            attempt.watch.phase("evaluate", is_start=is_first)  # the first one compiles
+            with torch.no_grad():
+                own = engine.evaluate(task.eval_statistics, batch["inputs"])
+            if own is not None:
+                statistics.append(own)
+            num_done += 1
+    finally:
+        engine.model.train()
+    if num_done < len(order):  # all ranks have equally many
+        return None
+    rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
+    gathered = backend.world.gather((engine.data_rank, rows))
+    if cfg.collect_graphs:
+        return None
+    by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
+    # On the host, in the order of the data: the same numbers on any number of ranks.
+    merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
+    return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.heartbeat), merged
+
+
+def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:
+    """The single batches, until a rank is asked to stop. Each is drawn while the ranks vote on the one before it: no
+    rank computes alone while another has failed to draw, which all ranks raise.
+    """
+    batch, failure = draw(batches)
+    votes.cast(failure)
+    votes.count()
+    votes.raise_failure()
+    while batch and not votes.counted.stops:
+        following, failure = draw(batches)
+        votes.cast(failure)
+        yield batch[0]
+        votes.count()
+        votes.raise_failure()
+        batch = following

@@ -1,0 +1,135 @@
+"""The data of a run as the loop sees it: its order, its position, its micro batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from train.checkpoints.manifest import Progress
+from train.config import InputError, Plan, TrainConfig, check
+from train.data.batches.buckets import BucketEvalOrder, BucketSampler
+from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
+from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
+from train.system.folders import is_s3
+from train.tasks import Task
+
+if TYPE_CHECKING:
+    from train.parallel.backends import Backend
+    from train.parallel.engines import Engine
+    from train.parallel.ranks import World
+
+logger = logging.getLogger("train")
+HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
+
+
+def check_same_data(ids: list[str]) -> None:
+    """InputError unless all ranks read the same data."""
+    for rank, data_id in enumerate(ids):
+        check(
+            data_id == ids[0],
+            f"rank {rank} reads other data than rank 0 (id {data_id[:12]} and {ids[0][:12]}): data.path must lead "
+            "to the same data on every machine; does one have an older copy?",
+        )
+
+
+class TrainData:
+    """The micro batches of each step of this rank, from the run's position on. The `prefetcher` brings the shards."""
+
+    def __init__(
+        self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
+    ) -> None:
+        world = backend.world
+        order = train_order(cfg, plan, task, world, engine, progress)
+        self.prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
+        held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
+        # Batches that are drawn together must not need a shard that is fetched only after some of them are consumed:
+        # that would be a deadlock.
+        multi_batch = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
+        loading: dict[str, int] = {
+            "batch_size": plan.micro_batch_size,
+            "num_workers": cfg.data.num_workers,
+            "prefetch": cfg.data.prefetch,
+            "multi_batch": multi_batch if task.buckets is None else 1,  # those drawn together have one shape
+        }
+        shortest = task.seq_len if task.buckets is None else 1  # of batches of several lengths little is known
+        world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
+        micro_batches = Batches(
+            task.train_data(),
+            order.micro_batches(plan.micro_batch_size),
+            pin_memory=backend.pin_memory,
+            **loading,
+        )
+        self.steps = iter(batched(backend.to_device(micro_batches), plan.accumulation))
+
+    def consumed(self, examples: int) -> None:
+        """Tell the prefetcher how many examples all ranks have seen."""
+        if self.prefetcher is not None:
+            self.prefetcher.consumed(examples)
+
+    def draw(self) -> tuple[list[Batch], Exception | None]:
+        """The next step's micro batches, on the device; see `draw`."""
+        return draw(self.steps)
+
+
+def train_order(
+    cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
+) -> ShardSampler:
+    """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
+    data_ranks = world.all_gather_object(engine.data_rank)
+    machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
+    here = machines[world.rank // world.local_size]
+    place: dict[str, Any] = {
+        "seed": cfg.seed,
+        "global_batch_size": plan.global_batch_size,
+        "rank": engine.data_rank,
+        "world_size": engine.data_size,
+        "machine_ranks": here,
+        "eval_shards": task.eval_shards(here, engine.data_size),
+        "consumed_rows": progress.examples,
+    }
+    if task.buckets is not None:
+        return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
+    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may have another batch
+        order = choose_windows(task, world, place)
+    else:
+        order = ShardSampler(task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place)
+    progress.lanes, progress.window_shards = order.lanes.number, order.window_shards
+    if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
+        logger.warning("%s", more)
+    return order
+
+
+def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSampler:
+    """The order of a new run: as many lanes as the data has shards for, fewer if a machine's cache is too small for a
+    shard of each.
+    """
+    most = min(len(task.shard_rows), WINDOW_SHARDS)
+    while True:
+        lanes = lanes_of(place["global_batch_size"], most)
+        window = window_of_lane(WINDOW_SHARDS, lanes)
+        order = ShardSampler(task.shard_rows, lanes=lanes, window_shards=window, **place)
+        mine = world.agree(lambda order=order: task.window_shards(order))  # type: ignore[misc]
+        window = min(world.all_gather_object(mine))  # disks differ
+        if window or lanes == 1:
+            order.window_shards = window or 1
+            return order
+        most = lanes - 1
+
+
+def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
+    """The next batches, none at the end, or why they cannot be drawn: the other ranks do not know, and would wait."""
+    try:
+        batches = next(steps, [])
+    except InputError as error:
+        return [], error
+    return batches, failure_of(batches)
+
+
+def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
+    """This rank's batches of an evaluation. `collects`: only graphs are wanted, a batch of each length a rank."""
+    rank, size = engine.data_rank, engine.data_size
+    if task.buckets is None:
+        return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)
+    most = batch_size * size if collects else task.eval_rows
+    return BucketEvalOrder(task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=size, most=most)

@@ -1,0 +1,65 @@
+"""What the user types wins over a recipe (experiment=...), also where another key chooses the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from train.config import check, flatten, leaves
+from train.run.help import option_values
+
+LENGTHS = ("max_steps", "max_examples", "max_epochs")
+SIZES = ("vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range"))
+# By a setting that the user types, those that choose the same thing, which a recipe may have set.
+REPLACED: dict[str, tuple[str, ...]] = {
+    "model.init_from": ("model.pretrained", *OF_NEW_MODEL),
+    "model.pretrained": ("model.init_from", *OF_NEW_MODEL),
+    "model.architecture": ("model.init_from", "model.pretrained"),
+    "optim.warmup_fraction": ("optim.warmup_steps",),
+    "data.validation_fraction": ("data.validation",),
+    "task.mask_rate": ("task.max_predictions",),
+    "tokenizer.vocab_size": ("tokenizer.pretrained",),
+    **{key: tuple(other for other in LENGTHS if other != key) for key in LENGTHS},
+}
+TOGETHER = {*LENGTHS, *OF_NEW_MODEL, "task.max_predictions"}  # given beside the setting that replaces them, both count
+
+
+def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
+    """Return the settings that follow from the given ones where a recipe may say otherwise.
+
+    An option of a group wins over the recipe's values, and a setting over those in REPLACED. Raises InputError if two
+    are given that choose the same thing.
+    """
+    typed = {key: value for key, value in given.items() if value is not None}
+    chosen: dict[str, Any] = {}
+    for group in (key for key in typed if key in groups and key != "experiment"):
+        chosen |= flatten(option_values(group, typed[group]), f"{group}.")
+    values = {key: value for key, value in chosen.items() if key not in given} if "experiment" in typed else {}
+    for key, others in REPLACED.items():
+        for other in others if key in typed or key in chosen else ():
+            are_both = key in typed and other in typed and other not in TOGETHER
+            check(not are_both, f"{key} and {other} choose the same thing; leave one of them out")
+            if other not in typed and other not in chosen:
+                values[other] = None
+    return values
+
+
+def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
+    """Raise InputError if several options of one of these groups were typed."""
+    for group in groups:
+        options = sorted({override for override in typed if override.startswith(f"{group}=")})
+        check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
+
+
+def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
+    """Raise InputError for a number in other digits than 0 to 9, which Python's int() and float() read as well.
+
+    `given`: by override, what it holds.
+    """
+    for override, values in given.items():
+        for name, value in leaves(values, override.partition("=")[0]):
+            is_number = isinstance(OmegaConf.select(composed, name), int | float)
+            check(not is_number or str(value).isascii(), f"{override}: {name} must be a number in the digits 0 to 9")

@@ -1,0 +1,49 @@
+"""The configuration that a run folder holds, whoever wrote it. No torch here."""
+
+from __future__ import annotations
+
+import json
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from train.config import BackendConfig, HubConfig, InputError, NeuronConfig, S3Config, TrainConfig, XLAConfig, check
+from train.parallel.optimizers import OPTIMIZERS
+from train.run import compose as cli
+from train.system.folders import Folder
+from train.system.schema import BadContent, read_yaml
+from train.tasks import TASKS
+
+
+def read_config(folder: Folder) -> TrainConfig:
+    """The configuration that a run was last started with. InputError if there is none that this version reads.
+
+    Others may have written it, so nothing in it is looked up (`${oc.env:...}`), and it does not decide which server is
+    asked with this machine's credentials, nor where anything is written: `s3`, `data.cache_dir` and `hub` are the
+    defaults, `run_dir` is the folder that was read. It may name what is read: data, and weights by a path or Hub id.
+    """
+    config_path = f"{folder.location}/config.yaml"
+    try:
+        plain = read_yaml(folder.read("config.yaml"))
+        is_plain = "${" not in json.dumps(plain)
+        check(is_plain, f"{config_path} refers to something by ${{...}}: nothing in a run's file is looked up")
+        saved = OmegaConf.create(plain)
+        schema = OmegaConf.structured(TrainConfig)
+        task = TASKS[saved.task.kind].settings
+        schema.task, schema.data = task, task.learns_from
+        schema.optim = OPTIMIZERS[saved.optim.name].settings
+        schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[saved.parallel.name]
+        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}  # all other names have the settings of each
+        schema.backend = kinds.get(saved.backend.name, BackendConfig)
+        config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
+    except FileNotFoundError as error:
+        raise InputError(f"{config_path} is missing: the model's sizes are in there") from error
+    except BadContent as error:
+        raise InputError(f"{config_path} is damaged: {error}") from error
+    except InputError:
+        raise
+    except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"{config_path} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
+    assert isinstance(config, TrainConfig)
+    config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None
+    return config

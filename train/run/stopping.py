@@ -1,0 +1,295 @@
+"""From a request to stop to the exit code.
+
+    1. A signal (`StopRequest.handle`), a notice of EC2, the file STOP or the clock (`Notices`) leaves a request. During
+       the start, where there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.
+    2. `Votes.cast` posts it before a step, `Votes.count` reads it after the step: all ranks see it at the same one.
+    3. `train.loop` names the ranks (`who_asked`), saves with `is_last=True` and waits until the save is committed.
+    4. `attempt.record_end` writes exit records and outcome.json. Launchers read these: torchrun makes 1 of every code.
+    5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), also for StoppedEarly.
+
+A second signal skips 2 to 4: `handle` raises SystemExit(128 + its number), and `train.entry` leaves with that code
+at once. While the main thread is in a call that runs no Python handler, the thread `listen` does it, after GRACE_S.
+When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). No torch here.
+
+EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
+
+- spot/instance-action: this spot instance will be taken back, announced two minutes ahead at best.
+- events/maintenance/scheduled: a stop or retirement for good, announced days ahead; obeyed shortly before it begins.
+  Reboots are left to the SIGTERM that they begin with: the machine comes back, and a run that is restarted on it
+  before the reboot would leave again and again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from train.config import InputError, TrainConfig, Unreachable, check
+from train.system.metadata import Metadata, metadata_endpoint
+from train.system.torchrun import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from train.parallel.ranks import World
+
+logger = logging.getLogger("train")
+
+GRACE_S = 5.0  # after a second signal, for the main thread to leave by itself
+REPEAT_S = 2.0  # torchrun repeats the Ctrl-C that the terminal has sent: within this time it is the same request
+BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
+BLOCK_MARGIN_S = 60  # beside the save: for the steps in which the ranks agree, and for clocks that differ
+EVENT_LEAD_S = 120  # before a scheduled stop; as long as after a spot notice
+FOR_GOOD = ("instance-stop", "instance-retirement")
+POLL_S = 5.0  # AWS recommends it; a spot notice comes two minutes before the end
+CLOSE_S = 5.0  # for the last request; a thread that S3 holds longer ends with the process
+
+
+class StoppedEarly(BaseException):
+    """A signal came while there was nothing to save: the run is as it was, and the same command continues it."""
+
+
+class StopRequest:
+    """While open, this catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP. The second
+    signal ends the process at once; while the main thread is in a call that runs no Python handler, a thread does.
+
+    Other threads call `ask`. A signal after that counts as the first: EC2, Slurm and torchrun send
+    SIGTERM after a notice, and the run must not leave without the checkpoint that it stops for.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None  # leave at the next step, with a checkpoint
+        self.kind = ""  # an identifier of the reason, for programs; empty where the reason itself is one
+        self.save_s = 0.0  # seconds that the last save took
+        self.signal: str | None = None  # the first one's name
+        self.at_s = 0.0  # when it came
+        self.has_nothing_to_save = False
+        self.lock = threading.RLock()  # not a Lock: a signal may interrupt this very thread while it holds it
+
+    def __enter__(self) -> StopRequest:
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
+        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        self.receiver, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
+        self.fd_before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self.listen, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.fd_before)
+        self.sender.close()  # which ends the thread
+
+    @contextmanager
+    def nothing_to_save(self) -> Iterator[None]:
+        """Inside, the first signal raises StoppedEarly at once; so does entering after one."""
+        self.has_nothing_to_save = True
+        try:
+            if self.signal is not None:
+                raise StoppedEarly(self.signal)
+            yield
+        finally:
+            self.has_nothing_to_save = False
+
+    def listen(self) -> None:
+        """End the process if the main thread does not. Python's C handler writes each signal's number in any case."""
+        first_s: float | None = None
+        with self.receiver:
+            while number := self.receiver.recv(1):
+                now_s = time.monotonic()
+                if number[0] not in self.before:
+                    continue
+                is_second = first_s is not None and now_s - first_s > REPEAT_S
+                if is_second or self.has_nothing_to_save:
+                    time.sleep(GRACE_S)
+                    if (is_second or self.has_nothing_to_save) and self.sender.fileno() >= 0:
+                        os._exit(128 + number[0])
+                first_s = first_s or now_s
+
+    def ask(self, reason: str, *, kind: str = "") -> None:
+        """Have the run leave at the next step. The first reason stays. From any thread."""
+        with self.lock:
+            if self.reason is None:
+                self.reason, self.kind = reason, kind
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.signal is not None and now_s - self.at_s > REPEAT_S:
+            sys.exit(128 + number)  # what is published stays valid: files are renamed once they are whole
+        if self.signal is None:
+            self.signal, self.at_s = signal.Signals(number).name, now_s
+            self.ask(self.signal)
+        if self.has_nothing_to_save:
+            raise StoppedEarly(self.signal)
+
+
+# ---- requests other than signals -------------------------------------------------------------------------------------
+
+
+class Notices:
+    """Threads that ask `stop` to leave, a context of local rank 0 of each machine.
+
+    Each source has a thread of its own, which asks at once and then every POLL_S: S3 may take minutes to answer
+    whether a file exists, and a spot notice leaves two. A source that fails is reported once and asked again. Before an
+    end that is known, `stop.save_s` is kept free, which the last save took. Raises InputError for a capacity block that
+    has no time left and for an invalid address.
+    """
+
+    def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:
+        """`began_s` is of time.monotonic()."""
+        self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
+        self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
+        end = self.cfg.block_end
+        self.block_end = None if end is None else datetime.fromisoformat(end.replace("Z", "+00:00"))
+        check(
+            self.block_end is None or now() < self.block_leave_at(self.block_end),
+            f"preempt.block_end={end} leaves no time: EC2 ends the instances of a block 30 minutes before, "
+            f"and it is {as_text(now())}; give the end of a later block, or null",
+        )
+        self.sources: dict[str, Callable[[], None]] = {"clock": self.look_at_clock, "stop file": self.look_for_file}
+        if watches_metadata(self.cfg.notices, os.environ):
+            self.metadata = Metadata(metadata_endpoint(os.environ))
+            self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
+        self.closed = threading.Event()
+        self.threads = [
+            threading.Thread(target=self.watch, args=(name, look), name=f"notices: {name}", daemon=True)
+            for name, look in self.sources.items()
+        ]
+
+    def __enter__(self) -> Notices:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed.set()
+        for thread in self.threads:
+            thread.join(CLOSE_S)
+
+    def watch(self, name: str, look: Callable[[], None]) -> None:
+        fails = False
+        while self.stop.reason is None:
+            try:
+                look()
+                fails = False
+            except (OSError, HTTPException, ValueError, InputError, Unreachable) as error:
+                if not fails:
+                    logger.warning("%s: %s; asked again every %g s", name, error, POLL_S)
+                fails = True
+            if self.closed.wait(POLL_S):
+                return
+
+    def look_at_clock(self) -> None:
+        if self.max_run_s is not None and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s:
+            self.stop.ask(f"max_run_s={self.max_run_s:g} is over", kind="max_run_s")
+        if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
+            ends = f"the capacity block ends at {as_text(self.block_end)}, its instances 30 minutes before"
+            self.stop.ask(ends, kind="capacity_block")
+
+    def block_leave_at(self, end: datetime) -> datetime:
+        return end - timedelta(seconds=BLOCK_LEAD_S + BLOCK_MARGIN_S + self.stop.save_s)
+
+    def look_for_file(self) -> None:
+        if self.has_stop_file():
+            self.stop.ask("the file STOP in the run folder", kind="stop_file")
+
+    def look_at_metadata(self) -> None:
+        if notice := self.metadata.get("spot/instance-action"):
+            asked = f"EC2 spot notice: {field(notice, 'action')} at {field(notice, 'time')}"
+            self.stop.ask(asked, kind="spot_notice")
+        events = self.metadata.get("events/maintenance/scheduled")
+        for event in events if isinstance(events, list) else ():
+            if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
+                continue
+            begins = parsedate_to_datetime(field(event, "NotBefore"))  # as "21 Jan 2019 09:00:43 GMT"
+            if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
+                asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
+                self.stop.ask(asked, kind="scheduled_event")
+
+
+def watches_metadata(mode: str, environ: Mapping[str, str]) -> bool:
+    """Whether to ask EC2's metadata, by `preempt.notices` and the variables of the AWS tools."""
+    if mode != "auto":
+        return mode == "on"
+    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2()
+
+
+def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
+    """Whether this is an EC2 instance. On Nitro, as on Trainium and all newer types, the asset tag is the instance's id
+    (EC2 user guide, "Detect whether a host is an EC2 instance").
+    """
+    return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
+
+
+def field(notice: Any, name: str) -> str:
+    """A field of a notice. Raises ValueError if it is missing or no text."""
+    if not isinstance(notice, dict) or not isinstance(notice.get(name), str):
+        raise ValueError(f"{name} is missing in {notice}")
+    return notice[name]
+
+
+def now() -> datetime:
+    """The time by the wall clock, since ends of blocks and events are dates."""
+    return datetime.now(UTC)
+
+
+def as_text(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+# ---- all ranks agree -------------------------------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """Numbers of ranks."""
+
+    stops: float
+    failures: float
+
+
+class Votes:
+    """What each rank has to say about the run after a step: stop, or a failure. No step waits for it: a vote
+    travels while the devices work (benchmarks/ranks.py). Every rank calls each method at the same steps.
+    """
+
+    def __init__(self, world: World, stop: StopRequest) -> None:
+        self.world, self.stop = world, stop
+        self.failure: Exception | None = None
+        self.counting: Callable[[], list[float]] = list
+        self.counted = Counted(0, 0)
+
+    def cast(self, failure: Exception | None) -> None:
+        """Post this rank's vote; `failure`: why the run cannot continue after the step that begins now."""
+        self.failure = failure
+        self.counting = self.world.begin_sum([self.stop.reason is not None, failure is not None])
+
+    def count(self) -> Counted:
+        """The votes that were cast before the step."""
+        self.counted = Counted(*self.counting())
+        return self.counted
+
+    def raise_failure(self) -> None:
+        """Raise on all ranks the failure of one of them, if the last count has one."""
+        if self.counted.failures:
+            self.world.raise_failure(self.failure)
+
+    def reasons(self) -> list[tuple[int, str, str, str]]:
+        """Rank, reason, its kind and the host of each rank that was asked to stop."""
+        answers = enumerate(self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node())))
+        return [(rank, reason, kind, host) for rank, (reason, kind, host) in answers if reason is not None]

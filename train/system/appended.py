@@ -1,0 +1,176 @@
+"""Files to which a run appends, as S3 holds them: NAME holds the newest lines, and the older ones are in parts.
+
+    metrics.jsonl  metrics/00000002-000001.jsonl  (lease and number of its writer)
+
+Lines of more than PART_BYTES move to a part, which never changes; NAME then begins with a line that counts the parts
+and is written after them, so that a reader finds each line once at any time. A part that no such line counts is of a
+job that was killed between the two, or has lost the folder: its lines are in NAME as well. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from train.config import InputError
+from train.system.atomic_io import open_whole
+from train.system.folders import Folder
+from train.system.schema import BadContent
+
+PART_BYTES = 2**18  # uploaded at each save at most, as long as fewer are written between two of them
+BLOCK_BYTES = 2**16  # read at a time, backwards
+MAX_PARTS = 10**6  # of a writer
+MARK = b'{"kind": "parts", '
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a file, in the order of their lines."""
+
+    counts: dict[str, int] = field(default_factory=dict)  # by writer: 8 digits, of its lease
+    num_bytes: int = 0  # of all
+
+    @property
+    def head(self) -> bytes:
+        """The first line of the file that follows on them."""
+        values = {"kind": "parts", "parts": self.counts, "bytes": self.num_bytes}
+        return json.dumps(values).encode() + b"\n" if self.counts else b""
+
+    def names(self, name: str) -> list[str]:
+        return [of(name, writer, part) for writer, count in self.counts.items() for part in range(1, count + 1)]
+
+    def next_of(self, writer: str, num_bytes: int) -> tuple[str, int, Parts]:
+        """Return writer and number of one more part, and the parts with it. No lease comes before an earlier one, not
+        even if the leases were deleted.
+        """
+        writer = max([writer, *self.counts])
+        number = self.counts.get(writer, 0) + 1
+        return writer, number, Parts({**self.counts, writer: number}, self.num_bytes + num_bytes)
+
+
+def of(name: str, writer: str, number: int) -> str:
+    """Return the name of a part of the file `name`."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}/{writer}-{number:06d}.{suffix}"
+
+
+def read_head(file: BinaryIO, where: str) -> Parts:
+    """Read the parts that a file follows on, and leave it where its lines begin. Raises InputError if its first line
+    names parts in another form.
+    """
+    if file.read(len(MARK)) != MARK:
+        file.seek(0)
+        return Parts()
+    row = MARK + file.readline()
+    try:
+        head = json.loads(row)
+        parts = Parts(dict(head["parts"]), head["bytes"])
+        sound = all(len(key) == 8 and key.isascii() and key.isdigit() for key in parts.counts)
+        sound = sound and all(type(count) is int and 0 < count <= MAX_PARTS for count in parts.counts.values())
+        if sound and parts.counts and type(parts.num_bytes) is int and parts.num_bytes >= 0:
+            return parts
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    raise BadContent(f"{where} line 1 is damaged: it counts the parts of the file that come before it")
+
+
+def open_part(folder: Folder, name: str) -> BinaryIO:
+    """Open a part. Raises InputError if it is missing."""
+    try:
+        return folder.open(name)
+    except FileNotFoundError as error:
+        raise InputError(f"{folder.location}/{name} is missing: it holds a part of the run's lines") from error
+
+
+def rows(folder: Folder, name: str) -> Iterator[bytes]:
+    """Yield the lines of a file and its parts without their ends, the oldest first. Raises FileNotFoundError if there
+    is no such file.
+    """
+    with folder.open(name) as newest:
+        for part in read_head(newest, f"{folder.location}/{name}").names(name):
+            with open_part(folder, part) as file:
+                yield from (row.rstrip(b"\n") for row in file)
+        yield from (row.rstrip(b"\n") for row in newest)
+
+
+def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
+    """Yield the same lines, the newest first, read in blocks as they are asked for."""
+    with folder.open(name) as newest:
+        parts = read_head(newest, f"{folder.location}/{name}").names(name)
+        yield from back(newest, newest.tell())
+    for part in reversed(parts):
+        with open_part(folder, part) as file:
+            yield from back(file, 0)
+
+
+def back(file: BinaryIO, first: int) -> Iterator[bytes]:
+    """Yield the lines from the byte `first` on without their ends, the newest first: what follows the last line end,
+    which is empty unless a line is half written, and so on.
+    """
+    pieces: list[bytes] = []
+    end = file.seek(0, 2)
+    while end > first:
+        begin = max(first, end - BLOCK_BYTES)
+        file.seek(begin)
+        piece, *whole = file.read(end - begin).split(b"\n")
+        if whole:
+            yield whole[-1] + b"".join(reversed(pieces))
+            yield from reversed(whole[:-1])
+            pieces = []
+        pieces.append(piece)
+        end = begin
+    yield b"".join(reversed(pieces))
+
+
+class Mirrored:
+    """A file on this machine that grows, and its copy in S3."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name, self.parts = path, name, Parts()
+
+    def upload(self, folder: Folder, replace: Callable[[str, bytes], None], writer: str) -> None:
+        """Write what S3 does not hold yet: parts to `folder`, the newest lines by `replace`. The last line may be half
+        written: the next attempt cuts it off.
+        """
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            file.seek(self.parts.num_bytes)
+            while True:
+                content = file.read(PART_BYTES)
+                content += file.readline()
+                if file.tell() >= size:  # the newest lines, of which there is always one
+                    break
+                name, number, parts = self.parts.next_of(writer, len(content))
+                folder.write(of(self.name, name, number), content)
+                self.parts = parts
+            file.seek(self.parts.num_bytes)
+            replace(self.name, self.parts.head + file.read())
+
+    def download(self, folder: Folder) -> None:
+        """Copy the file from S3. An older copy stays only if it continues that file by whole lines: since it was
+        written the run may have been on another machine, or have been removed from S3 for a new one.
+        """
+        self.parts = Parts()
+        try:
+            newest = folder.open(self.name)
+        except FileNotFoundError:
+            self.path.unlink(missing_ok=True)
+            return
+        with newest:
+            self.parts = read_head(newest, f"{folder.location}/{self.name}")
+            content = newest.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if self.path.is_file() and (whole or not self.parts.counts):
+            with self.path.open("rb") as file:
+                file.seek(self.parts.num_bytes)
+                if file.read(len(whole)) == whole:
+                    return
+        with open_whole(self.path) as file:
+            for name in self.parts.names(self.name):
+                with open_part(folder, name) as part:
+                    file.write(part.read())
+            self.parts = Parts(self.parts.counts, file.tell())
+            file.write(content)

@@ -1,0 +1,102 @@
+"""Folders of compiled graphs and kernels, which later runs load as code: this user's alone. No torch here."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from shutil import copytree
+
+from train.config import InputError, check
+from train.system import machine
+from train.system.atomic_io import made_once
+
+KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # of root, on an image that was built with compile_cache (ami/provision)
+NOBODY = 65534  # the owner of what is root's outside, in a container whose users are mapped (user_namespaces(7))
+
+
+def unshared_folder(path: Path, name: str) -> Path:
+    """Make a folder of mode 0700, or take one that is there; returns its path without links.
+
+    Raises InputError, which says that `name` decides where it is, if another user could put something into it.
+    """
+    real = Path(os.path.realpath(path.expanduser()))
+    try:
+        for folder in (*reversed(real.parents), real):
+            if not folder.is_dir():
+                folder.mkdir(0o700, exist_ok=True)  # other ranks make it too
+            fault = foreign_fault(folder.lstat(), is_parent=folder != real)
+            check(
+                fault is None,
+                f"{folder} {fault}, and what others put there would run as you; chown and chmod it once you know what "
+                f"it holds, or set {name} to another folder",
+            )
+    except OSError as error:
+        raise InputError(f"cannot write to {real}: {error.strerror}; set {name} to another folder") from error
+    return real
+
+
+def private_folder(path: Path, name: str) -> Path:
+    """Make or take a folder as `unshared_folder` does, and close it to others: they may write to folders in it."""
+    real = unshared_folder(path, name)
+    real.chmod(0o700)
+    return real
+
+
+def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
+    """Return how others could change what is in a folder, or replace the folder that it is a parent of."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "is a link or a file of somebody"
+    if status.st_uid != os.geteuid() and not (is_parent and status.st_uid in (0, NOBODY)):
+        return f"belongs to user {status.st_uid}, and you are {os.geteuid()}"
+    writable = status.st_mode & (stat.S_IWOTH if is_parent else stat.S_IWOTH | stat.S_IWGRP)
+    if writable and not (is_parent and status.st_mode & stat.S_ISVTX):
+        return f"can be written to by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def place_kernels() -> None:
+    """Set where TorchInductor and Triton keep kernels, unless the user has. Call it before Inductor is imported.
+
+    Raises InputError for a folder into which others could put some.
+    """
+    root = machine.compile_root()
+    for variable, folder in KERNELS.items():
+        given = os.environ.get(variable)
+        os.environ[variable] = str(private_folder(Path(given) if given else root / folder, variable))
+    headers = headers_folder()
+    check(not headers.is_symlink(), f"{headers} is a link, which its owner can change; remove it, or set TMPDIR")
+    private_folder(headers, "TMPDIR")
+
+
+def headers_folder() -> Path:
+    """Return where TorchInductor keeps compiled C++ headers whatever the variable says: below the folder that is its
+    default for everything (_HEADER_DIR in torch/_inductor/codecache.py).
+    """
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return Path(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
+def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, str]:
+    """Return the variable that names Neuron's cache, with its folder, which begins as a copy of the image's graphs.
+
+    Raises InputError for a folder into which others could put some. A bucket is left as it is.
+    """
+    name = machine.NATIVE_CACHE if is_native else "NEURON_COMPILE_CACHE_URL"
+    location = machine.native_cache(environ) if is_native else machine.cache_location(environ)
+    if "://" in location:
+        return {}
+    path = Path(location)
+    if location == machine.cache_location({}) and not is_native and IMAGE_GRAPHS.is_dir():
+        private_folder(path.parent, name)
+        made_once(path, copy_image_graphs)
+    return {name: str(private_folder(path, name))}
+
+
+def copy_image_graphs(folder: Path) -> None:
+    copytree(IMAGE_GRAPHS, folder, dirs_exist_ok=True)

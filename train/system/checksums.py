@@ -1,0 +1,91 @@
+"""Checks of files against their manifest, and of a manifest against its own checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from train.config import InputError, check
+from train.system.folders import Folder, at_once, sha256_bytes, sha256_file, sha256_json
+from train.system.schema import BadContent, FileEntry, shown
+
+Item = TypeVar("Item")
+SHOWN_DIGITS = 12  # of a sha256, in a message
+
+
+def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
+    """The difference from the manifest, as text that follows the name of the file; None if there is none.
+
+    `size` is the length in bytes, None for a file that is missing; `sha256` computes the checksum; with None only the
+    length is compared.
+    """
+    if size is None:
+        return "is missing"
+    if size != entry["bytes"]:
+        return f"has {size} bytes, the manifest says {entry['bytes']}"
+    seen = entry["sha256"] if sha256 is None else sha256()
+    if seen != entry["sha256"]:
+        return f"has sha256 {seen[:SHOWN_DIGITS]}, the manifest says {entry['sha256'][:SHOWN_DIGITS]}"
+    return None
+
+
+def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None:
+    """The same as `fault_of`, for a file of this machine."""
+    size = path.stat().st_size if path.is_file() else None
+    return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
+
+
+def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) -> str | None:
+    """What is wrong with the first item that `examine` finds at fault, in their order; None if all are well. Several
+    are examined at once.
+    """
+    with closing(at_once(examine, items)) as faults:
+        return next(filter(None, faults), None)
+
+
+def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: bool) -> None:
+    """InputError for the first file of a local folder that is missing or has another length or, with `checksums`,
+    another checksum than its entry.
+    """
+
+    def examine(name: str) -> str | None:
+        fault = fault_of_file(folder / name, entries[name], checksum=checksums)
+        return fault and f"{folder / name} {fault}; prepare the data again"
+
+    fault = first_fault(examine, entries)
+    check(fault is None, fault or "")
+
+
+def read_verified(
+    source: Folder, name: str, sha256: str | None, *, advice: str, fault: str = "is damaged: its sha256 is another one"
+) -> bytes:
+    """A file that a manifest names; `sha256` is None if its checksum is unknown. InputError if it is missing, or with
+    `fault` if it has another checksum; `advice` says what to do.
+    """
+    try:
+        content = source.read(name)
+    except FileNotFoundError:
+        raise InputError(f"{source.location}/{name} is missing; {advice}") from None
+    if sha256 not in (None, sha256_bytes(content)):
+        raise InputError(f"{source.location}/{name} {fault}; {advice}")
+    return content
+
+
+def sealed(body: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
+    """The content of a manifest with its own checksum under `key`."""
+    return {**body, key: sha256_json(body)}
+
+
+def unsealed(content: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
+    """The content without its checksum. BadContent if the checksum is wrong."""
+    body = {name: value for name, value in content.items() if name != key}
+    try:
+        seen = sha256_json(body)
+    except (ValueError, RecursionError):
+        raise BadContent("it holds values that JSON cannot express") from None
+    if content.get(key) != seen:
+        was = shown(content.get(key))[: SHOWN_DIGITS + 1]
+        raise BadContent(f"it was changed after it was written (checksum {seen[:SHOWN_DIGITS]}, recorded {was})")
+    return body

@@ -1,0 +1,62 @@
+"""Versions, commit and machine of a process, for environment.json. No torch here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import conf
+import train
+from train.system.machine import installed_versions
+from train.system.memory import usable_cpus
+
+PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
+PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit, folders of the code, and machine. Environment variables are left out: they may be secret."""
+    return {
+        "baretrain": train.__version__,
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit(),
+        "code": [str(Path(train.__file__).parent), str(Path(conf.__file__ or "").parent)],
+        "neuron_cc_flags": os.environ.get("NEURON_CC_FLAGS"),
+        "host": platform.node(),
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cpus": usable_cpus(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of PACKAGES; None for one that is not installed."""
+    installed = installed_versions(*PACKAGES)
+    return {package: installed.get(package) for package in PACKAGES}
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The maker's name of this machine's processors; None where Linux has none."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def commit() -> str | None:
+    """The git commit of the code, with a plus sign if it was changed; None outside a checkout."""
+    if shutil.which("git") is None:
+        return None
+    folder = Path(train.__file__).parent
+    done = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or None

@@ -1,0 +1,56 @@
+"""RUN/export/: a run's model for transformers, whole, with the step at which it was written: a run may resume."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from train.system.atomic_io import new_folder, remove_temporaries, sync_tree
+from train.system.folders import Folder, canonical_json
+from train.system.run_folder import RunFolder
+from train.system.schema import read_object
+
+MARK = "baretrain.json"  # in export/: {"step": reached by the run}
+NO_STEP = -1  # in S3, while files are on their way
+
+
+@contextmanager
+def renewed(folder: RunFolder, step: int) -> Iterator[Path]:
+    """An empty folder for the model of a run at `step`. When the block ends, it replaces export/ on this machine; after
+    an error the old export stays. Only the owner of the run folder calls it.
+    """
+    folder.ownership.check()
+    remove_temporaries(folder.path, folder.export.name)
+    with new_folder(folder.export, replaces=True) as scratch:
+        yield scratch
+        (scratch / MARK).write_bytes(canonical_json({"step": step}))
+        sync_tree(scratch)  # before the check of the owner, because it may take long
+        folder.ownership.check()
+
+
+def mirror(folder: RunFolder) -> None:
+    """Copy export/ to S3, if the run folder is there."""
+    if not folder.is_remote:
+        return
+    folder.folder.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))
+    files = [path for path in sorted(folder.export.rglob("*")) if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == MARK):  # MARK last
+        folder.folder.upload(path.relative_to(folder.path).as_posix(), path)
+
+
+def is_outdated(run: Folder) -> bool:
+    """Whether a run has trained on since it wrote its export, or is writing it now."""
+    try:
+        step = int(read_object(run.read(f"export/{MARK}"))["step"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # damaged: a checkpoint is better
+        return True
+    return step < max(saved_steps(run), default=0)
+
+
+def saved_steps(run: Folder) -> dict[int, str]:
+    """The manifest's name of each checkpoint, by its step."""
+    names = run.names("checkpoints/")
+    matches = (re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name) for name in names)
+    return {int(match[1]): match[0] for match in matches if match}

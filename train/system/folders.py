@@ -1,0 +1,345 @@
+"""Folders that hold the files of a run or a data set, on this machine or in S3. A file is whole or absent:
+atomic_io.py writes it on disk, and S3 shows an object when all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from train.config import InputError, NotPermitted, S3Config, check, check_printable
+from train.system.atomic_io import create_atomic, discard, is_temporary, make_alike, open_whole, write_atomic
+from train.system.schema import Head, RelativePath
+from train.system.torchrun import file_of_start, has_rejected
+
+CHUNK_BYTES = 2**20  # read at once to be hashed
+NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
+# What was meant to be a URL: a name with ":/", or a known one with ":" alone.
+NO_URL = re.compile(
+    r"\s*([a-z][a-z0-9+.-]*:/|(s3[an]?|gs|gcs|hdfs|abfss?|az|wasbs?|https?|file|hf|dbfs):)", re.IGNORECASE
+)
+PRIVATE = 0o700  # mode of a new folder; one that is there keeps its own
+SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
+AT_ONCE = 16  # hashing runs outside of Python's lock, requests to S3 and shared disks wait for the network
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Folder(Protocol):
+    """Files by relative names with slashes: `tokenizer/tokenizer.json`. What the user can fix is an InputError."""
+
+    location: str  # as the user writes it
+
+    def read(self, name: str) -> bytes:
+        """A whole file; FileNotFoundError if there is none."""
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read it at any place; FileNotFoundError if there is none. One from S3 is held in memory."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a whole file, or replace one."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a whole file unless there is one; False if there is. Only one of several writers gets True."""
+
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        """Write a whole file if it still has this version (None: any), and return the new version. Raises
+        FileExistsError or FileNotFoundError if it has another one. Only S3 compares and writes in one step.
+        """
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write a whole file, or replace one, with the content of a file of this machine."""
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to `path` on this machine; FileNotFoundError if there is none. The caller verifies it."""
+
+    def head(self, name: str) -> Head | None:
+        """Length and version of a file; None if there is no such file."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes; None if there is no such file."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there. NotPermitted if it cannot be removed."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Files whose names begin with `prefix`, in order, also in subfolders. Objects in S3 whose names are no
+        RelativePath are left out.
+        """
+
+    def listing(self, prefix: str = "") -> dict[str, Head]:
+        """The files that `names` returns. One request to S3 asks for 1,000."""
+
+    def names_here(self) -> set[str]:
+        """Names of the files and subfolders directly in this folder."""
+
+
+def is_s3(location: str) -> bool:
+    return location.startswith("s3://")
+
+
+def open_folder(location: str, s3: S3Config) -> Folder:
+    """The folder at a path, a file:// or an s3:// URL; it need not exist. InputError for another kind of URL."""
+    check_place(location)
+    if is_s3(location):
+        from train.system.s3 import S3Folder  # boto3 takes long to import
+
+        return S3Folder(location, s3)
+    return LocalFolder(local_path(location))
+
+
+class LocalFolder:
+    """A folder of this machine. The first file makes it for this user alone, whatever the umask: it may hold texts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.location = path, str(path)
+
+    def at(self, name: str) -> Path:
+        """The path of a file. BadContent for a name that would lead out of the folder."""
+        return self.path / RelativePath(name)
+
+    def read(self, name: str) -> bytes:
+        path = self.at(name)
+        with disk_errors("read", path):
+            check(not path.is_fifo(), f"cannot read {path}: it is a pipe, which may have no end")
+            return path.read_bytes()
+
+    def open(self, name: str) -> BinaryIO:
+        path = self.at(name)
+        with disk_errors("read", path):
+            if not path.is_file():  # nor a pipe, which would be waited for
+                raise FileNotFoundError(path)
+            return path.open("rb")
+
+    def write(self, name: str, content: bytes) -> None:
+        path = self.at(name)
+        with disk_errors("write", path):
+            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
+            make_alike(path.parent)
+            write_atomic(path, content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        path = self.at(name)
+        with disk_errors("write", path):
+            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
+            make_alike(path.parent)
+            return create_atomic(path, content)
+
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        head = self.head(name)
+        if version is not None and (head is None or head.version != version):
+            raise FileExistsError(self.at(name)) if head else FileNotFoundError(self.at(name))
+        self.write(name, content)
+        return head_of(self.at(name)).version
+
+    def upload(self, name: str, path: Path) -> None:
+        target = self.at(name)
+        with disk_errors("write", target), path.open("rb") as file:
+            make_alike(target.parent)
+            with open_whole(target) as copy:
+                shutil.copyfileobj(file, copy)
+
+    def download(self, name: str, path: Path) -> None:
+        with self.open(name) as file, path.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+
+    def head(self, name: str) -> Head | None:
+        path = self.at(name)
+        with suppress(FileNotFoundError):  # another process may remove it after the first question
+            return head_of(path) if path.is_file() else None
+        return None
+
+    def size(self, name: str) -> int | None:
+        head = self.head(name)
+        return head and head.size
+
+    def remove(self, name: str) -> None:
+        path = self.at(name)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise NotPermitted(f"cannot delete {path}: {error.strerror}") from error
+
+    def names(self, prefix: str = "") -> list[str]:
+        top = self.path / prefix.rpartition("/")[0]
+        files = (path for path in files_below(top) if path.is_file() and not is_temporary(path))
+        names = (path.relative_to(self.path).as_posix() for path in files)
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def listing(self, prefix: str = "") -> dict[str, Head]:
+        return {name: head for name in self.names(prefix) if (head := self.head(name)) is not None}
+
+    def names_here(self) -> set[str]:
+        with disk_errors("list", self.path):
+            return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+
+
+def head_of(path: Path) -> Head:
+    status = path.stat()
+    return Head(status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
+
+
+def files_below(top: Path) -> Iterator[Path]:
+    """The files of a folder and of those below it, but not of temporary ones. A folder that another process removes
+    meanwhile is left out; InputError for one that cannot be read.
+    """
+
+    def stop(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise InputError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    for parent, names, files in os.walk(top, onerror=stop):
+        names[:] = [name for name in names if not is_temporary(Path(name))]
+        yield from (Path(parent, name) for name in files)
+
+
+@contextmanager
+def disk_errors(action: str, path: Path) -> Iterator[None]:
+    """Raise the disk's errors as InputError, except FileNotFoundError for a file to read."""
+    try:
+        yield
+    except OSError as error:
+        if action == "read" and isinstance(error, FileNotFoundError):
+            raise
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = f"; {'free some space or ' if is_full else ''}choose another folder" if action == "write" else ""
+        raise InputError(f"cannot {action} {path}: {error.strerror}{hint}") from error
+
+
+def check_place(location: str) -> None:
+    """Raise InputError for a path or URL with control characters, or with a variable that no shell has looked up."""
+    check_printable(location)
+    if variable := re.search(r"\$[A-Za-z_]\w*", location):
+        raise InputError(f"{location}: {variable[0]} is not looked up here; let the shell do it, without single quotes")
+
+
+def local_path(location: str) -> Path:
+    """The path of a local folder given by the user, with "~" written out. InputError if it cannot be one."""
+    check_place(location)
+    if "://" in location and not location.startswith("file://"):
+        raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
+    if "://" not in location and NO_URL.match(location):  # a library for paths has made one slash of two
+        raise InputError(f"{location} is neither a URL, s3://bucket/name, nor a usual path; a local one begins with ./")
+    if not location.removeprefix("file://"):
+        raise InputError("a path is empty (a variable that is not set?); name a file or folder")
+    try:
+        path = Path(location.removeprefix("file://")).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise InputError(f"{location}: {error}; write the folder out") from error
+    long = any(len(os.fsencode(part)) > NAME_MAX for part in path.parts)
+    if long or len(os.fsencode(path)) >= PATH_MAX:
+        raise InputError(
+            f"{location[:40]}... is too long for a path: {NAME_MAX} bytes is the longest name, {PATH_MAX - 1} the "
+            "longest path"
+        )
+    check_printable(str(path.absolute()))  # a relative one begins in a folder that has a name as well
+    return path
+
+
+def make_folder(path: Path) -> Path:
+    """Create `path`, for this user alone, and its parents; show that it can be written to, InputError if not."""
+    try:
+        path.mkdir(PRIVATE, parents=True, exist_ok=True)
+        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # a name that no other rank takes
+        os.close(handle)  # before it is removed: NFS renames files that are open
+        discard(Path(probe))
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
+    return path
+
+
+@contextmanager
+def empty_folders_removed(*paths: Path) -> Iterator[None]:
+    """Remove those of some folders and of their parents that the block makes and leaves empty, if it is rejected. Ranks
+    that torchrun has started on this machine make them together, and the last one to leave removes them.
+    """
+    all_paths = {folder for path in paths for folder in (path, *path.parents)}
+    made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # the innermost first
+    of_all = file_of_start("made")
+    with suppress(OSError):
+        if made:
+            create_atomic(of_all, "\n".join(map(str, made)).encode())
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, InputError) or has_rejected():
+            with suppress(OSError):
+                made = [Path(line) for line in of_all.read_text().splitlines()]
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Remove the folder, and raise OSError, unless its disk has space for `num_bytes`."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes * SPACE_FACTOR:
+        discard(folder)
+        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
+
+
+def at_once(
+    action: Callable[[Item], Result], items: Iterable[Item], threads: int = AT_ONCE
+) -> Generator[Result, None, None]:
+    """Yield the result of an action for each of many files, in their order. Several are under way at the same time. The
+    first failure is raised, and what has not begun by then never does.
+    """
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield from pool.map(action, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder in TMPDIR, removed when the block ends. InputError if its disk gets full."""
+    with tempfile.TemporaryDirectory(prefix="baretrain-", ignore_cleanup_errors=True) as folder:
+        try:
+            yield Path(folder)
+        except Exception as error:  # libraries written in Rust raise plain ones
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+                hint = "free some space, or set TMPDIR to another folder"
+                raise InputError(f"{Path(folder).parent} is full; {hint}") from error
+            raise
+
+
+def sha256_file(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))  # one buffer: new memory costs page faults
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def sha256_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """Readable JSON, the same bytes for the same value."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that this program wrote; None if there is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def sha256_json(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()

@@ -1,0 +1,79 @@
+"""Access to the Hugging Face Hub. It is asked once whether it answers, so that no library retries for minutes.
+
+If it does not answer, the libraries are switched to offline: they use their cache, or fail at once.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+
+from train.system.folders import local_path
+
+ANSWERS_WITHIN_S = 5.0
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def hub_or_path(source: str) -> str:
+    """A Hub id or a folder as a library takes it, with the home folder written out."""
+    return str(local_path(source)) if source.startswith(("~", "file://")) else source
+
+
+def is_at_hub(source: str) -> bool:
+    """Whether `source` can only be a Hub id, because nothing of that name is on this machine."""
+    return HUB_ID.fullmatch(source) is not None and not local_path(source).exists()
+
+
+@cache
+def silence() -> str | None:
+    """The reason why the Hub does not answer, for an error message; None if it does."""
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HTTPError
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        status = get_session().head(constants.ENDPOINT, timeout=ANSWERS_WITHIN_S).status_code
+    except (HTTPError, OSError, ValueError) as error:
+        return f"the Hub cannot be reached: {str(error) or type(error).__name__}"
+    return f"the Hub answers with status {status}" if status >= 500 else None
+
+
+@contextmanager
+def asking_hub(source: str) -> Iterator[None]:
+    """A block of calls that may ask the Hub for `source`. If the Hub does not answer, they use their cache alone."""
+    if not is_at_hub(source) or silence() is None:
+        yield
+        return
+    from huggingface_hub import constants
+
+    copies = [constants, *([sys.modules["datasets"].config] if "datasets" in sys.modules else [])]
+    with ExitStack() as patches:
+        for module in copies:
+            patches.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+            module.HF_HUB_OFFLINE = True
+        yield
+
+
+def fetched(source: str, patterns: Sequence[str]) -> Path:
+    """Return a folder itself, or the one in the Hub's cache with these files of a model, which are fetched into it."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=list(patterns)))
+
+
+def why_missing(source: str, error: BaseException) -> str:
+    """The meaning of a library's error about `source` ("": files that are here), in one line."""
+    if "trust_remote_code" in str(error):
+        return "it holds code of its own, which is never executed here"
+    why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if is_at_hub(source):  # or the name of a folder with a mistake in it
+        why = why if silence() is None else f"it is not in the Hub's cache, and {silence()}"
+        return f"there is no such file or folder here, and at the Hub: {why}"
+    return why if not source or local_path(source).exists() else "there is no such file or folder"

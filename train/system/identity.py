@@ -1,0 +1,124 @@
+"""Which run a folder belongs to: the settings that a resume keeps, and the files by which a run folder is known.
+
+A folder without environment.json, which describes the run, and without a lease is a run folder only if it is empty.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from train.config import Plan, TrainConfig, check, to_dict
+from train.system.folders import Folder, canonical_json, local_path
+from train.system.lease import LEASE_FILE, LEASES, name_of, numbers, parse
+from train.system.schema import BadContent, read_object
+
+logger = logging.getLogger("train")
+
+ENVIRONMENT = "environment.json"
+FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
+FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
+IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
+# Files that ranks other than 0 write before rank 0 has taken the folder, and the files of a new disk.
+NEUTRAL = re.compile(
+    rf"{LEASE_FILE.pattern}|log/(rank|exit_rank|stacks_rank)_\d{{4,}}\.(txt|json)|\.write-test-\w+|lost\+found"
+)
+
+
+def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[int] | None) -> dict[str, Any]:
+    """The settings that must stay the same for a run to resume, as one flat table."""
+    plain = to_dict(cfg)
+    sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
+    return {
+        "data": data_id,
+        "seed": cfg.seed,
+        "global_batch_size": plan.global_batch_size,
+        **sections,
+        **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order is by them
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "key: old -> new" for each key of two flat tables that differs."""
+    now = json.loads(canonical_json(now))
+    keys = sorted({**before, **now})
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
+    """InputError with all differences if `before`, read from `source`, is another run's; a warning if forced."""
+    known = {key: value for key, value in identity.items() if key in before or value}  # without settings new and off
+    changed = differences(before, known)
+    if changed and force:
+        logger.warning("resume.force=true: resuming another run than %s: %s", source, ", ".join(changed))
+        return
+    lengths = ",".join(map(str, before.get("data.lengths") or ()))
+    is_same = not any(each.startswith("data.lengths: ") for each in changed)
+    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches, which other devices would not choose"
+    check(
+        not changed,
+        f"{source} is of another run ({', '.join(changed)}); choose another run_dir, or resume with the new settings "
+        f"by resume.force=true{hint}",
+    )
+
+
+# ---- is it a run folder? --------------------------------------------------------------------------------------------
+
+
+def check_layout(location: str) -> None:
+    """InputError for a folder with links instead of files to which a run appends lines, and for a file, folder or pipe
+    that has the name of another kind.
+    """
+    path = local_path(location)
+    for file in path.iterdir() if path.is_dir() else ():
+        is_right = {**dict.fromkeys(FILES, file.is_file), **dict.fromkeys(FOLDERS, file.is_dir)}.get(file.name)
+        kind = "folder" if file.name in FOLDERS else "file"
+        check(
+            is_right is None or is_right(),
+            f"run_dir={location}: {file.name} is no {kind}, as a run has it; move it away, or choose another folder",
+        )
+    for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
+        is_link = file.is_symlink() and not file.is_dir()
+        check(not is_link, f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it")
+
+
+def find_identity(folder: Folder) -> dict[str, Any] | None:
+    """The identity of the run that the folder belongs to; None without environment.json, or if that is not a run's."""
+    with suppress(FileNotFoundError, BadContent):
+        identity = read_object(folder.read(ENVIRONMENT)).get("identity")
+        if isinstance(identity, dict) and identity.keys() >= IDENTITY_KEYS:
+            return identity
+    return None
+
+
+def is_owned(folder: Folder) -> bool:
+    """Return whether a job has left a lease that can be read."""
+    return any(parse(folder.read(name_of(number))) for number in numbers(folder))
+
+
+def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
+    """The identity of the run that the folder, which holds these names, belongs to; empty if no run has described
+    itself there. InputError if the folder is neither a run's nor empty.
+    """
+    identity = find_identity(folder) if ENVIRONMENT in names else None
+    if identity is not None:
+        return identity
+    if LEASES.rstrip("/") in names and is_owned(folder):
+        check(
+            ENVIRONMENT not in names,
+            f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove that file alone, and the same command "
+            "resumes from the checkpoints, which name their run as well",
+        )
+        return {}
+    inner = [name for top in ("lease/", "log/") if top.rstrip("/") in names for name in folder.names(top)]
+    strange = [name for name in sorted({*names, *inner} - {"lease", "log"}) if not NEUTRAL.fullmatch(name)]
+    check(
+        not strange,
+        f"run_dir={folder.location} holds files that are not a run's ({', '.join(strange[:3])}); choose another folder",
+    )
+    return {}

@@ -1,0 +1,100 @@
+"""The files of leases, one for each owner of a run folder; ownership.py says what follows. No torch here.
+
+lease/00000007.json   see KINDS; the highest number is the owner's
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from train.system.folders import Folder
+from train.system.launched import launched
+from train.system.processes import read_process
+from train.system.schema import BadContent, read_object
+
+LEASES = "lease/"
+LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
+KINDS: dict[str, Any] = {
+    "number": int,
+    "owner": str,  # a new one for every lease
+    "host": str,
+    "pid": int,
+    "process_start": int | None,  # clock ticks after the boot; None: not Linux
+    "boot_id": str | None,
+    "pid_namespace": str | None,
+    "job": str | None,  # the id of Slurm's job or of torchrun's run
+    "started": str,  # for people only
+    "ttl_s": float | int,
+    "beats": int,
+    "step": int,
+    "released": bool,
+}
+MAX_PID, MAX_TTL_S = 2**31, 1e6  # of a lease that this program can have written
+
+
+def name_of(number: int) -> str:
+    return f"{LEASES}{number:08d}.json"
+
+
+def numbers(folder: Folder) -> list[int]:
+    """The lease numbers that are there."""
+    return [int(match[1]) for name in folder.names(LEASES) if (match := LEASE_FILE.fullmatch(name))]
+
+
+def newest(folder: Folder) -> tuple[int, bytes]:
+    """The highest number, 0 if there is none, and the content of its file, empty if it was removed meanwhile."""
+    number = max(numbers(folder), default=0)
+    try:
+        return number, folder.read(name_of(number)) if number else b""
+    except FileNotFoundError:
+        return number, b""
+
+
+def parse(content: bytes) -> dict[str, Any] | None:
+    """The fields of a lease file, see KINDS; None if it is damaged or another program's."""
+    with suppress(BadContent):
+        lease = read_object(content)
+        fits = all(name in lease and isinstance(lease[name], kind) for name, kind in KINDS.items())
+        if fits and 0 < lease["ttl_s"] < MAX_TTL_S and 0 < lease["pid"] < MAX_PID:
+            return lease
+    return None
+
+
+def describe(content: bytes) -> str:
+    """The owner, for a message."""
+    lease = parse(content)
+    if lease is None:
+        return "an owner whose lease file cannot be read"
+    job = f"job {lease['job']}, " if lease["job"] else ""
+    return f"{job}process {lease['pid']} on {lease['host']}, since {lease['started']}"
+
+
+def identity() -> dict[str, Any]:
+    """The process and the job of this lease, as far as the system says."""
+    process, run_id = read_process(os.getpid()), launched().run_id
+    boot_id: str | None = None
+    pid_namespace: str | None = None
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux: every owner is watched
+        pass
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "process_start": process.started if process else None,
+        "boot_id": boot_id,
+        "pid_namespace": pid_namespace,
+        "job": os.environ.get("SLURM_JOB_ID") or (None if run_id == "none" else run_id),  # torchrun's default
+    }
+
+
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether process ids mean the same to both. The host counts too: copies of a virtual machine have one boot id."""
+    keys = ("host", "boot_id", "pid_namespace")
+    return all(one[key] is not None and one[key] == other[key] for key in keys)

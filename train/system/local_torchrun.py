@@ -1,0 +1,39 @@
+"""torchrun for the ranks of one machine, which other machines cannot reach: `python -m train.system.local_torchrun`.
+
+Ranks join by torch's TCPStore, which listens on every interface whatever its address is, unless it is given a socket.
+Whoever reaches it decides what the ranks unpickle.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    import torch.distributed as dist  # late: the modules of this package work without torch
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    class LoopbackStore(dist.TCPStore):
+        """A store that listens on 127.0.0.1 only."""
+
+        def __init__(self, host_name: str, port: int, *rest: Any, is_master: bool = False, **settings: Any) -> None:
+            if is_master:
+                listener = socket.create_server(("127.0.0.1", port))
+                host_name, port = listener.getsockname()
+                settings["master_listen_fd"] = listener.detach()
+            super().__init__(host_name, port, *rest, is_master=is_master, **settings)  # type: ignore[misc]
+
+    dist.TCPStore = c10d_rendezvous_backend.TCPStore = LoopbackStore  # type: ignore[misc]
+    usual = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+    run.main([*usual, "--local-addr=127.0.0.1", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    here = str(Path(__file__).parent)
+    sys.path = [each for each in sys.path if each != here]  # of a script, whose neighbours are no libraries
+    main()

@@ -1,0 +1,126 @@
+"""The JSON files of a model or tokenizer from elsewhere, read here before transformers sees the folder: it takes the
+names of classes, of further files and of code from them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from train.config import shortlist
+from train.system.schema import BadContent, of_type, read_object, shown
+
+# Encoders of text whose code in transformers loads nothing else: no kernels of the Hub, no model within the model.
+ENCODERS = """
+    albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert flaubert
+    fnet funnel ibert jina_embeddings_v3 longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert
+    nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod
+"""
+# Keys by which a file names code to load, or a file of weights or settings that is not looked at here.
+LOADS = re.compile(
+    "auto_map|trust_remote_code|_?(attn|experts)_implementation.*|quantization_config|use_kernels|kernel_config|"
+    "transformers_weights|configuration_files|fast_tokenizer_files|gguf_file|_auto_class"
+)
+WAS_SET = "_attn_implementation_autoset"  # true or false, which transformers 4.46 to 4.50 wrote into every config.json
+FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer has
+IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # of another machine; transformers replaces them
+LARGEST, DEEPEST = 10**9, 1000  # a size; layers: each is an object, so that a number alone could keep a machine busy
+MOST_NAMED = 5  # folders in an error
+MOST_LABELS = 10**6  # transformers makes a name of each
+WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
+COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
+DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
+ADAPTER = "adapter_config.json"  # names another model, which transformers would load instead
+
+
+def read_model_json(folder: Path) -> dict[str, Any] | None:
+    """Return what config.json holds; None without the file. Raises BadContent for a model that is no encoder known
+    here, for keys that make transformers load something else, and for sizes that no model has.
+    """
+    if (folder / ADAPTER).exists():
+        raise BadContent(f"{folder} holds an adapter ({ADAPTER}) of another model; give that model, merged with it")
+    path = folder / "config.json"
+    values = read_checked(path)
+    if values is None:
+        return None
+    check_encoder(path, values.get("model_type"))
+    for name in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
+        if values.get(name):
+            raise BadContent(f"{path}: {name} is {shown(values[name])}, and only encoders are read here")
+    of_type(list[str] | None, values.get("architectures"), f"{path}: architectures")
+    for name in (*WIDTHS, *COUNTS, *DEPTHS):
+        most = DEEPEST if name in DEPTHS else LARGEST
+        check_number(path, name, values.get(name), least=1, most=most)
+    check_number(path, "num_labels", values.get("num_labels"), least=1, most=MOST_LABELS)
+    check_number(path, "chunk_size_feed_forward", values.get("chunk_size_feed_forward"), least=0, most=0)
+    check_number(path, "type_vocab_size", values.get("type_vocab_size"), least=0, most=LARGEST)
+    vocabulary = values.get("vocab_size")
+    if vocabulary is not None:
+        check_number(path, "pad_token_id", values.get("pad_token_id"), least=0, most=vocabulary - 1)
+    for name in values:
+        if re.search("dropout(_prob)?$", name):
+            check_number(path, name, values[name], least=0, most=1, kind=int | float)
+    return values
+
+
+def models_below(folder: Path) -> str:
+    """Return the end of a message about a folder that holds no model: the folders in it that do."""
+    found = [path for pattern in ("*/config.json", "*/*/config.json") for path in sorted(folder.glob(pattern))]
+    names = [name for path in found if (name := path.parent.relative_to(folder).as_posix()).isprintable()]
+    return f"; there are models in {shortlist(names, MOST_NAMED)}: name one" if names else ""
+
+
+def read_tokenizer_json(folder: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json holds, {} without the file. Raises BadContent for keys of it, or of
+    special_tokens_map.json, by which transformers would read files from elsewhere.
+    """
+    path = folder / "tokenizer_config.json"
+    values = read_checked(path) or {}
+    for name, value in values.items():
+        is_path = name.endswith(("_file", "_spm")) and isinstance(value, str) and re.search(r"[/\\]", value)
+        if (name in FOR_THE_CLASS and value) or (is_path and name not in IGNORED_PATHS):
+            raise BadContent(f"{path}: {name} makes transformers read {shown(value)}; remove it")
+    path = folder / "special_tokens_map.json"
+    for name in read_checked(path) or {}:  # transformers passes all of it on
+        if not name.endswith(("_token", "_tokens")):
+            raise BadContent(f"{path}: {shown(name)} is no special token; remove it")
+    return values
+
+
+def read_checked(path: Path) -> dict[str, Any] | None:
+    """Return the object in a file, None without the file. Raises BadContent if a key at any depth loads something."""
+    if not path.is_file():
+        return None
+    try:
+        values = read_object(path.read_bytes())
+    except BadContent as error:
+        raise BadContent(f"{path}: {error}") from error
+    inner: list[Any] = [values]
+    for value in inner:  # which grows
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key == "model_type":
+                    check_encoder(path, item)
+                if LOADS.fullmatch(key) and item is not None and not (key == WAS_SET and isinstance(item, bool)):
+                    raise BadContent(
+                        f"{path}: {key} asks transformers to load code or files, which is never executed here"
+                    )
+            inner += value.values()
+        elif isinstance(value, list):
+            inner += value
+    return values
+
+
+def check_encoder(path: Path, kind: object) -> None:
+    """Raise BadContent for a model_type, of a model or within it, that is none of ENCODERS."""
+    if not isinstance(kind, str) or kind not in ENCODERS.split():
+        what = f"model_type {shown(kind)} is not an encoder of text that is known here"
+        raise BadContent(f"{path}: {what}; choose albert, bert, modernbert, roberta, ...")
+
+
+def check_number(path: Path, name: str, value: object, *, least: int, most: int, kind: Any = int) -> None:
+    """Raise BadContent unless a value of config.json is missing, or a number from `least` to `most`."""
+    if value is None or (isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most):
+        return
+    raise BadContent(f"{path}: {name} is {shown(value)}; it must be a number from {least} to {most:,}")

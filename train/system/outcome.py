@@ -1,0 +1,77 @@
+"""outcome.json: how an attempt ended, for launchers and for a restart by torchrun. No torch here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from train.system.folders import Folder, canonical_json
+from train.system.launched import launched
+from train.system.schema import BadContent, read_object
+
+NAME = "outcome.json"
+STOP_FILE = "STOP"  # in the run folder: the run stops at its next step, with a checkpoint
+ENDS = ("done", "early_stop")  # reasons for which a run is over
+FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
+OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_memory")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outcome: str  # done | stopped | failed | refused
+    kind: str  # an identifier, for programs
+    reason: str
+    step: int | None  # reached
+    checkpoint: int | None  # the newest step that is known to be committed; nothing up to there is lost
+    goes_on: bool  # whether the same command may succeed
+    launch: list[str] = field(default_factory=lambda: launched().torchrun)  # the identity of torchrun
+    time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
+
+
+KEYS = {each.name for each in fields(Outcome)}
+
+
+def may_continue(kind: str, previous: str) -> bool:
+    """Whether the same command may succeed after a failure of this kind that followed one of the kind `previous`. It is
+    tried once more after memory ran out, as another program may have taken it.
+    """
+    return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)
+
+
+def write_outcome(
+    folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
+) -> bool:
+    """Write the outcome unless there is one. An outcome of a kind in `replaces` is replaced, except its checkpoint.
+    Returns whether it was written.
+    """
+    if replaces_all:
+        folder.write(NAME, canonical_json(asdict(outcome)))
+    elif not folder.create(NAME, canonical_json(asdict(outcome))):
+        first = read_outcome(folder)
+        if first and first["kind"] not in replaces:
+            return False
+        checkpoint = first.get("checkpoint", outcome.checkpoint)
+        folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=checkpoint))))
+    return True
+
+
+def read_outcome(folder: Folder) -> dict[str, Any]:
+    """How the last attempt ended; empty if it left no outcome, or if another program wrote the file."""
+    with suppress(FileNotFoundError, BadContent):
+        outcome = read_object(folder.read(NAME))
+        if outcome.keys() >= KEYS:
+            return outcome
+    return {}
+
+
+def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:
+    """The last outcome (empty if there is none) if it is of this torchrun and final, so that a restart cannot help;
+    else empty. torchrun takes every exit code but 0 for a failure and starts the run again. A stop by SIGTERM is not
+    final: torchrun itself sends it to ranks that it starts again because a rank elsewhere failed.
+    """
+    if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
+        return {}
+    return {} if outcome["goes_on"] and outcome["outcome"] == "failed" else outcome

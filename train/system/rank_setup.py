@@ -1,0 +1,141 @@
+"""What a rank sets on its machine before it joins the others: network card, open files, EFA, processors. No torch here.
+
+What the user or the launcher has set stays as it is. Not run on EFA or Neuron hardware, nor on several GPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from train.system.launched import Launched
+from train.system.machine import read_neuron_ls
+
+logger = logging.getLogger("train")
+SYSFS = Path("/sys")
+AMAZON = "0x1d0f"  # PCI vendor
+OPEN_FILES = 65_535  # as AWS's scripts for Trainium have it; the hard limit of a container may be a billion
+OWN_FILES = 1024  # open files of a rank besides its sockets, one for each other rank: Linux's usual limit
+OUTSIDE = "192.0.2.1"  # an address of documentation (RFC 5737): the way to it is the default route
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+NEURON_TOOLS = "/opt/aws/neuron/bin"
+TOOL_TIMEOUT_S = 20.0
+
+
+def prepare(launch: Launched, *, forks: bool) -> None:
+    """Set the variables and limits of this rank. Call it before the ranks join. `forks`: the loader forks workers."""
+    if sys.platform != "linux":
+        return
+    os.environ.update(rank_environment(os.environ, launch, forks=forks))
+    if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"
+        logger.warning(text, launch.master_addr)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
+    wanted = OWN_FILES + launch.world_size - 1
+    if hard < wanted:
+        text = "%d open files at most, one of %d ranks may need %d: add '* - nofile %d' to /etc/security/limits.conf"
+        logger.warning(text, hard, launch.world_size, wanted, OPEN_FILES)
+
+
+def rank_environment(
+    environ: Mapping[str, str], launch: Launched, *, forks: bool, sysfs: Path = SYSFS
+) -> dict[str, str]:
+    """The variables to set, without those that the user has set.
+
+    NCCL over EFA needs one since libfabric 1.18 and aws-ofi-nccl 1.7, against forks that fail for want of huge pages
+    (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
+    """
+    wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(sysfs) else {}
+    if not launch.is_one_machine and (card := network_card(launch.master_addr)):
+        # gloo takes the address of the host name else, which Debian and Ubuntu map to 127.0.1.1; NCCL and Neuron's
+        # collectives take the first card that they see. "=" is NCCL's sign for the whole name.
+        wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
+    elif launch.is_one_machine and launch.is_distributed:  # no other machine reaches what they listen on
+        wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def network_card(master: str) -> str | None:
+    """Name of the network card by which this machine reaches the master; None if there is none.
+
+    The master may know itself by a loopback address; then it is the card of the default route.
+    """
+    known = ((name, at) for name, addresses in psutil.net_if_addrs().items() for at in addresses)
+    cards = {at.address: name for name, at in known if name != "lo" and at.family in (socket.AF_INET, socket.AF_INET6)}
+    return cards.get(source_address(master)) or cards.get(source_address(OUTSIDE))
+
+
+def source_address(host: str) -> str:
+    """This machine's address in packets to a host, by the kernel's routes; empty if there is no way to it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as unused:
+            unused.connect(address)  # of UDP: nothing is sent
+            return str(unused.getsockname()[0])
+    except OSError:  # joining the ranks says why a master is out of reach
+        return ""
+
+
+def efa_devices(sysfs: Path = SYSFS) -> list[str]:
+    """Names of the EFA interfaces."""
+    vendors = sorted(sysfs.glob("class/infiniband/*/device/vendor"))
+    return [file.parts[-3] for file in vendors if file.read_text().strip() == AMAZON]
+
+
+# ---- processors ----------------------------------------------------------------------------------------------------
+
+
+def pin(address: str | None, sysfs: Path = SYSFS) -> None:
+    """Keep this thread, and those it starts from now on, on the processors next to a PCI device, if they are known."""
+    if address is None or not PCI_ADDRESS.fullmatch(address) or sys.platform != "linux":
+        return
+    near = near_cpus(address, os.sched_getaffinity(0), sysfs)
+    if near:
+        os.sched_setaffinity(0, near)
+        logger.info("on the %d processors of the NUMA node of device %s", len(near), address)
+
+
+def near_cpus(address: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
+    """The processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
+
+    It is empty where they are all processors, or where the launcher has allowed this process a part of the machine.
+    """
+    files = sysfs / "devices/system/cpu/online", sysfs / "bus/pci/devices" / address / "local_cpulist"
+    if not all(file.is_file() for file in files):
+        return set()
+    online, near = (read_cpus(file.read_text()) for file in files)
+    return near if allowed == online and near < online else set()
+
+
+def read_cpus(text: str) -> set[int]:
+    """Parse a list of processors, such as "0-31,64-95"."""
+    pairs = (part.partition("-") for part in text.strip().split(",") if part)
+    return {number for low, _, high in pairs for number in range(int(low), int(high or low) + 1)}
+
+
+def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
+    """PCI address of the chip with the core of a local rank, by neuron-ls; None if it does not say."""
+    tool = shutil.which("neuron-ls", path=os.pathsep.join([environ.get("PATH", ""), NEURON_TOOLS]))
+    if tool is None or environ.get("NEURON_RT_VISIBLE_CORES") or environ.get("NEURON_RT_NUM_CORES"):
+        return None  # the user has given the ranks other cores
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None  # a process by itself takes any core that is free
+    try:
+        done = subprocess.run([tool, "-j"], capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S)
+        chips = sorted(read_neuron_ls(done.stdout), key=lambda chip: chip.number)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        logger.warning("processors are not chosen by device: neuron-ls -j: %s", error)
+        return None
+    addresses = [chip.address for chip in chips for _ in range(chip.num_cores)]
+    return addresses[core] if core < len(addresses) else None

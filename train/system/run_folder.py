@@ -1,0 +1,305 @@
+"""The run folder: the only thing a run writes to and the only thing a report reads.
+
+    config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
+    model/  tensorboard/  wandb/  log/  export/  report/
+
+A folder belongs to one run, whose identity (what is learnt, from which data, in which batches) may not change. For a
+folder in S3 each machine writes to a copy under `machine.cache_root()/runs`. Rank 0's is uploaded at every checkpoint
+and at the end, files that grow in parts (parts.py); of the others only the exit records. Files of TensorBoard and
+wandb, and stacks, stay on their machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from train.config import (
+    InputError,
+    LeaseConfig,
+    NotPermitted,
+    S3Config,
+    TrainConfig,
+    Unreachable,
+    to_dict,
+)
+from train.system import machine
+from train.system.appended import Mirrored, back
+from train.system.atomic_io import discard, make_alike, open_alike, sync, write_atomic
+from train.system.environment import environment
+from train.system.folders import (
+    Folder,
+    LocalFolder,
+    at_once,
+    canonical_json,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_bytes,
+)
+from train.system.identity import check_is_run_folder, check_layout, check_same_run
+from train.system.launched import launched
+from train.system.outcome import NAME, Outcome, read_outcome, write_outcome
+from train.system.ownership import LeaseLost, OwnedFolder, Ownership
+from train.system.processes import age_s
+
+logger = logging.getLogger("train")
+MIRRORED = ("environment.json", "config.yaml", "data.json")
+GROWING = ("metrics.jsonl", "log/rank_0000.txt")
+
+
+class RunFolder:
+    """The files of a run. A run writes to `folder`, which checks before every change that the run's job is still the
+    owner, and raises LeaseLost if not. `storage` is the same folder without the checks, for the lease itself.
+    """
+
+    def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
+        """`ttl_s`: see `Ownership`."""
+        self.location, self.s3 = location, s3 or S3Config()
+        if is_s3(location):
+            name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
+            self.path = machine.cache_root() / "runs" / name
+            self.storage = open_folder(location, self.s3)
+        else:
+            self.path = local_path(location)
+            self.storage = LocalFolder(self.path)
+        self.ownership = Ownership(self.storage, ttl_s)
+        self.folder: Folder = OwnedFolder(self.storage, self.ownership)
+        self.is_remote = is_s3(location)
+        self.began_s = time.monotonic()
+        self.previous: dict[str, Any] = {}  # how the last attempt ended, once open
+        self.removed: dict[str, bytes] = {}  # the records that `open` has removed, without exit records in S3
+        self.local_outcome: bytes | None = None  # of them, an outcome on this machine of a run in S3
+        self.log_bytes: int | None = None  # of this rank's log before this attempt; None: there was none
+        self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of each file that was uploaded to S3
+        self.versions: dict[str, str] = {}  # the versions of these files there
+        self.mirroring = threading.Lock()
+        self.growing = {name: Mirrored(self.path / name, name) for name in GROWING}
+        self.local = LocalFolder(self.path)  # this machine's copy, or the folder itself
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.export = self.path / "export"
+        self.log = self.path / "log"
+        self.log_file = self.log / f"rank_{launched().rank:04d}.txt"
+        self.staging = self.path / "staging"  # files on their way to and from S3
+
+    def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
+        """InputError for a folder that is another run's, or is no run folder, before anything is written to it."""
+        if not self.is_remote:
+            check_layout(self.location)
+        names = self.storage.names_here()
+        before = check_is_run_folder(self.storage, names)
+        if before and names & {"metrics.jsonl", "checkpoints"}:
+            check_same_run(before, identity, source=self.location, force=force)
+
+    def open(self) -> None:
+        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended, of
+        which an outcome on this machine is older than one by another. `take_back` undoes it.
+        """
+        make_alike(self.log)
+        self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
+        if self.is_remote:
+            discard(self.exit_path)
+        if launched().rank != 0:
+            return
+        last_owner = self.ownership.previous
+        is_elsewhere = last_owner is not None and last_owner["host"] != platform.node()
+        self.previous = read_outcome(self.storage) if is_elsewhere else self.last_outcome()
+        if self.is_remote and (self.path / NAME).is_file():
+            self.local_outcome = (self.path / NAME).read_bytes()
+        try:
+            self._take_away(NAME)
+            list(at_once(self._take_away, self.folder.names("log/exit_rank_")))
+        except NotPermitted:
+            self.folder.write(NAME, b"{}")  # this counts as none
+        if self.is_remote:
+            discard(self.path / NAME)
+            for name in MIRRORED:
+                try:
+                    write_atomic(self.path / name, self.folder.read(name))
+                except FileNotFoundError:
+                    discard(self.path / name)
+            for each in self.growing.values():
+                each.download(self.folder)
+
+    def _take_away(self, name: str) -> None:
+        """Remove a record of the attempt before, and keep it for `take_back`; not exit records in S3, which would be
+        many requests.
+        """
+        if name == NAME or not self.is_remote:
+            with suppress(FileNotFoundError):
+                self.removed[name] = self.folder.read(name)
+        self.folder.remove(name)
+
+    def take_back(self) -> None:
+        """Leave the folder as `open` found it, for a start that is rejected. Only its owner may cut a log file."""
+        with self.logging_failures():
+            if self.log_bytes is None:
+                self.log_file.unlink(missing_ok=True)
+            elif launched().rank == 0:
+                os.truncate(self.log_file, self.log_bytes)
+            for name, content in self.removed.items():
+                self.folder.write(name, content)
+            if self.local_outcome is not None:
+                write_atomic(self.path / NAME, self.local_outcome)
+
+    def describe(
+        self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
+    ) -> None:
+        """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
+        self.ownership.check()
+        # The environment comes first: it marks the folder as a run's.
+        description = {
+            "identity": identity,
+            "first_started_unix_s": self.first_started_unix_s,
+            "run_id": self.run_id,
+            **environment(),
+            **facts,
+        }
+        write_atomic(self.environment, canonical_json(description))
+        write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+        if details:
+            write_atomic(self.path / "data.json", canonical_json(details))
+        self.mirror()
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """What environment.json said before this attempt; empty if this is the first."""
+        return json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
+
+    @cached_property
+    def run_id(self) -> str:
+        """32 hexadecimal digits, the same in all attempts, by which trackers know the run."""
+        known = self.described.get("run_id")
+        return known if isinstance(known, str) and re.fullmatch("[0-9a-f]{32}", known) else uuid.uuid4().hex
+
+    @cached_property
+    def first_started_unix_s(self) -> float:
+        """When the first attempt began, by its machine's clock."""
+        first = self.described.get("first_started_unix_s")
+        return float(first) if isinstance(first, int | float) else time.time() - age_s(os.getpid())
+
+    def attempt_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def run_s(self) -> float:
+        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempt_s`."""
+        return max(time.time() - self.first_started_unix_s, self.attempt_s())
+
+    def mirror(self) -> None:
+        """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
+        checked the owner.
+        """
+        with self.mirroring:
+            if not self.is_remote and self.metrics.is_file():
+                sync(self.metrics)
+            for name in (*MIRRORED, *GROWING) if self.is_remote else ():
+                path = self.path / name
+                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before it is read
+                if state is not None and self.mirrored.get(name) != state:
+                    if name in self.growing:
+                        self.growing[name].upload(self.folder, self.replace, f"{self.ownership.number:08d}")
+                    else:
+                        self.replace(name, path.read_bytes())
+                    self.mirrored[name] = state
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file of this process to S3, which rejects a late request after another job has written the file."""
+        with suppress(FileExistsError, FileNotFoundError):  # also if our own request was accepted and its answer lost
+            if name in self.versions:
+                self.versions[name] = self.storage.replace(name, content, self.versions[name])
+                return
+        self.ownership.check()
+        self.versions[name] = self.storage.replace(name, content, None)
+
+    def cut_half_written_line(self) -> None:
+        """Cut off the last line of the metrics if a killed process left it half written."""
+        if self.metrics.is_file():
+            with self.metrics.open("rb+") as file:
+                if half := next(back(file, 0)):
+                    file.truncate(file.seek(0, os.SEEK_END) - len(half))
+
+    @property
+    def exit_path(self) -> Path:
+        return self.log / f"exit_rank_{launched().rank:04d}.json"
+
+    def exit_file(self, reason: str, step: int | None) -> None:
+        """Write this rank's exit record."""
+        if self.log.is_dir():
+            with self.logging_failures():
+                content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
+                if self.is_remote:
+                    write_atomic(self.exit_path, content)
+                self.folder.write(f"log/{self.exit_path.name}", content)
+
+    def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
+        """Write how the attempt ended; launchers take a missing outcome for a kill. The outcome of the rank that failed
+        first stays. With `is_of_all`, all ranks ended in order, and an outcome that is there is another attempt's. If
+        S3 is away it is written on this machine.
+        """
+        if self.log.is_dir():
+            with self.logging_failures():
+                try:
+                    write_outcome(self.folder, outcome, replaces_all=is_of_all)
+                except (InputError, Unreachable):
+                    if self.is_remote:
+                        write_outcome(self.local, outcome, replaces_all=is_of_all)
+                    raise
+                if launched().rank == 0:
+                    self.mirror()
+
+    @contextmanager
+    def logging_failures(self) -> Iterator[None]:
+        """Log that the end cannot be recorded: an error raised here would hide the error to be recorded."""
+        try:
+            yield
+        except LeaseLost as error:
+            logger.warning("%s", error)
+        except (InputError, Unreachable, OSError) as error:
+            logger.error("the end of this attempt cannot be recorded in %s: %s", self.location, error)
+
+    def last_outcome(self) -> dict[str, Any]:
+        """How the last attempt ended; empty if it left no outcome, neither in S3 nor on this machine."""
+        return read_outcome(self.storage) or read_outcome(self.local)
+
+
+def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Send rank 0's messages and every rank's errors to the terminal, and all messages to the file `path`."""
+    root = logging.getLogger("train")
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    terminal = TerminalHandler(sys.stderr)
+    terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    root.handlers = [terminal]
+    if path is not None:
+        open_alike(path, "ab").close()  # or the handler makes it for everybody
+        file = logging.FileHandler(path)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.addFilter(lambda _: may_write())
+        root.handlers = [file, terminal]
+
+
+class TerminalHandler(logging.StreamHandler):
+    """Print above the progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)

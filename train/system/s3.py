@@ -1,0 +1,298 @@
+"""S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/download.py.
+
+boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py says. An error that remains is raised
+with a message of one line.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import boto3
+from boto3.exceptions import RetriesExceededError
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from botocore.credentials import RefreshableCredentials
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    FlexibleChecksumError,
+    HTTPClientError,
+    IncompleteReadError,
+    ProfileNotFound,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
+
+from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
+from train.system import aws_errors, s3_route
+from train.system.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
+from train.system.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
+from train.system.schema import Head, is_path
+
+logger = logging.getLogger("train")
+
+METADATA_ATTEMPTS = 5  # at getting credentials
+CONNECTIONS = 32  # that are kept open
+PART_BYTES = 16 * 2**20  # of a multipart upload
+UPLOAD_THREADS = 4
+TRANSFER = TransferConfig(
+    multipart_threshold=PART_BYTES,
+    multipart_chunksize=PART_BYTES,
+    max_concurrency=UPLOAD_THREADS,
+    preferred_transfer_client="classic",  # AWS's other one has errors of its own
+)
+TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
+BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
+BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
+MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no text
+UNSAID = " (or it is missing, which S3 says only to users that may list the bucket; or a bucket whose requester pays:"
+UNSAID += " copy it with aws s3 cp --request-payer requester)"
+TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
+ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
+WRITER = "writer"  # metadata of a created object: a mark of the call that created it
+DEFAULT_REGION = "us-east-1"  # as AWS's tools have it; compatible servers accept it
+
+
+def split(location: str) -> tuple[str, str]:
+    """Bucket and prefix (without slashes at its ends) of s3://bucket/prefix. InputError if there is no bucket."""
+    bucket, _, prefix = location.removeprefix("s3://").partition("/")
+    check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
+    check(
+        "@" not in bucket, "s3://...@... holds credentials; write s3://bucket/folder, and give them as AWS's tools do"
+    )
+    return bucket, prefix.strip("/")
+
+
+def open_session(s3: S3Config) -> Any:
+    """boto3's session, which finds credentials and renews them."""
+    try:
+        session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+        # Many ranks of a machine ask its metadata service at once; boto3 alone asks once, and may find no credentials.
+        session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
+        return session
+    except ProfileNotFound as error:
+        name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
+        raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
+
+
+def open_client(session: Any, s3: S3Config) -> Any:
+    retries = RetryPolicy(s3.timeout_s)
+    config = Config(
+        connect_timeout=retries.attempt_s / 2,
+        read_timeout=retries.attempt_s,
+        max_pool_connections=CONNECTIONS,
+        # The newer modes pause for 3 s in all, and stop retrying once the client has met a few dozen errors.
+        retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
+        s3={"addressing_style": "path" if s3.path_style else "virtual"},
+    )
+    region = session.region_name or DEFAULT_REGION
+    try:
+        client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
+    except (BotoCoreError, ValueError) as error:
+        reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
+        raise InputError(f"S3 cannot be used with these settings: {reason}") from None
+    retries.hook_into(client)
+    client.meta.events.register_first("needs-retry.s3", reject_another_region)
+    client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
+    return client
+
+
+def renew_credentials(
+    session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
+) -> float | None:
+    """Retry at once, signed with what ~/.aws holds now, if S3 does not accept the credentials of the first attempt:
+    boto3 renews all kinds but these, which it reads once.
+    """
+    held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
+    if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
+        return None
+    with suppress(InputError, BotoCoreError):  # a file that is gone or half written: the answer of S3 is the error
+        present = open_session(s3).get_credentials()
+        if present is not None:
+            held.access_key, held.secret_key, held.token = present.access_key, present.secret_key, present.token
+    return 0.0
+
+
+def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
+    """boto3 would silently go to the bucket's own region; the connector cannot, so the first shard would fail."""
+    if response is None:
+        return
+    parsed = response[1]
+    status, code = parsed["ResponseMetadata"].get("HTTPStatusCode"), parsed.get("Error", {}).get("Code")
+    if status == 301 or code in (*ELSEWHERE, "400"):  # 400: an answer to HEAD has no text
+        raise ClientError(parsed, operation.name)
+
+
+class S3Folder:
+    """See `train.system.folders.Folder`."""
+
+    def __init__(self, location: str, s3: S3Config) -> None:
+        self.bucket, self.prefix = split(location)
+        self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        self.s3, self.session = s3, open_session(s3)
+        self.may_delete = True  # until S3 says no
+        self.has_warned = False  # of objects with names that no file can have
+        self.client = open_client(self.session, s3)
+        endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
+        check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
+        s3_route.check_route(endpoint, self.session._session)
+        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def address(self, name: str) -> dict[str, str]:
+        """Bucket and key, as boto3 takes them."""
+        return {"Bucket": self.bucket, "Key": self.key(name)}
+
+    def read(self, name: str) -> bytes:
+        retrying = Retrying(  # boto3 retries requests, but not the reading of their answers
+            retry=retry_if_exception_type(BODY_BROKEN),
+            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
+            reraise=True,
+        )
+        with self.explained("read", name):
+            return retrying(lambda: bytes(self.client.get_object(**self.address(name))["Body"].read()))
+
+    def open(self, name: str) -> BinaryIO:
+        return io.BytesIO(self.read(name))
+
+    def write(self, name: str, content: bytes) -> None:
+        """A large file goes in parts, several at a time; readers see the whole or nothing."""
+        with self.explained("write", name):
+            self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=TRANSFER)
+
+    def upload(self, name: str, path: Path) -> None:
+        """It takes the memory of UPLOAD_THREADS parts."""
+        with self.explained("write", name), path.open("rb") as file:
+            self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
+
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        condition = {} if version is None else {"IfMatch": version.strip('"')}  # Ceph compares it without
+        with self.explained("write", name):
+            answer = self.client.put_object(**self.address(name), Body=content, **condition)
+        return str(answer["ETag"])
+
+    def download(self, name: str, path: Path) -> None:
+        with self.explained("read", name):
+            self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
+
+    def create(self, name: str, content: bytes) -> bool:
+        mark = uuid.uuid4().hex
+        for _ in range(ATTEMPTS):
+            try:
+                with self.explained("write", name):
+                    self.client.put_object(**self.address(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
+                return True
+            except FileExistsError:  # perhaps our own first attempt created it, and its answer was lost
+                answer = self._head(name)
+                if answer is not None:
+                    return bool(answer["Metadata"].get(WRITER) == mark)
+        return False
+
+    def head(self, name: str) -> Head | None:
+        answer = self._head(name)
+        return None if answer is None else Head(int(answer["ContentLength"]), answer["ETag"])
+
+    def size(self, name: str) -> int | None:
+        head = self.head(name)
+        return head and head.size
+
+    def _head(self, name: str) -> Any:
+        """The answer of boto3 about a file; None if there is none."""
+        try:
+            with self.explained("read", name):
+                try:
+                    return self.client.head_object(**self.address(name))
+                except ClientError as error:
+                    if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
+                        raise
+                    answer = self.client.get_object(**self.address(name))  # unlike HEAD, it says why it fails
+                    answer["Body"].close()
+                    return answer
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there. NotPermitted, with a warning the first time: a run continues without it."""
+        try:
+            with self.explained("delete", name):
+                self.client.delete_object(**self.address(name))
+        except NotPermitted:
+            if self.may_delete:
+                self.may_delete = False
+                logger.warning(
+                    "%s: no permission to delete (s3:DeleteObject): old checkpoints and other files of a run stay",
+                    self.location,
+                )
+            raise
+
+    def names(self, prefix: str = "") -> list[str]:
+        return list(self.listing(prefix))
+
+    def listing(self, prefix: str = "") -> dict[str, Head]:
+        # The console's "folders" are empty objects whose names end in a slash.
+        listed = {name: item for name, item in sorted(self._list(prefix).items()) if not name.endswith("/")}
+        odd = [name for name in listed if not is_path(name)]
+        if odd and not self.has_warned:
+            self.has_warned = True
+            logger.warning("%s: objects left out whose names no file can have: %s", self.location, odd[:3])
+        return {name: item for name, item in listed.items() if is_path(name)}
+
+    def names_here(self) -> set[str]:
+        return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
+
+    def _list(self, prefix: str, **options: str) -> dict[str, Head]:
+        """Names of objects, with a Delimiter also of what has objects below it."""
+        paginator = self.client.get_paginator("list_objects_v2")
+        with self.explained("list", prefix):
+            pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
+        listed = {item["Key"]: Head(item["Size"], item["ETag"]) for page in pages for item in page.get("Contents", ())}
+        listed |= {item["Prefix"]: Head(0, "") for page in pages for item in page.get("CommonPrefixes", ())}
+        return {key.removeprefix(self.key("")): item for key, item in listed.items()}
+
+    @contextmanager
+    def explained(self, action: str, name: str) -> Iterator[None]:
+        """Raise errors of S3 as FileNotFoundError, FileExistsError, InputError or Unreachable, in one line."""
+        url = f"s3://{self.bucket}/{self.key(name)}"
+        try:
+            yield
+        except ClientError as error:
+            raise self.explain(error, action, url) from error
+        except BROKEN_OFF as error:
+            where, reason = self.s3.endpoint or "S3", one_line(error).replace(' on endpoint URL: "None"', "")
+            raise Unreachable(f"{url}: no whole answer from {where}: {reason}") from error
+        except BotoCoreError as error:
+            raise aws_errors.explain(error, url, service="S3") from error
+
+    def explain(self, error: ClientError, action: str, url: str) -> Exception:
+        """The exception for an answer of S3; `action` is what was tried: read, write, delete or list."""
+        code, answer = code_of(error), error.response.get("ResponseMetadata", {})
+        if code in MISSING:
+            return FileNotFoundError(url)
+        if code in TAKEN:
+            return FileExistsError(url)
+        if code in ELSEWHERE or answer.get("HTTPStatusCode") == 301:
+            region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+            region = region or error.response["Error"].get("Region", "another one")
+            here = self.client.meta.region_name
+            return Rejected(f"{url}: the bucket is in region {region}, not {here}; set s3.region", code)
+        if code in NOT_ALLOWED:
+            text = one_line(error.response["Error"].get("Message") or "")
+            hint = f": {text}" if "not authorized" in text else UNSAID if action == "read" else ""
+            kind = NotPermitted if action == "delete" else InputError
+            return kind(f"{url}: no permission to {action} it{hint}; {aws_errors.TABLE[code][1]}")
+        return aws_errors.explain(error, url, service="S3")

@@ -1,0 +1,103 @@
+"""RUN/samples.json: validation examples with the answers of the exported model, for the report. No torch here.
+
+They are texts of the validation data: a push to the Hub leaves them out, and samples=0 writes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from train.config.train import MAX_SAMPLES
+from train.system.folders import Folder, canonical_json
+from train.system.schema import BadContent, read_object, record
+
+NAME = "samples.json"
+MOST_ANSWERS, MOST_GUESSES = 8, 3  # of a sample, of an answer
+MOST_CHARS, MOST_BYTES = 200, 2**20  # of a text, of the file
+
+
+@dataclass(frozen=True)
+class Guess:
+    """An answer that the model considers."""
+
+    text: str  # empty: there is no answer
+    probability: float
+
+    def __post_init__(self) -> None:
+        check_limits(self.probability, self.text)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The model's answer where the right one is known."""
+
+    truth: str  # empty: there is no answer
+    guesses: list[Guess]  # the answer first
+    score: float  # of the answer: 1 is right, 0 is wrong
+
+    def __post_init__(self) -> None:
+        check_limits(self.score, self.truth)
+        check_number(self.guesses, 1, MOST_GUESSES)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model read and what it answered."""
+
+    text: str
+    answers: list[Answer]  # one, or that of each blank [1], [2], ... of the text
+    context: str = ""
+
+    def __post_init__(self) -> None:
+        check_limits(0, self.text, self.context)
+        check_number(self.answers, 1, MOST_ANSWERS)
+
+
+@dataclass(frozen=True)
+class Samples:
+    step: int  # of the exported model
+    samples: list[Sample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_number(self.samples, 0, MAX_SAMPLES)
+
+
+def check_limits(share: float, *texts: str) -> None:
+    """BadContent for a number that is none from 0 to 1 and for a text that is too long."""
+    if not 0 <= share <= 1:  # nor is NaN
+        raise BadContent(f"{share} is no number from 0 to 1")
+    for text in texts:
+        if len(text) > MOST_CHARS:
+            raise BadContent(f"a text has {len(text):,} characters, more than {MOST_CHARS}")
+
+
+def check_number(items: Sequence[object], least: int, most: int) -> None:
+    if not least <= len(items) <= most:
+        raise BadContent(f"a list has {len(items)} items instead of {least} to {most}")
+
+
+def write(folder: Folder, samples: Samples) -> None:
+    """Write the samples. Those of an earlier export go if there are none."""
+    if samples.samples:
+        folder.write(NAME, canonical_json(asdict(samples)))
+    elif folder.size(NAME) is not None:
+        folder.remove(NAME)
+
+
+def read(folder: Folder) -> Samples | None:
+    """The samples of a run folder; None if there are none. BadContent for a file that `write` did not write."""
+    size = folder.size(NAME)
+    if size is None:
+        return None
+    if size > MOST_BYTES:
+        raise BadContent(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
+    return record(Samples, read_object(folder.read(NAME)))
+
+
+def excerpt(text: str, at: int = 0) -> str:
+    """As much of a text as a sample may show, with the character `at` in its middle, in one line."""
+    first = max(0, min(at - MOST_CHARS // 2, len(text) - MOST_CHARS))
+    last = first + MOST_CHARS
+    head, tail = "..." if first else "", "..." if last < len(text) else ""
+    return " ".join((head + text[first + len(head) : last - len(tail)] + tail).split())

@@ -1,1 +1,0 @@
-"""Measurements of a run: metrics, console, TensorBoard, trackers, stragglers, device monitors."""

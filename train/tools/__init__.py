@@ -1,0 +1,1 @@
+"""The commands beside training. Their entry points stand in `train/`."""

@@ -1,0 +1,62 @@
+"""`python -m train.bench key=value ...`, alone or under torchrun: how fast a configuration trains here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from train.config import Failure, check
+from train.run import compose as cli
+from train.system import rank_setup
+from train.system.folders import local_path
+from train.system.launched import launched
+from train.system.runtime import search_rarely
+from train.system.torchrun import die_with_torchrun, end_torchrun
+from train.tools.bench.config import BenchConfig
+
+USED: tuple[str, ...] = ("steps", "warmup", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
+USED += ("data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = ["sweep=true" if each == "--sweep" else each for each in (arguments or sys.argv[1:])]
+    settings = [each for each in given if not each.startswith("-")]
+    cli.add_schema(BenchConfig, "bench", [])
+    parser = cli.settings_parser(
+        "train.bench",
+        BenchConfig,
+        "Measure how fast a run would train here: the run itself, for some steps, of which nothing is kept.",
+        examples=(
+            "experiment=demo output=bench.json",
+            "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
+            "experiment=albert_pretrain --sweep nproc=8 instance=p5.48xlarge",
+        ),
+        keys=USED,
+    )
+    parser.add_argument("--sweep", action="store_true", help="the same as sweep=true")
+    die_with_torchrun()
+    code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given)
+    if code != cli.DONE:
+        end_torchrun()
+    return code
+
+
+def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
+    if cfg.output is not None:  # a measurement takes too long to be lost at its end
+        file = local_path(cfg.output)
+        check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
+        folder = file.parent
+        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is no folder that files can be written to")
+    try:
+        if cfg.sweep:
+            from train.tools.bench import sweep
+
+            return sweep.run(cfg, settings)
+        rank_setup.prepare(launched(), forks=cfg.data.num_workers > 0)
+        search_rarely()  # until `loop.run` has imported the task
+        from train.tools.bench import measure  # late: torch takes seconds to import
+
+        return measure.run(cfg, settings)
+    except KeyboardInterrupt as error:
+        raise Failure("interrupted") from error

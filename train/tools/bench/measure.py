@@ -1,0 +1,210 @@
+"""One measurement: a real run by `train.loop` that saves nothing and stops once its steps are timed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+import timeit
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from train import loop
+from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainConfig
+from train.config.attempt import BestConfig
+from train.config.train import EarlyStopConfig
+from train.observe.metrics import Recorder
+from train.observe.report.texts import plural
+from train.parallel.backend import peak_device_bytes
+from train.parallel.backends import Backend
+from train.parallel.ranks import AGREED
+from train.run import compose as cli
+from train.run.attempt import OutOfMemory
+from train.run.stopping import StoppedEarly, StopRequest
+from train.system import machine
+from train.system.atomic_io import write_atomic
+from train.system.environment import environment
+from train.system.folders import local_path
+from train.system.launched import launched
+from train.system.memory import limit_allocations, own_peak_bytes, total_memory_bytes
+from train.tools.bench.config import BenchConfig
+from train.tools.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
+
+logger = logging.getLogger("train")
+MEASURED = "measured"  # the reason why the run stops
+SIZES = (512, 1024, 2048, 4096, 8192)  # rows and columns of the matrices
+LONG_ENOUGH_S = 0.05  # a product that takes longer shows the peak
+REPEATS = 8
+
+
+def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
+    """Measure, write the figures to cfg.output, print them on rank 0. Every rank calls it."""
+    launch = launched()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="baretrain-bench-", ignore_cleanup_errors=True) as folder,
+            StopRequest() as stop,
+        ):
+            meter = Meter(cfg, stop)
+            reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
+    except InputError:
+        raise
+    except Exception as error:
+        if isinstance(error, OutOfMemory):
+            write(cfg, {"kind": error.kind, "reason": str(error)})
+        elif isinstance(error, (StoppedEarly, *AGREED)):
+            raise Failure(f"nothing was measured: {error}") from error
+        if launch.world_size > 1:  # the others may wait for this rank for ever
+            logger.exception("rank %d: %s", launch.rank, error)
+            logging.shutdown()
+            os._exit(cli.FAILED)
+        raise
+    if reason != MEASURED:
+        raise Failure(f"stopped on {reason} at step {step}")
+    if launch.rank == 0:
+        print(table(meter.result), flush=True)
+        write(cfg, {**meter.result, "settings": list(settings)})
+    return cli.DONE
+
+
+def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
+    if cfg.output is not None:
+        write_atomic(local_path(cfg.output), json.dumps(content, indent=2).encode() + b"\n")
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
+    """The same run with its own schedule, a line after each window, and no evaluations, saves and exports."""
+    enough = cfg.untimed + cfg.steps + 2  # the last step that is timed asks for the end, which is after the next one
+    return replace(
+        cfg,
+        run_dir=folder,
+        max_steps=max(cfg.max_steps or 0, enough),
+        max_examples=None,
+        max_epochs=None,
+        max_run_s=None,
+        log_every=cfg.window,
+        eval_every=None,
+        collect_graphs=False,
+        export=False,
+        tensorboard=False,
+        telemetry=TelemetryConfig(),
+        profile=False,  # it would slow the steps that it traces
+        best=BestConfig(),
+        early_stop=EarlyStopConfig(),
+        hub=HubConfig(),
+        checkpoint=replace(cfg.checkpoint, best=False, every=enough),
+        data=replace(cfg.data, verify=False),
+    )
+
+
+@dataclass
+class Meter:
+    """Keeps the lines of a measurement as windows, stops the run after the last of them, and makes the figures."""
+
+    cfg: BenchConfig
+    stop: StopRequest
+    windows: list[TimedSteps] = field(default_factory=list)
+    line_s: float = 0.0  # time of the last line; whole windows that are not timed come first
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
+        """See `train.loop.run`."""
+        limit_gib = self.cfg.max_memory_gib
+        if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
+            limit_allocations(round(limit_gib * GIB))  # not of other devices, which map more than they use
+        elif kind == "train":
+            self.keep(recorder, values)
+        elif kind == "summary" and values["reason"] == MEASURED:
+            self.summarise(recorder)
+
+    def keep(self, recorder: Recorder, values: dict[str, Any]) -> None:
+        window, now_s, end = recorder.window, time.perf_counter(), self.cfg.untimed + self.cfg.steps
+        if self.cfg.untimed < values["step"] <= end:
+            wall_s = max(now_s - self.line_s - window.compile_s, 1e-9)
+            wait_s, compile_s = values["data_wait_s"], window.compile_s
+            self.windows.append(
+                TimedSteps(window.steps, wall_s, window.tokens, window.slots, window.flops, wait_s, compile_s)
+            )
+        self.line_s = now_s
+        if values["step"] >= end:
+            self.stop.ask(MEASURED)
+
+    def summarise(self, recorder: Recorder) -> None:
+        backend, world, plan, instance = recorder.backend, recorder.world, recorder.plan, recorder.cfg.instance
+        graphs = backend.graphs()
+        peaks = world.all_gather_object((own_peak_bytes(), peak_device_bytes()))
+        of_devices = [device for _, device in peaks if device is not None]
+        result = speeds(self.windows, global_batch_size=plan.global_batch_size, peak=peak(recorder))
+        sequences_per_s = result["sequences_per_s"]["median"]
+        self.result = {
+            "kind": "bench",
+            **result,
+            "compile_s": graphs.compile_s,
+            "graphs": graphs.compiled,
+            "peak_process_bytes": max(host for host, _ in peaks),
+            "peak_device_bytes": max(of_devices) if of_devices else None,
+            **cost(instance, machines=world.num_machines, sequences_per_s=sequences_per_s),
+            "global_batch_size": plan.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size,
+            "accumulation": plan.accumulation,
+            "world_size": world.size,
+            "replicas": plan.replicas,
+            "machines": world.num_machines,
+            "timed_steps": sum(each.steps for each in self.windows),
+            "untimed_steps": self.cfg.untimed,
+            "windows": len(self.windows),
+            "parameters": sum(weight.numel() for weight in recorder.engine.model.parameters() if weight.requires_grad),
+            "backend": backend.name,
+            "device": backend.device_name,
+            "precision": backend.precision,
+            "threads": torch.get_num_threads(),
+            "memory_bytes": total_memory_bytes(),
+            "instance": instance.name,
+            "instance_type": machine.instance_type() or None,
+            **environment(),
+        }
+
+
+# ---- the peak ------------------------------------------------------------------------------------------------------
+
+
+def peak(recorder: Recorder) -> Peak:
+    """The instance's, or else what all ranks measure side by side."""
+    backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
+    known = instance.peak_flops_per_s(backend.precision)
+    if known is not None:
+        return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
+    world.barrier()
+    own, size = matmul_flops_per_s(backend)
+    total = world.sum([own])[0]
+    device = plural(torch.get_num_threads(), "thread") if backend.device.type == "cpu" else backend.device_name
+    ranks = f", {world.size} ranks side by side" if world.size > 1 else ""
+    return Peak(total, f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}")
+
+
+def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
+    """The most operations a second in a product of two n x n matrices (2 n^3 of them) in the run's precision, on this
+    rank's device with its number of threads, and n.
+    """
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
+
+    def least_s(size: int) -> float:
+        left, right = (torch.rand(size, size).to(backend.device, kind) for _ in range(2))
+        # Reading the product's maximum waits for the device.
+        return min(timeit.repeat(lambda: backend.to_host([(left @ right).amax()]), number=1, repeat=REPEATS))
+
+    best = (0.0, 0)
+    for size in SIZES:
+        took_s = least_s(size)
+        best = max(best, (2 * size**3 / took_s, size))
+        if took_s > LONG_ENOUGH_S:
+            break
+    return best

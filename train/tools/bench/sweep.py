@@ -1,0 +1,245 @@
+"""Micro batches of one global batch, each measured in processes of its own: which fit, which is the fastest."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from train.config import Failure, InputError, TrainConfig, check, make_plan
+from train.observe.report.texts import plural
+from train.run import compose as cli
+from train.run.help import groups
+from train.system.atomic_io import write_atomic
+from train.system.folders import local_path
+from train.system.launched import launched
+from train.system.memory import available_bytes, count_oom_kills, find_oom_counter
+from train.system.outcome import OUT_OF_MEMORY
+from train.system.schema import read_object
+from train.system.torchrun import REJECTION
+from train.tools.bench.config import BenchConfig
+from train.tools.bench.speeds import GIB
+
+GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
+MOST_SLOWER = 2  # larger micro batches in a row that are no faster, after which none is tried
+FIRST = 8  # the first micro batch that is tried, if none is given
+HOST_SHARE = 0.9  # of the memory that is available, for the ranks of a try on CPUs
+MANY_ROWS = 2**62  # more than any data: a try checks the data itself
+OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
+
+
+@dataclass(frozen=True)
+class Try:
+    """One micro batch. `bench` is what `python -m train.bench` wrote; None if it does not fit."""
+
+    micro_batch_size: int
+    accumulation: int
+    verdict: str
+    bench: dict[str, Any] | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 0.0 if self.bench is None else float(self.bench["tokens_per_s"]["median"])
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.bench is None else self.bench["peak_device_bytes"] or self.bench["peak_process_bytes"]
+
+
+def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
+    """Try, and print each result as it comes, then the best as an experiment."""
+    check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the try under way ends as well
+    share, sizes, first = sizes_of(cfg)
+    from train.tasks import build_task  # late: torch takes seconds to import
+
+    build_task(cfg)  # or else the first try finds out, after a minute, what cannot be opened
+    limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
+    tries: list[Try] = []
+    print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
+    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-", ignore_cleanup_errors=True) as work:
+
+        def attempt(size: int) -> Try:
+            command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
+            tried = try_size(command, size, share // size, Path(work))
+            tries.append(tried)
+            peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
+            speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
+            print(f"{size:11}  {tried.accumulation:12}  {speed:>10}  {peak:>10}  {tried.verdict}", flush=True)
+            return tried
+
+        ended = search(sizes, first, attempt)
+    fitting = [each for each in tries if each.bench is not None]
+    best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
+    largest = max((each.micro_batch_size for each in fitting), default=None)
+    is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # otherwise larger ones were no faster, and not tried
+    text = experiment(settings, best, global_batch_size=cfg.global_batch_size or 0) if best else ""
+    if cfg.output is not None:
+        result = {
+            "kind": "sweep",
+            "global_batch_size": cfg.global_batch_size,
+            "nproc": cfg.nproc,
+            "max_memory_gib": limit_gib,
+            "ended": ended,
+            "largest_micro_batch_size": largest if is_limit else None,
+            "best_micro_batch_size": best.micro_batch_size if best else None,
+            "best_accumulation": best.accumulation if best else None,
+            "experiment": text,
+            "settings": list(settings),
+            "tries": [asdict(each) for each in tries],
+        }
+        write_atomic(local_path(cfg.output), json.dumps(result, indent=2).encode() + b"\n")
+    if best is None:
+        raise Failure(f"no micro batch fits, not even {tries[-1].micro_batch_size}: {tries[-1].verdict}")
+    size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"
+    print(f"{ended}; the fastest is {size}")
+    print(text, end="")
+    return cli.DONE
+
+
+def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
+    """The sequences of a replica in a step, the micro batches that divide them, in order, and the first one to try."""
+    check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
+    share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
+    whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
+    check(rest == 0, f"{whole} leaves a rest; make it a multiple")
+    most = min(share, cfg.max_micro_batch or share)
+    usable = [size for size in range(1, most + 1) if share % size == 0 and is_usable(cfg, size)]
+    check(usable != [], f"no micro batch up to {most} that divides {whole} suits the backend and the instance")
+    wanted = cfg.micro_batch_size or FIRST
+    return share, usable, max((size for size in usable if size <= wanted), default=usable[0])
+
+
+def is_usable(cfg: BenchConfig, size: int) -> bool:
+    """Whether a run would take this micro batch as it is."""
+    try:
+        plan = make_plan(replace(cfg, micro_batch_size=size), world_size=cfg.nproc, rows=MANY_ROWS, seq_len=cfg.seq_len)
+    except InputError:
+        return False
+    return plan.micro_batch_size == size
+
+
+# ---- the order of the tries ----------------------------------------------------------------------------------------
+
+
+def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> str:
+    """Try sizes in the order that docs/bench.md describes. Returns why it ended."""
+    tried = attempt(first)
+    failed: int | None = None
+    while tried.bench is None:
+        failed = tried.micro_batch_size
+        smaller = [size for size in sizes if size <= failed // 2] or [size for size in sizes[:1] if size < failed]
+        if not smaller:
+            return "no micro batch fits"
+        tried = attempt(smaller[-1])
+    best, low, slower = tried.tokens_per_s, tried.micro_batch_size, 0
+    if failed is None:
+        for size in [size for size in sizes if size <= first // 2][-1:]:
+            best = max(best, attempt(size).tokens_per_s)
+    while failed is None:
+        larger = [size for size in sizes if size >= 2 * low] or [size for size in sizes[-1:] if size > low]
+        if not larger:
+            return f"{low} is the largest micro batch that global_batch_size and max_micro_batch allow"
+        tried = attempt(larger[0])
+        if tried.bench is None:
+            failed = tried.micro_batch_size
+            break
+        low = tried.micro_batch_size
+        slower = 0 if tried.tokens_per_s > GROWTH * best else slower + 1
+        best = max(best, tried.tokens_per_s)
+        if slower == MOST_SLOWER:
+            return f"throughput no longer grows; {low} still fits"
+    while between := [size for size in sizes if low < size < failed]:
+        middle = between[len(between) // 2]
+        if attempt(middle).bench is None:
+            failed = middle
+        else:
+            low = middle
+    return f"{low} is the largest micro batch that fits"
+
+
+# ---- one try -------------------------------------------------------------------------------------------------------
+
+
+def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gib: float, output: str) -> list[str]:
+    """The command that measures one micro batch."""
+    others = {"steps", "warmup"}
+    given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
+    launcher = ["-m", "train.system.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
+    own = [f"micro_batch_size={size}", f"max_memory_gib={limit_gib}", f'output="{output}"']
+    return [sys.executable, *(launcher if cfg.nproc > 1 else []), "-m", "train.bench", *given, *own]
+
+
+def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -> Try:
+    """Measure one micro batch. Raises Failure, or InputError, if it fails for another reason than memory."""
+    counter = find_oom_counter()
+    before = count_oom_kills(counter)
+    environ = {**os.environ, "TMPDIR": str(work)}  # what a killed process leaves is removed with the folder
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
+    output = work / f"{size}.json"  # absent if the process was killed
+    result = read_object(output.read_bytes()) if output.exists() else {}
+    kills = count_oom_kills(counter) - before
+    outcome = outcome_of(done.returncode, result, kills, is_counted=counter is not None)
+    if outcome is not None:
+        return Try(size, accumulation, outcome, result if outcome == "fits" else None)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    why = (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
+    # torchrun exits with 1 whatever a rank's code was.
+    if done.returncode == cli.REJECTED or any(work.rglob(REJECTION)):
+        raise InputError(why)
+    raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
+
+
+def outcome_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
+    """Fits, or how memory ran out; None for another failure. `kills`: by the kernel, if it counts them."""
+    if status == cli.DONE and result.get("kind") == "bench":
+        return "fits"
+    if result.get("kind") in OUT_OF_MEMORY:
+        return f"does not fit: {str(result['kind']).replace('_', ' ')}"
+    if status != cli.DONE and (kills > 0 or (status == -signal.SIGKILL and not is_counted)):
+        return "does not fit: the kernel killed it for lack of host memory"
+    return None
+
+
+# ---- the experiment ------------------------------------------------------------------------------------------------
+
+
+def key_of(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
+def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) -> str:
+    """The settings with the best micro batch, as a file of conf/experiment/."""
+    sizes = [f"global_batch_size={global_batch_size}", f"micro_batch_size={best.micro_batch_size}"]
+    kept = [each for each in settings if key_of(each) not in OWN | {key_of(size) for size in sizes}] + sizes
+    composed = cli.compose_config(TrainConfig, kept)
+    chosen, values = {}, OmegaConf.create()
+    for key, _, option in (each.partition("=") for each in kept):
+        if key not in groups("train"):
+            OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
+        elif option != "null":
+            chosen[key] = option
+    for key in cli.preferred(TrainConfig, kept):
+        OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
+    extended = chosen.pop("experiment", None)
+    defaults = ["defaults:", f"  - {extended}"] if extended else ["defaults:"]
+    defaults += [f"  - override /{group}: {option}" for group, option in chosen.items()]
+    if chosen:
+        defaults.append("  - _self_")
+    assert best.bench is not None
+    where = f"{plural(best.bench['world_size'], 'rank')} on {platform.node()}, {best.bench['device']}"
+    about = f"{best.tokens_per_s:,.0f} tokens/s with {where} in {best.bench['precision']}"
+    lines = ["# @package _global_", f"# Written by python -m train.bench --sweep on {time.strftime('%F')}: {about}"]
+    return "\n".join([*lines, *(defaults if len(defaults) > 1 else []), OmegaConf.to_yaml(values)])

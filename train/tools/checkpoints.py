@@ -1,0 +1,249 @@
+"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: inspect a run's checkpoints, on disk or in
+S3.
+
+Exit code 0: done, 1: a checkpoint is damaged, or S3 did not answer, 2: wrong arguments, or a job holds the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from train.checkpoints import open_store
+from train.checkpoints.manifest import Damaged, Manifest, step_name
+from train.checkpoints.retention import ALWAYS_VALID, best, retention
+from train.checkpoints.store import Store
+from train.config import InputError, S3Config, check, shortlist
+from train.run.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
+from train.run.saved import read_config
+from train.system import machine
+from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
+from train.system.ownership import LeaseLost, Ownership
+
+REJECTED_TEXT = "arguments rejected, or a job holds the run"
+COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
+
+
+@contextmanager
+def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
+    """The checkpoints of a run folder. From S3 they are fetched one step at a time, to a folder in which no job of this
+    machine writes.
+    """
+    if isinstance(folder, LocalFolder):
+        yield open_store(folder, folder.path)
+        return
+    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=cache, ignore_cleanup_errors=True) as scratch:
+        yield open_store(folder, Path(scratch))
+
+
+def fetch(store: Store, step: int, content: str | None = None) -> Path:
+    """A verified step on this machine, or its files of this content alone. InputError if there is no such step, or no
+    space for it.
+    """
+    steps = store.steps()
+    check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
+    try:
+        return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another disk") from error
+    except Damaged as error:
+        raise Damaged(f"step {step}: {error}") from error
+
+
+# ---- list ----------------------------------------------------------------------------------------------------------
+
+
+def table(store: Store) -> Iterator[str]:
+    """A line for each step: what the manifest says, and whether the files have their lengths. No file is read."""
+    whole, damaged = store.look_at_all()
+    rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
+    rows |= {step: [str(step), *"-----", f"damaged: {error}"] for step, error in damaged.items()}
+    names = {"newest": max(whole, default=None), "best": best(whole)}
+    for step, cells in rows.items():
+        marks = [name for name, marked in names.items() if marked == step]
+        cells[-1] += f"  ({', '.join(marks)})" if marks else ""
+    lines = [list(COLUMNS), *(rows[step] for step in sorted(rows))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines if rows else ():
+        padded = [cell.rjust(width) for cell, width in zip(line[:-1], widths[:-1], strict=True)]
+        yield "  ".join([*padded, line[-1]])
+    if not rows:
+        yield f"{store.location}: no checkpoint"
+    for name in store.quarantined():
+        yield f"in quarantine: {name}"
+    for name in store.leftovers():
+        yield f"not committed: {name}, of a save under way or of one that left it"
+
+
+def row(manifest: Manifest) -> list[str]:
+    score = "-" if manifest.metric is None else f"{abs(manifest.metric):.4f}"
+    numbers = [str(manifest.step), size(manifest), score, str(manifest.world_size)]
+    return [*numbers, manifest.backend, str(manifest.fence)]
+
+
+def size(manifest: Manifest) -> str:
+    return f"{manifest.num_bytes / 1e6:,.1f} MB"
+
+
+# ---- verify and prune ----------------------------------------------------------------------------------------------
+
+
+def verify(store: Store, step: int | None) -> int:
+    """Read everything back. Prints a line after each step; returns the exit code."""
+    steps, valid = store.steps() if step is None else [step], []
+    for each in steps:
+        try:
+            store.release(fetch(store, each))
+        except Damaged as error:
+            print(f"{step_name(each)}  damaged: {str(error).removeprefix(f'step {each}: ')}", flush=True)
+        else:
+            print(f"{step_name(each)}  whole, {size(store.manifest(each))}", flush=True)
+            valid.append(each)
+    is_lost = not valid and bool(steps or store.quarantined())
+    if step is None:
+        start = f"resumes from step {valid[-1]}" if valid else "begins anew: there is no checkpoint"
+        print(f"the next start {'fails: there are checkpoints, and none is valid' if is_lost else start}")
+    return FAILED if is_lost or len(valid) < len(steps) else DONE
+
+
+def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
+    """Say which steps would be removed, or remove them as the owner of the run folder."""
+    least = ALWAYS_VALID
+    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid ones stay")
+    if not removes:
+        show(retention(store, keep), store.leftovers(), "would go")
+        print("nothing was removed: --yes does it, once no job holds the run")
+        return DONE
+    with Ownership(folder, on_wait=lambda text: print(text, file=sys.stderr)) as ownership:
+        reasons = retention(store, keep)
+        for step in [step for step, reason in reasons.items() if reason is None]:
+            ownership.check()
+            store.remove(step)
+        ownership.check()
+        stays = dict.fromkeys(store.steps(), "this user may not change it")
+        reasons = {step: reason or stays.get(step) for step, reason in reasons.items()}
+        uncommitted = store.collect_garbage(ended_below=ownership.ended_below)
+    show(reasons, uncommitted, "removed")
+    return DONE
+
+
+def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
+    for step, reason in reasons.items():
+        print(f"{step_name(step)}  {action if reason is None else f'stays: {reason}'}")
+    for name in uncommitted:
+        print(f"{name}  {action}: no manifest names these files of a save")
+
+
+# ---- export and diff, which need torch -----------------------------------------------------------------------------
+
+
+def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
+    from train.checkpoints.export import export_step  # torch and transformers take long to import
+
+    target = local_path(options.folder)
+    is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    check(is_new, f"{target} is {'a file' if target.is_file() else 'not empty'}; choose another folder")
+    cfg = read_config(folder)
+    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or cfg.data.path, options.cache_dir, s3
+    step, why = chosen(store, options.step)
+    path = fetch(store, step, "model")
+    try:
+        export_step(path, store.manifest(step), cfg, target, run=folder)
+    except InputError as error:
+        hint = "; give --endpoint, --region and --profile for its data: those in config.yaml are not used"
+        raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
+    store.release(path)
+    print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
+    return DONE
+
+
+def chosen(store: Store, step: int | None) -> tuple[int, str]:
+    """The step to export and why: the one that was asked for, the best, or the newest."""
+    if step is not None:
+        return step, "as asked"
+    whole, damaged = store.look_at_all()
+    for damaged_step, error in damaged.items():
+        print(f"passed over: step {damaged_step}: {error}", file=sys.stderr)
+    check(bool(whole), f"{store.location} holds no valid checkpoint; verify says what is wrong")
+    best_step = best(whole)
+    if best_step is None:
+        return max(whole), "the newest (none was evaluated)"
+    name, score = whole[best_step].settings.get("best.metric", "loss"), whole[best_step].metric
+    return best_step, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
+
+
+def diff(folder: Folder, options: argparse.Namespace) -> int:
+    from train.checkpoints.compare import compare  # torch takes long to import
+
+    with opened(folder, options.cache_dir) as first, opened(folder, options.cache_dir) as second:
+        paths = [fetch(store, step) for store, step in zip((first, second), options.steps, strict=True)]
+        manifests = [first.manifest(step) for step in options.steps]
+        for line in compare(manifests, paths, limit=None if options.all else options.limit):
+            print(line)
+    return DONE
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "train.checkpoints",
+        "Inspect the checkpoints of a run, on disk or in S3.",
+        examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export FOLDER --step 1000"),
+        exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REJECTED: REJECTED_TEXT},
+    )
+    parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
+    add_s3_flags(parser)
+    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export | diff", help="list")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        add_s3_flags(command)
+        return command
+
+    add("list", "what there is, by the manifests and the files' lengths (the default); verify compares checksums")
+    add("verify", "read everything back, and say which step the next start takes").add_argument(
+        "--step", type=int, default=None, help="this one alone"
+    )
+    pruning = add("prune", f"remove old steps; never the best or the last {ALWAYS_VALID} that are valid")
+    pruning.add_argument("--keep", type=int, required=True, metavar="N", help="newest ones to keep")
+    pruning.add_argument("--yes", action="store_true", default=False, help="remove them; without, only say which")
+    exporting = add("export", "write a step as a Hugging Face folder, with the tokenizer")
+    exporting.add_argument("folder", metavar="FOLDER", help="to write, new or empty")
+    exporting.add_argument(
+        "--step", type=int, default=None, help="default: the best, or the newest if none was evaluated"
+    )
+    exporting.add_argument("--data", default=None, metavar="LOCATION", help="of the prepared data, if it has moved")
+    comparing = add("diff", "what two steps differ in: settings, progress, tensors")
+    comparing.add_argument("steps", type=int, nargs=2, metavar="STEP")
+    comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors shown of each file (20)")
+    comparing.add_argument("--all", action="store_true", default=False, help="show all tensors")
+    return run_flags(parser, arguments, look)
+
+
+def look(options: argparse.Namespace, s3: S3Config) -> int:
+    folder = open_folder(options.run, s3)
+    is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
+    check(is_run, f"{options.run} is no run folder: it has no environment.json; give the run_dir of a run")
+    try:
+        if options.command == "diff":
+            return diff(folder, options)
+        with opened(folder, options.cache_dir) as store:
+            if options.command == "verify":
+                return verify(store, options.step)
+            if options.command == "prune":
+                return prune(folder, store, options.keep, removes=options.yes)
+            if options.command == "export":
+                return export(folder, store, options, s3)
+            for line in table(store):
+                print(line)
+    except (Damaged, LeaseLost) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    return DONE

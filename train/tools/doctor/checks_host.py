@@ -1,0 +1,229 @@
+"""Checks of limits, ports, cache, disk, memory, clock, variables and names. Not run on Neuron or EFA hardware."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+
+from train.system import machine
+from train.system.caches import foreign_fault
+from train.system.rank_setup import OPEN_FILES
+from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
+
+GIB = 2**30
+# A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than
+# 4 GiB the next one may not fit; 20 GiB hold those that are kept, the one being written, and some compiled graphs.
+LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB
+LEAST_SHM = GIB  # containers have 64 MiB by default; each of many workers keeps two batches of some MB there
+LEAST_MEMORY = GIB
+RANK_MEMORY = GIB  # measured: importing torch and transformers takes 0.65 GiB in each process
+COMPILER_MEMORY = 8 * GIB  # neuronx-cc is killed (exit code -9) if memory is short; an estimate, not run on hardware
+OLD_LOCK_S = 3600.0  # the longest compilations take some 45 minutes
+WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0
+LOOPBACK = ("127.", "::1")
+
+
+# ---- limits and ports ----------------------------------------------------------------------------------------------
+
+
+def open_files(probe: Probe) -> Finding:
+    """Limit of open files: ranks, loader workers and EFA open many; a laptop's run does not."""
+    least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
+    _, hard = probe.limits.get("nofile", (math.nan, math.nan))
+    if probe.system == "Linux" and hard >= wanted:
+        return ok(f"{min(hard, OPEN_FILES):,.0f}, to which a run raises its own limit")
+    return limit(probe, "nofile", "n", wanted=wanted, least=least)
+
+
+def processes(probe: Probe) -> Finding:
+    """Limit of processes and threads: 32 ranks have 30 to 60 threads each, and there are workers."""
+    return limit(probe, "nproc", "u", wanted=4096 if probe.is_accelerated else 512)
+
+
+def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) -> Finding:
+    """A warning below `wanted`, an error below `least`; `flag` is that of ulimit."""
+    soft, hard = probe.limits.get(kind, (math.nan, math.nan))
+    if math.isnan(soft):
+        return skip("limit unknown")
+    text = "unlimited" if soft == math.inf else f"{soft:,.0f}"
+    if soft >= wanted:
+        return ok(text)
+    cure = f"add '* - {kind} {wanted}' to /etc/security/limits.conf and log in again"
+    if hard >= wanted:
+        cure = f"ulimit -{flag} {wanted}"
+    return (bad if soft < least else warn)(f"{text}, {wanted:,} wanted", cure=cure)
+
+
+def locked_memory(probe: Probe) -> Finding:
+    soft, _ = probe.limits.get("memlock", (math.nan, math.nan))
+    if not probe.efa_devices:
+        return skip("only EFA needs it")
+    if soft == math.inf:
+        return ok("unlimited")
+    text = f"{soft / 1024:,.0f} KiB: EFA registers more" if not math.isnan(soft) else "limit unknown"
+    return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
+
+
+def fork_safety(probe: Probe) -> Finding:
+    if not probe.efa_devices:
+        return skip("no EFA")
+    if probe.is_old_kernel and probe.environ.get("FI_EFA_FORK_SAFE", "0") == "0":
+        text = f"Linux {probe.kernel} with EFA: a loader worker that forks corrupts what EFA sends"
+        return bad(text, cure="export FI_EFA_FORK_SAFE=1")
+    huge = re.search(r"^HugePages_Total:\s*(\d+)", probe.text("/proc/meminfo") or "", re.MULTILINE)
+    if huge and int(huge[1]) and probe.environ.get("FI_EFA_USE_HUGE_PAGE") not in (None, "", "0"):
+        text = f"EFA takes from {int(huge[1]):,} huge pages; a fork may fail with 'Cannot allocate memory'"
+        return warn(text, cure="unset FI_EFA_USE_HUGE_PAGE (a run with loader workers sets it to 0)")
+    return ok(f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
+
+
+# ---- cache, disk, memory -------------------------------------------------------------------------------------------
+
+
+def cache(probe: Probe) -> Finding:
+    """Check that the compile cache is on a local disk or in S3, writable, and without locks left by dead processes."""
+    if not probe.is_trainium:
+        return skip("no Trainium")
+    name, location = cache_of(probe)
+    if probe.is_native:  # whose writes are atomic, on NFS too
+        if "://" in location:
+            return bad(f"{location} is no folder", cure=f"unset {name}")
+    else:
+        fault = machine.cache_fault(probe.environ)
+        if fault:
+            what, _, cure = fault.partition("; ")
+            return bad(what, cure=cure or f"unset {name}")
+    if "://" in location:
+        return ok(location)
+    folder = nearest(Path(location).expanduser())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        cure = f"sudo mkdir -p {location} && sudo chown $USER {location}, or export {name}=$HOME/neuron-cache"
+        return bad(f"{location} cannot be written to", cure=cure)
+    if fault := foreign_fault(folder.stat(), is_parent=folder != Path(location).expanduser()):
+        return bad(f"{folder} {fault}, and graphs are code", cure=f"chown and chmod it, or unset {name}")
+    locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
+    if locks:
+        text = f"{len(locks)} locks in {location} are older than an hour: compilations wait for them"
+        return warn(text, cure="if nothing compiles: neuron_parallel_compile --command clear-locks")
+    return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
+
+
+def cache_of(probe: Probe) -> tuple[str, str]:
+    """Return the variable that names the compile cache, and where the cache is."""
+    if probe.is_native:
+        return machine.NATIVE_CACHE, machine.native_cache(probe.environ)
+    return "NEURON_COMPILE_CACHE_URL", machine.cache_location(probe.environ)
+
+
+def is_old(file: Path, now_s: float) -> bool:
+    try:
+        return now_s - file.stat().st_mtime > OLD_LOCK_S
+    except (FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
+        return False
+
+
+def disk(probe: Probe) -> Finding:
+    variable, location = cache_of(probe)
+    places = {
+        "this folder": (probe.cwd, "run_dir="),
+        "/tmp": (Path(probe.environ.get("TMPDIR", "/tmp")), "export TMPDIR="),
+    }
+    if probe.is_trainium and "://" not in location:
+        places["the compile cache"] = (Path(location).expanduser(), f"export {variable}=")
+    free = {name: probe.free_bytes(nearest(path)) for name, (path, _) in places.items()}
+    known = {name: value for name, value in free.items() if value is not None}
+    if not known:
+        return skip("free space unknown")
+    least = min(known, key=lambda name: known[name])
+    text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in known.items())
+    if known[least] >= WANTED_DISK:
+        return ok(text)
+    path, setting = places[least]
+    cure = f"free some space in {path}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
+    return (bad if known[least] < LEAST_DISK else warn)(text, cure=cure)
+
+
+def memory(probe: Probe) -> Finding:
+    free, total = probe.memory_bytes
+    text = f"{free / GIB:,.0f} of {total / GIB:,.0f} GiB free"
+    num_ranks = probe.num_ranks or probe.num_devices or 1
+    wanted = num_ranks * RANK_MEMORY + (COMPILER_MEMORY if probe.is_trainium else 0)
+    if free >= wanted:
+        return ok(text)
+    cure = "end other programs (ps aux --sort=-rss | head)"
+    text += f", some {wanted / GIB:,.0f} wanted for {num_ranks} ranks"
+    if probe.is_trainium:
+        cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
+        text += " and the compiler"
+    return (bad if free < LEAST_MEMORY else warn)(text, cure=cure)
+
+
+def shared_memory(probe: Probe) -> Finding:
+    free = probe.free_bytes(Path("/dev/shm")) if probe.system == "Linux" else None
+    if free is None:
+        return skip("no /dev/shm")
+    if free >= LEAST_SHM:
+        return ok(f"{free / GIB:,.0f} GiB free in /dev/shm")
+    text = f"{free / 2**20:,.0f} MiB free in /dev/shm: loader workers end with a bus error"
+    return warn(text, cure="docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm")
+
+
+# ---- clock, environment, names -------------------------------------------------------------------------------------
+
+
+def clock(probe: Probe) -> Finding:
+    """Check that the clock is kept: S3 rejects signatures that are 15 minutes off, and logs are compared by seconds."""
+    restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
+    answer = probe.ask("chronyc", "tracking")
+    if not answer.fault:
+        offset = re.search(r"^System time\s*:\s*([\d.]+) seconds", answer.out, re.MULTILINE)
+        leap = re.search(r"^Leap status\s*:\s*(.+?)\s*$", answer.out, re.MULTILINE)
+        if offset is None or leap is None or leap[1] != "Normal":
+            return warn(f"chrony does not follow a server ({leap[1] if leap else 'status unknown'})", cure=restart)
+        offset_s = float(offset[1])
+        text = f"{offset_s:.6f} s off, kept by chrony"
+        if offset_s <= WANTED_CLOCK_S:
+            return ok(text)
+        return (bad if offset_s > LEAST_CLOCK_S else warn)(text, cure="sudo chronyc makestep")
+    answer = probe.ask("timedatectl", "show", "-p", "NTPSynchronized")
+    if answer.fault or "NTPSynchronized=" not in answer.out:
+        return skip("neither chronyc nor timedatectl answers; --bucket compares it with S3's")
+    if "NTPSynchronized=yes" in answer.out:
+        return ok("follows a time server")
+    return warn("follows no time server", cure="sudo timedatectl set-ntp true")
+
+
+def knobs(probe: Probe) -> Finding:
+    wrong = machine.bad_knobs(probe.environ)
+    if probe.is_old_kernel:
+        wrong = [knob for knob in wrong if knob.name != "FI_EFA_FORK_SAFE"]
+    if not wrong:
+        return ok("none set that is dead or changes results")
+    text = "; ".join(f"{knob.name} {knob.why}" for knob in wrong)
+    state = bad if any(knob.is_dangerous for knob in wrong) else warn
+    return state(text, cure=f"unset {' '.join(knob.name for knob in wrong)}")
+
+
+def malloc(probe: Probe) -> Finding:
+    if not probe.is_trainium:
+        return skip("no Trainium")
+    if value := probe.environ.get("MALLOC_ARENA_MAX"):
+        return ok(value)
+    text = "MALLOC_ARENA_MAX unset: host memory grows with every thread until ranks are killed"
+    return warn(text, cure="export MALLOC_ARENA_MAX=64")
+
+
+def hostname(probe: Probe) -> Finding:
+    name = probe.hostname
+    if len(name) > 63:
+        text = f"{len(name)} characters: Neuron's bootstrap takes at most 63"
+        return bad(text, cure="sudo hostnamectl set-hostname NAME")
+    hosts = [line.partition("#")[0].split() for line in (probe.text("/etc/hosts") or "").splitlines()]
+    loops = [address for address, *names in filter(None, hosts) if name in names and address.startswith(LOOPBACK)]
+    if loops and name != "localhost" and (probe.num_machines > 1 or probe.efa_devices):
+        text = f"/etc/hosts maps {name} to {loops[0]}: other machines would connect to themselves"
+        cure = f"in /etc/hosts put the address that `hostname -I` prints first before {name}"
+        return (bad if probe.num_machines > 1 else warn)(text, cure=cure)
+    return ok(name)

@@ -1,0 +1,118 @@
+"""Python, packages and Neuron's system packages against the known-good table. Trainium parts: not run on hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from train.system.machine import package_faults
+from train.system.versions import Native, Sdk, from_index, read_versions, release
+from train.tools.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
+
+PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
+SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
+NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
+
+
+def python(probe: Probe) -> Finding:
+    """Python and glibc: both decide whether Neuron's wheels can be installed at all."""
+    text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
+    if probe.python[:2] < (3, 11):
+        return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")
+    if not probe.is_trainium:
+        return ok(text)
+    sdk = read_versions().native if probe.is_native else read_versions().sdk
+    low, high = (numbers(each, 2) for each in sdk.pythons.split("-"))
+    if not low <= probe.python[:2] <= high:
+        text = f"{text}: Neuron SDK {sdk.name} has wheels for {sdk.pythons.replace('-', ' to ')}"
+        return bad(text, cure=f"python{'.'.join(map(str, high))} -m venv .venv")
+    if not probe.is_native and probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
+        text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
+        return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
+    wanted, here = f"Ubuntu {read_versions().native.ubuntu}", os_name(probe)
+    if probe.is_native and "torch-neuronx" not in probe.versions and here not in ("", wanted):
+        text = f"{text}, {here}: wheels of native PyTorch are for {wanted} alone"
+        return warn(text, cure=f"take an image of {wanted}, or Neuron's DLAMI for torch-neuronx; or build from source")
+    return ok(text)
+
+
+def os_name(probe: Probe) -> str:
+    """Name and version of the distribution, by os-release(5), as "Ubuntu 26.04"; "" if unknown."""
+    lines = (line.partition("=") for line in (probe.text("/etc/os-release") or "").splitlines())
+    values = {key: value.strip("'\"") for key, _, value in lines}
+    return f"{values.get('NAME', '')} {values.get('VERSION_ID', '')}".strip()
+
+
+def packages(probe: Probe) -> Finding:
+    versions = probe.versions
+    text = ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions)
+    torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
+    if not torch:
+        return bad("torch is not installed", cure="pip install .")
+    native = read_versions().native if probe.is_native and release(neuronx) != (2, 9) else None
+    found = native.faults(versions) if native else package_faults(versions)
+    faults = [fault.partition("; ") for fault in found]
+    if faults:
+        return bad("; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults))
+    if probe.has_gpu and not probe.is_trainium and "+cpu" in torch:
+        return bad(f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
+    if native:
+        compiler = versions.get("neuronx-cc", "").partition("+")[0]
+        if compiler != native.neuronx_cc:
+            text += f": SDK {native.name} ships neuronx-cc {native.neuronx_cc}"
+            return warn(text, cure=native.install)
+        return ok(f"{text}: native PyTorch of SDK {native.name}")
+    if probe.is_trainium or neuronx:
+        return neuron_packages(text, versions)
+    return ok(text)
+
+
+def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
+    """Python packages of a trn1: all there, and shipped together by one SDK."""
+    table = read_versions()
+    install = table.sdk.install
+    missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
+    if missing:
+        return bad(f"{', '.join(missing)} missing ({text})", cure=install)
+    neuronx, compiler, library = (
+        versions.get(package, "").partition("+")[0] for package in ("torch-neuronx", "neuronx-cc", "libneuronxla")
+    )
+    sdks = [sdk for sdk in table.sdks if sdk.torch_neuronx == neuronx.split(".", 3)[-1]]
+    if not sdks:
+        return warn(f"torch-neuronx {neuronx} is in no SDK of the table", cure=install)
+    sdk = next((sdk for sdk in sdks if sdk.neuronx_cc == compiler), None)
+    if sdk is None:
+        return warn(f"torch-neuronx {neuronx} with neuronx-cc {compiler}: no SDK ships them together", cure=install)
+    if library and sdk.libneuronxla not in ("", library):
+        cure = from_index(f"libneuronxla=={sdk.libneuronxla}")
+        return warn(f"libneuronxla {library}: SDK {sdk.name} ships {sdk.libneuronxla}", cure=cure)
+    return ok(f"{text}: SDK {sdk.name}")
+
+
+def driver(probe: Probe) -> Finding:
+    """Neuron's driver, runtime and collectives. The driver that counts is the one that is loaded."""
+    if not probe.is_trainium:
+        return skip("no Trainium")
+    answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
+    if answer.code is None:
+        return skip(f"{answer.fault}: versions unknown")
+    rows = (line.split() for line in answer.out.splitlines())  # a removed package has a name and no version;
+    installed = {row[0]: row[1] for row in rows if len(row) == 2}  # an unknown one makes the exit code 1
+    missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
+    if missing:
+        return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
+    loaded = probe.text("/sys/module/neuron/version") or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
+    dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
+    table, text = read_versions(), f"driver {dkms or 'unknown'}, runtime {runtime}"
+    wanted = table.native if probe.is_native else table.sdk
+    if not dkms:
+        return bad(f"{text}: no driver is installed", cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*")
+    if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
+        cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
+        return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
+    both = numbers(dkms), numbers(runtime)
+    known: list[Sdk | Native] = [table.native] if probe.is_native else [*table.sdks]
+    sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)
+    if sdk is None:
+        cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"
+        return warn(f"{text}: no SDK of the table ships them together", cure=cure)
+    return ok(f"{text}: SDK {sdk.name}")

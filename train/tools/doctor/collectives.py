@@ -1,0 +1,259 @@
+"""How fast the ranks exchange data, over the devices' collectives, over the hosts, and between each two machines.
+
+All ranks of a torchrun call `measure`, and all of them get the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import threading
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from train.config import BackendConfig, Failure, InstanceConfig
+from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S
+from train.observe.report.texts import plural
+from train.parallel.backends import Backend, open_backend
+from train.parallel.ranks import World
+from train.run.command import FAILED, printable
+from train.system.launched import launched
+from train.tools.doctor.probe import Finding, State, bad, ok
+
+REPEATS = 5
+MIB = 2**20
+HOST_MIB, DEVICE_MIB = 64, 256  # an accelerator's collectives need more to come near their peak
+# A ring sends 1/n of the tensor in a step, so a tensor that does not grow with n measures latency. Both are a choice.
+RANK_MIB, MOST_DEVICE_MIB = 8, 1024
+GRACE_S = 10.0  # past the timeout, so that a backend which raises by itself can say more
+# "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
+# Guide, instance network bandwidth), and gloo has one TCP connection between two ranks.
+FLOW_GBIT_PER_S = 5.0
+WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # of what it should be
+NAMED = 8  # ranks of one line
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    latency_s: float  # of 4 bytes
+    num_bytes: int
+    bus_bytes_per_s: float
+    wrong_ranks: list[int]  # whose sum was not right
+
+
+@dataclass(frozen=True)
+class Measured:
+    where: str  # backend and device
+    names: list[str]  # of all ranks: the machine's name and the rank
+    num_machines: int
+    is_cpu: bool
+    device: AllReduce
+    hosts: AllReduce
+    links: dict[str, float]  # "a - b": bytes a second in each direction, both ways at once
+
+
+def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
+    """Join the ranks and measure; all ranks call it. `mib`: size of a large exchange. Failure names the operation."""
+    timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
+    with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s, "backend.timeout_s"):
+        backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
+        world = backend.world
+        seen = world.all_gather_object((printable(socket.gethostname()), world.local_rank))
+    names = [f"{host} (rank {rank})" for rank, (host, _) in enumerate(seen)]
+    firsts = [rank for rank, (_, local_rank) in enumerate(seen) if local_rank == 0]
+    is_cpu = backend.monitor_kind == "cpu"
+
+    def add_up_on_device(tensors: list[Tensor]) -> None:
+        backend.all_reduce(tensors)
+        backend.mark_step()
+        backend.to_host(tensors[-1:])  # waits for the device
+
+    def add_up_on_hosts(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            world.all_reduce(tensor)
+
+    host_bytes = MIB * (mib or HOST_MIB)
+    device_bytes = MIB * (mib or (HOST_MIB if is_cpu else device_size_mib(world.size)))
+    with deadline("the all-reduce of the devices", timeout_s):
+        of_devices = all_reduce(backend, add_up_on_device, device_bytes, backend.device)
+    with deadline("the all-reduce over the hosts", timeout_s):
+        of_hosts = all_reduce(backend, add_up_on_hosts, host_bytes, torch.device("cpu"))
+    members = firsts if len(firsts) > 1 else range(world.size)
+    measured = Measured(
+        where=f"{backend.name} on {backend.device_name}",
+        names=names,
+        num_machines=len(firsts),
+        is_cpu=is_cpu,
+        device=of_devices,
+        hosts=of_hosts,
+        links=measure_links(world, names, members, host_bytes, timeout_s),
+    )
+    with deadline("leaving the group", timeout_s):
+        backend.close()
+    return measured
+
+
+@contextmanager
+def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s") -> Iterator[None]:
+    """Name the operation that fails. One that hangs ends the process, as not every backend raises."""
+
+    def end() -> None:
+        print(f"error: {operation}: no end within {timeout_s:g} s ({setting})", file=sys.stderr, flush=True)
+        os._exit(FAILED)
+
+    # The machine's first rank speaks, and torchrun ends the others, which have to speak where that one does not hang.
+    timer = threading.Timer(timeout_s + GRACE_S * (2 if launched().local_rank else 1), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Failure:
+        raise
+    except RuntimeError as error:
+        raise Failure(f"{operation}: {error}") from error
+    finally:
+        timer.cancel()
+
+
+# ---- measurements, which all ranks make together ---------------------------------------------------------------------
+
+
+def device_size_mib(num_ranks: int) -> int:
+    """Size of an accelerator's all-reduce."""
+    return min(max(DEVICE_MIB, RANK_MIB * num_ranks), MOST_DEVICE_MIB)
+
+
+def all_reduce(
+    backend: Backend, add_up: Callable[[list[Tensor]], None], num_bytes: int, device: torch.device
+) -> AllReduce:
+    world = backend.world
+    large = torch.full((num_bytes // 4,), world.rank + 1.0).to(device)
+    small = torch.ones(1).to(device)
+    add_up([large, small])  # connects the ranks, and compiles where that is needed
+    is_right = bool((backend.to_host([large])[0] == world.size * (world.size + 1) / 2).all())
+
+    def median_s(tensors: list[Tensor]) -> float:
+        """Median duration over repeats and ranks."""
+        of_ranks = world.all_gather_object(timeit.repeat(lambda: add_up(tensors), number=1, repeat=REPEATS))
+        return statistics.median(took_s for durations in of_ranks for took_s in durations)
+
+    latency_s, took_s = median_s([small]), median_s([large, small])
+    wrong = [rank for rank, each in enumerate(world.all_gather_object(is_right)) if not each]
+    return AllReduce(latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong)
+
+
+def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
+    """Bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
+
+
+def measure_links(
+    world: World, names: list[str], members: Sequence[int], num_bytes: int, timeout_s: float
+) -> dict[str, float]:
+    """Bandwidth between each two of these ranks over the hosts, in bytes a second, by the names of both."""
+    sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    mine: dict[str, float] = {}  # seconds
+    for number, pairs in enumerate(rounds(members), start=1):
+        with deadline(f"waiting for the other links before round {number}", timeout_s):
+            world.barrier()
+        for pair in pairs:
+            if world.rank in pair:
+                name = " - ".join(names[rank] for rank in pair)
+                exchange = partial(world.sendrecv, sum(pair) - world.rank, sent, received)
+                with deadline(f"the exchange {name}", timeout_s):
+                    # The shortest one: other work on a machine only ever makes an exchange longer.
+                    mine[name] = min(timeit.repeat(exchange, number=1, repeat=REPEATS))
+    durations: dict[str, float] = {}
+    with deadline("gathering the links", timeout_s):
+        for of_rank in world.all_gather_object(mine):
+            durations |= {name: max(took_s, durations.get(name, 0)) for name, took_s in of_rank.items()}
+    return {name: num_bytes / took_s for name, took_s in durations.items()}
+
+
+def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """All pairs, in rounds in which nobody is twice: the places of a pair have the round's sum, modulo all."""
+    number = len(members)
+    places = [[(first, (total - first) % number) for first in range(number)] for total in range(number)]
+    return [[(members[a], members[b]) for a, b in pairs if a < b] for pairs in places]
+
+
+# ---- the findings ----------------------------------------------------------------------------------------------------
+
+
+def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
+    """Findings by name, for the screen."""
+    wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
+    several = measured.num_machines > 1
+    figure = figure_text(wanted_device, instance.name)
+    # Which share of the network the devices reach over several machines was never measured: no reason to reject one.
+    return {
+        "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
+        "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several),
+        "hosts": all_reduce_finding(measured.hosts, measured.names),
+        "links": links_finding(measured.links, wanted_link, instance.name, are_machines=several),
+    }
+
+
+def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tuple[float | None, float | None]:
+    """What the devices' all-reduce and a link between two machines should reach, in bytes a second; None: unknown."""
+    network = instance.network_gbit_per_s and instance.network_gbit_per_s * 1e9 / 8
+    flow = network and min(network, FLOW_GBIT_PER_S * 1e9 / 8)
+    inside = instance.device_link_gbyte_per_s and instance.device_link_gbyte_per_s * 1e9
+    if num_machines == 1:
+        return (None if is_cpu else inside), None
+    if is_cpu:
+        return flow, flow
+    return network and min(network, inside or network), flow
+
+
+def figure_text(should_be: float | None, instance: str) -> str:
+    return f"; not compared: no figure for {instance}" if should_be is None else f"; should reach {shown(should_be)}"
+
+
+def all_reduce_finding(
+    seen: AllReduce, names: list[str], should_be: float | None = None, figure: str = "", *, can_fail: bool = True
+) -> Finding:
+    size, latency_ms = f"{seen.num_bytes / MIB:g} MiB", seen.latency_s * 1e3
+    text = f"{shown(seen.bus_bytes_per_s)} for {size}, {latency_ms:.2g} ms for 4 bytes{figure}"
+    if seen.wrong_ranks:
+        where = ", ".join(names[rank] for rank in seen.wrong_ranks[:NAMED])
+        return bad(
+            f"wrong sum on {plural(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
+            cure="replace that machine; on all of them, compare the versions of python -m train.doctor",
+        )
+    if should_be is None:
+        return ok(text)
+    cure = "python -m train.doctor --machines N on each (EFA); NCCL_DEBUG=INFO shows which network NCCL takes"
+    return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
+
+
+def links_finding(links: Mapping[str, float], should_be: float | None, instance: str, *, are_machines: bool) -> Finding:
+    """The finding on the slowest link, by the median of all and by what is known of the network. Two ranks of one
+    machine exchange through its memory: there a slow one is a busy core, and no reason to reject the machine.
+    """
+    slowest = min(links, key=lambda name: links[name])
+    median = statistics.median(links.values())
+    text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
+    if are_machines:
+        text += figure_text(should_be, instance)
+    share = links[slowest] / max(median, should_be or 0)
+    cure = "python -m train.doctor on both; replace the machine that is slow with others too"
+    return graded(text, share, cure, can_fail=are_machines)
+
+
+def graded(text: str, share: float, cure: str, *, can_fail: bool) -> Finding:
+    """The finding on a speed, by its share of what it should be; a warning at most unless it `can_fail`."""
+    state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
+    return Finding(state, text, "" if state == "ok" else cure)
+
+
+def shown(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

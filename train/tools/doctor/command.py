@@ -1,0 +1,152 @@
+"""`python -m train.doctor`: one screen that shows whether this machine can train. `explain "..."`: what an error means.
+`--collectives`, under torchrun: how fast the ranks exchange data.
+
+Exit codes: 0 nothing to fix, or the error is known; 1 something is red, or the error is not known; 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from train.config import check
+from train.run.command import DONE, FAILED, REJECTED, command_parser, guarded
+from train.run.rejection import inform_others
+from train.system import rank_setup
+from train.system.launched import check_launch, launched
+from train.system.machine import instance_names
+from train.tools.doctor import checks
+from train.tools.doctor.explain import explain, page, read_log
+from train.tools.doctor.probe import Finding, is_red, screen, wrap
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # Without --collectives this process is no rank of a job, even where the environment is that of one.
+    after_rejection = inform_others if "--collectives" in arguments else lambda _: None
+    return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
+
+
+def examine(options: argparse.Namespace) -> int:
+    if options.collectives:
+        return examine_collectives(options)
+    check(options.mib is None, "--mib is for --collectives")
+    if options.command == "explain":
+        check(options.text != "-" or sys.stdin is not None, "standard input is closed; give the text, or < FILE")
+        return print_causes(read_log(sys.stdin if options.text == "-" else io.StringIO(options.text, newline=None)))
+    if options.command == "causes":
+        print(page(), end="")
+        return DONE
+    probe = checks.here(
+        instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines or 1
+    )
+    return show(checks.examine(probe, bucket=options.bucket), as_json=options.json)
+
+
+def examine_collectives(options: argparse.Namespace) -> int:
+    others = (options.instance, options.ranks_per_machine, options.machines, options.bucket)
+    check(not any(others), "--collectives takes settings of the run: --collectives instance=p5.48xlarge")
+    from train.run.compose import load_backend  # late: only this part needs Hydra, and torch
+
+    cfg, instance = load_backend(options.settings)
+    launch = launched()
+    check_launch(instance, launch)
+    check(
+        launch.world_size > 1,
+        f"--collectives measures between ranks, and there is {launch.world_size}: start them with torchrun "
+        f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
+    )
+    rank_setup.prepare(launch, forks=True)  # before torch is imported, as in a run, whose loader forks
+    from train.tools.doctor import collectives
+
+    measured = collectives.measure(cfg, instance, mib=options.mib)
+    findings = collectives.compare(measured, instance)
+    if launch.rank > 0:  # all have measured the same
+        return FAILED if is_red(findings) else DONE
+    return show(findings, as_json=options.json, measured=dataclasses.asdict(measured))
+
+
+def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
+    """Print the findings; returns the exit code."""
+    if as_json:
+        listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
+        print(json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1))
+    else:
+        print(screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return FAILED if is_red(findings) else DONE
+
+
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_parser(
+        "train.doctor",
+        "Is this machine fit to train? One screen of what is right and wrong, with cures; or what an error means.",
+        examples=(
+            "",
+            "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
+            'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
+        ),
+        exits={
+            DONE: "nothing to fix, or the error is known",
+            FAILED: "something is red, or the error is not known",
+            REJECTED: "arguments rejected",
+        },
+    )
+    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: that of the firmware)")
+    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
+    parser.add_argument("--machines", type=positive, metavar="N", help="machines of the run (default: 1)")
+    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this bucket in S3")
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
+    )
+    parser.add_argument(
+        "--mib", type=positive, metavar="N", help="size of its exchanges [64; of accelerators 256 to 1024]"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    if "--collectives" in arguments:
+        parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
+        return parser.parse_intermixed_args(arguments)
+    commands = parser.add_subparsers(dest="command")
+    explaining = commands.add_parser("explain", help="what an error text means, and its cure")
+    commands.add_parser("causes", help="print all that explain knows, as docs/troubleshooting.md")
+    explaining.add_argument("text", help='the text, or "-" to read it from standard input')
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return int(text)
+
+
+def s3_location(text: str) -> str:
+    if not text.startswith("s3://") or not text.removeprefix("s3://").split("/")[0]:
+        raise argparse.ArgumentTypeError(f"{text} does not look like s3://bucket")
+    return text
+
+
+def columns() -> int:
+    return min(max(shutil.get_terminal_size().columns, 60), 120)
+
+
+# ---- explain -------------------------------------------------------------------------------------------------------
+
+
+def print_causes(lines: Iterable[str]) -> int:
+    causes = explain(lines)
+    for cause in causes:
+        print(cause["name"])
+        for paragraph in (cause["cause"], f"-> {cause['cure']}"):
+            print(textwrap.indent("\n".join(wrap(paragraph, width=columns() - 4)), "    "))
+    if not causes:
+        print("nothing known about this text: try the first error of the rank that failed first (log/rank_*.txt)")
+    return DONE if causes else FAILED

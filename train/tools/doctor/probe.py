@@ -1,0 +1,218 @@
+"""All that a check may look at, in one object that tests fill with recorded files, and what a check finds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from train.config import InstanceConfig
+from train.system.machine import is_native, nvidia_gpus
+from train.system.rank_setup import AMAZON, efa_devices
+
+TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
+TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
+PCI = "/sys/bus/pci/devices"
+NATIVE_PCI = ("0x7364", "0x7564", "0x7565")  # trn2, trn3; neuron_device.h of the driver
+TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """The output of a tool, or the fact that it is missing or hangs."""
+
+    tool: str
+    code: int | None = None  # exit code; None: it did not end
+    out: str = ""
+    error: str = ""
+    waited_s: float = 0.0  # above 0: it gave no answer in this time
+
+    @property
+    def is_missing(self) -> bool:
+        return self.code is None and not self.waited_s
+
+    @property
+    def fault(self) -> str | None:
+        """Why there is no output; None if there is."""
+        if self.is_missing:
+            return f"{self.tool} is not installed"
+        if self.code is None:
+            return f"{self.tool} gave no answer in {self.waited_s:g} s"
+        message = (self.error.strip() or self.out.strip() or "no message").splitlines()[0]
+        return f"{self.tool} failed ({self.code}): {message[:160]}" if self.code else None
+
+
+def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
+    """Run a tool, which is looked for on the PATH and in the folders of Neuron and EFA."""
+    tool = command[0]
+    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *TOOL_FOLDERS]))
+    if path is None:
+        return ToolOutput(tool)
+    try:
+        process = subprocess.Popen(
+            [path, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except OSError as error:  # it is there, but cannot be executed
+        return ToolOutput(tool, code=126, error=error.strerror or str(error))
+    try:
+        out, error_text = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # subprocess.run would wait after the kill, without end for a process that sleeps in a driver.
+        process.kill()
+        return ToolOutput(tool, waited_s=timeout_s)
+    return ToolOutput(tool, process.returncode, out, error_text)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One machine, and what the user means to run on it."""
+
+    ask: Callable[..., ToolOutput]  # ask("neuron-ls", "-j")
+    versions: Mapping[str, str] = field(default_factory=dict)  # installed packages
+    environ: Mapping[str, str] = field(default_factory=dict)
+    root: Path = Path("/")
+    system: str = "Linux"
+    kernel: str = ""  # "6.8.0-1021-aws"
+    hostname: str = ""
+    python: tuple[int, ...] = (3, 11, 0)
+    glibc: str = ""  # "2.35"; "" unknown
+    num_cpus: int = 1
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard; inf: unlimited
+    memory_bytes: tuple[int, int] = (0, 0)  # available, total
+    free_bytes: Callable[[Path], int | None] = lambda path: None  # on the disk that holds a path
+    cwd: Path = Path()
+    now_s: float = 0.0
+    instance: InstanceConfig | None = None
+    num_ranks: int | None = None
+    num_machines: int = 1
+
+    def text(self, path: str) -> str | None:
+        """Content of a file, given by its absolute path, stripped; None if it cannot be read."""
+        try:
+            return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def files(self, pattern: str) -> list[Path]:
+        return sorted(self.root.glob(pattern.lstrip("/")))
+
+    @property
+    def is_old_kernel(self) -> bool:
+        """Whether Linux is older than 5.15; there EFA has to protect its memory when a process forks."""
+        return self.system == "Linux" and () < numbers(self.kernel, 2) < (5, 15)
+
+    @property
+    def num_devices(self) -> int | None:
+        """Number of ranks that fill this type of instance; None if it is unknown."""
+        return self.instance.devices if self.instance else None
+
+    @property
+    def neuron_devices(self) -> list[Path]:
+        return self.files("/dev/neuron[0-9]*")
+
+    @property
+    def efa_devices(self) -> list[str]:
+        return efa_devices(self.root / "sys")
+
+    @property
+    def is_trainium(self) -> bool:
+        if (self.instance and self.instance.device == "neuron") or self.neuron_devices:
+            return True
+        return bool(self.chips())
+
+    def chips(self) -> set[str]:
+        """The PCI ids of the Neuron chips."""
+        ids = [(file.read_text().strip(), file.with_name("vendor")) for file in self.files(f"{PCI}/*/device")]
+        return {number for number, vendor in ids if number in TRAINIUM_PCI and vendor.read_text().strip() == AMAZON}
+
+    @property
+    def is_native(self) -> bool:
+        """Whether PyTorch runs without XLA on this type."""
+        by_name = self.instance is not None and is_native(self.instance.name)
+        return by_name or bool(self.chips() & set(NATIVE_PCI))
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether an NVIDIA display or 3D controller is on the bus, or its driver shows one."""
+        return bool(nvidia_gpus(self.root / PCI.lstrip("/")) or self.files("/dev/nvidia[0-9]*"))
+
+    @property
+    def is_accelerated(self) -> bool:
+        return self.is_trainium or self.has_gpu
+
+
+def read_instance(name: str) -> InstanceConfig:
+    return InstanceConfig(**yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text()))
+
+
+def numbers(version: str, count: int = 3) -> tuple[int, ...]:
+    """The first numbers of a version: (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:count]))
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the closest folder above it that exists."""
+    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder may not be read
+        path = path.parent
+    return path
+
+
+# ---- findings ------------------------------------------------------------------------------------------------------
+
+State = Literal["ok", "warn", "bad", "skip"]
+COLOURS: dict[State, int] = {"ok": 32, "warn": 33, "bad": 31, "skip": 2}  # ANSI: green, yellow, red, faint
+MARKS: dict[State, str] = {"ok": "ok", "warn": "warn", "bad": "BAD", "skip": "-"}
+NAME_COLUMN, TEXT_COLUMN = 6, 22
+
+
+@dataclass(frozen=True)
+class Finding:
+    state: State
+    text: str
+    cure: str = ""  # what to type or to do; set for warn and bad, and only for these
+
+    def __post_init__(self) -> None:
+        assert bool(self.cure) == (self.state in ("warn", "bad")), self
+
+
+ok, skip = partial(Finding, "ok"), partial(Finding, "skip")
+warn, bad = partial(Finding, "warn"), partial(Finding, "bad")
+
+
+def is_red(findings: Mapping[str, Finding]) -> bool:
+    return any(finding.state == "bad" for finding in findings.values())
+
+
+def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
+    """All findings as text of at most `width` columns; words, and so commands, are never broken."""
+    lines, count = [], dict.fromkeys(COLOURS, 0)
+    for name, finding in findings.items():
+        count[finding.state] += 1
+        mark = f"{MARKS[finding.state]:{NAME_COLUMN}}"
+        mark = f"\033[{COLOURS[finding.state]}m{mark}\033[0m" if colour else mark
+        text, *more = wrap(finding.text, width=width - TEXT_COLUMN)
+        more += wrap(f"-> {finding.cure}", width=width - TEXT_COLUMN) if finding.cure else []
+        lines.append(f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text}")
+        lines += [" " * TEXT_COLUMN + line for line in more]
+    summary = f"{count['ok']} ok, {count['warn']} to look at, {count['bad']} to fix"
+    return "\n".join([*lines, summary + (f", {count['skip']} that do not apply" if count["skip"] else "")])
+
+
+def wrap(text: str, *, width: int) -> list[str]:
+    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,0 +1,298 @@
+"""`python -m train.predict MODEL --text "..." | --question "..." --context "..." | --input FILE [--output FILE]`:
+what a trained model answers to new texts or questions.
+
+MODEL is a run (its export, or else its best checkpoint), whose config.yaml says which columns to read and how, or a
+folder of transformers or Hub id with a head for labels or answers. One row comes out for each that goes in, in order:
+JSON lines, or CSV. It is one process on the CPU or a CUDA device; XLA and Trainium devices are for training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from tqdm import tqdm
+
+from train.config import (
+    BackendConfig,
+    ColumnsConfig,
+    InputError,
+    RecordsConfig,
+    S3Config,
+    TrainConfig,
+    check,
+    check_choice,
+)
+from train.run.command import DONE, EXITS, REJECTED, add_s3_flags, command_parser, run_flags
+from train.system.atomic_io import open_whole
+from train.system.folders import Folder, disk_errors, is_s3, local_path, open_folder
+from train.system.launched import launched
+from train.tasks import TASKS, spec_of
+from train.tasks.spec import TaskSpec
+
+if TYPE_CHECKING:
+    from train.tasks.predictor import Predictor
+
+SPECS = [spec for spec in TASKS.values() if spec.inputs]
+INPUTS = {name: text for spec in SPECS for name, text in spec.inputs.items()}  # and flags' help
+OPTIONS = {name: text for spec in SPECS for name, text in spec.options.items()}
+ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
+FLAGS = {  # what errors of reading say of settings, and what it is here
+    "data.path=": "--input ",
+    "set data.format to": "give --format",
+    "say which is for training: data.train=NAME, or a glob": "name one of them",
+}
+COLUMNS = [item.name for item in fields(ColumnsConfig)]
+Row = dict[str, Any]
+
+
+# ---- which model, and how its data is read -------------------------------------------------------------------------
+
+
+def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
+    """Return the model that the flags name, without its weights. Raises InputError if there is none with a head."""
+    from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
+    from train.models.source import located
+    from train.tasks.predictor import Predictor
+
+    run = find_run(options.model, s3)
+    data = RecordsConfig(path="")
+    if run is not None:
+        cfg, _ = run
+        check(
+            bool(spec_of(cfg.task).inputs),
+            f"{options.model} is a run of task={cfg.task.kind}: its model has no head that can be asked",
+        )
+        assert isinstance(cfg.data, RecordsConfig)
+        data = cfg.data
+    columns = {name: value or getattr(ColumnsConfig(), name) for name, value in columns_given(options).items()}
+    data = replace(data, columns=replace(data.columns, **columns), cache_dir=options.cache_dir)
+    source = located("MODEL", options.model, s3, cache_dir(data), needs="config.json")
+    return Predictor(source, data, run=run, seq_len=options.seq_len)
+
+
+def columns_given(options: argparse.Namespace) -> dict[str, str]:
+    """The columns that flags name, by their keys."""
+    return {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
+
+
+def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
+    if not is_s3(location) and not local_path(location).is_dir():
+        return None
+    folder = open_folder(location, s3)
+    names = folder.names_here()
+    if "config.yaml" not in names or "config.json" in names:
+        return None
+    from train.run.saved import read_config  # Hydra takes long to import
+
+    return read_config(folder), folder
+
+
+# ---- rows in -------------------------------------------------------------------------------------------------------
+
+
+def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
+    """Rows as read_texts returns them. InputError if they are not what the model reads."""
+    from train.data.records.raw import read_texts
+    from train.data.records.sources import is_named
+
+    spec, given = trained.spec, inputs_given(options)
+    ok = options.input is not None or fits(spec, given)
+    check(ok, f"{options.model} {spec.does}: give {flags(required(spec))}, or --input")
+    if trained.run is not None:
+        trained_on = trained.run[0].data
+        assert isinstance(trained_on, RecordsConfig)
+        for name in spec.optional:
+            has = getattr(trained.data.columns, name) is not None if options.input else name in given
+            was = getattr(trained_on.columns, name) is not None
+            check(
+                has == was,
+                f"{options.model} learnt {'with' if was else 'without'} {name}: see "
+                f"{flags([f'{name}_column' if options.input else name])}",
+            )
+    if options.input is None:
+        return iter([{"id": "0", **trained.task.row_of(given)}])
+    form = options.format or ("auto" if is_named(options.input) else trained.data.format)
+    data = replace(trained.data, format=form)
+    kind = trained.task.featurizer.kind
+    named = [name for name, column in columns_given(options).items() if column]
+    unread = set(named) - {"id", "word", "tag", *kind.columns}
+    check(not unread, f"{flags(f'{name}_column' for name in sorted(unread))}: {options.model} {spec.does}")
+    return in_words_of_flags(read_texts(data, kind, options.input, s3, labels=trained.task.labels, named=named))
+
+
+def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
+    """The same rows; an error that names a setting for which there is a flag names the flag."""
+    try:
+        yield from rows
+    except InputError as error:
+        said = re.sub(
+            r"data\.columns\.(\w+)(=?)", lambda key: flags([f"{key[1]}_column"]) + " " * len(key[2]), str(error)
+        )
+        for setting, flag in FLAGS.items():
+            said = said.replace(setting, flag)
+        raise InputError(said) from error
+
+
+def inputs_given(options: argparse.Namespace) -> dict[str, str]:
+    """The texts that the flags hold, by their columns. InputError for one that is empty or no text."""
+    from train.data.files.errors import unreadable
+
+    optional = {name for spec in SPECS for name in spec.optional}
+    given = {name: text for name in INPUTS if (text := getattr(options, name)) is not None}
+    for name, text in given.items():
+        bad = unreadable(text, "utf-8") or (None if text.strip() or name in optional else "it is empty")
+        check(bad is None, f"{flags([name])}: {bad}")
+    return given
+
+
+def required(spec: TaskSpec) -> list[str]:
+    return [name for name in spec.inputs if name not in spec.optional]
+
+
+def fits(spec: TaskSpec, given: Iterable[str]) -> bool:
+    """Return whether a task's models read these inputs and no others."""
+    return set(required(spec)) <= set(given) <= set(spec.inputs)
+
+
+def flags(names: Iterable[str]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    chunk, chars = list[Row](), 0
+    for row in rows:
+        chunk.append(row)
+        chars += sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
+        if len(chunk) == ROWS_AT_ONCE or chars >= CHARS_AT_ONCE:
+            yield chunk
+            chunk, chars = [], 0
+    if chunk:
+        yield chunk
+
+
+# ---- predictions out -----------------------------------------------------------------------------------------------
+
+
+def check_output(output: str, source: str | None) -> Path:
+    """The file to write. InputError if it cannot be there."""
+    check(not is_s3(output), f"--output {output}: predictions are written to this machine; copy them from here")
+    path = local_path(output)
+    check(path.suffix in (".jsonl", ".csv"), f"--output {output} must end in .jsonl or .csv")
+    check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
+    check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
+    is_input = source is not None and not is_s3(source) and path.resolve() == local_path(source).resolve()
+    check(not is_input, f"--output {output} is the input; choose another name")
+    return path
+
+
+@contextmanager
+def written_whole(path: Path | None) -> Iterator[BinaryIO]:
+    """A file that is there when all is well in the end; without a path standard output, which has what there was."""
+    if path is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    with disk_errors("write", path), open_whole(path) as file:  # all that is done meanwhile names its own errors
+        yield file
+
+
+def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
+    """Rows without what a table cannot hold; a column for the probability of each label. Lists are JSON."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
+    for line in lines:
+        shares = {f"probability_{label}": share for label, share in line.get("probabilities", {}).items()}
+        lists = {key: json.dumps(value, ensure_ascii=False) for key, value in line.items() if isinstance(value, list)}
+        writer.writerow({**line, **lists, **shares})
+    return text.getvalue().encode()
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    purpose = "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
+    examples = ('RUN --text "so good"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
+    exits = {**EXITS, REJECTED: "arguments or input rejected; then there is no output file"}
+    parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
+    parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL, s3:// too")
+    firsts = {next(iter(spec.inputs)) for spec in SPECS}
+    for name, text in INPUTS.items():
+        (what if name in firsts else parser).add_argument(flags([name]), metavar="TEXT", help=text)
+    for name, text in OPTIONS.items():
+        parser.add_argument(flags([name]), type=float, metavar="X", help=text)
+    parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences at once (32)")
+    parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 where hardware has it (fp32)")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
+    parser.add_argument("--format", help="of an input whose name does not show it: csv, jsonl, parquet, squad, conll")
+    for name in COLUMNS:
+        flag = flags([f"{name}_column"])
+        parser.add_argument(flag, metavar="NAME", help=f"of the input, for data.columns.{name}; empty: the default")
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, predict)
+
+
+def check_flags(options: argparse.Namespace) -> Path | None:
+    """Where to write to. InputError for flags that do not go together or mean nothing."""
+    check(launched().world_size == 1, "train.predict is one process: start it without torchrun")
+    check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
+    check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
+    given = [name for name in INPUTS if getattr(options, name) is not None]
+    ok = any(fits(spec, given) for spec in SPECS) if options.input is None else not given
+    ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in SPECS]
+    check(ok, f"{flags(given)}: these flags do not go together; give {', or '.join(ways)}, or --input alone")
+    names = [f"{name}_column" for name in columns_given(options)]
+    check(options.input is not None or not names, f"{flags(names)}: only --input has columns")
+    check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
+    if options.format is not None:
+        check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))
+    return None if options.output is None else check_output(options.output, options.input)
+
+
+def predict(options: argparse.Namespace, s3: S3Config) -> int:
+    path = check_flags(options)
+    from train.data.text.coverage import unknown_share
+    from train.parallel.ddp import DDP
+    from train.tasks.finetune import json_lines
+
+    predictor = find(options, s3)
+    backend = DDP(BackendConfig(device=options.device, precision=options.precision))
+    chunks = in_chunks(read_rows(options, predictor, s3))
+    first = next(chunks, None)  # what is wrong with the columns shows before weights are read
+    if first is None:
+        raise InputError(f"{options.input} holds no row")
+    predictor.load({name: getattr(options, name) for name in OPTIONS}, backend.device, backend.autocast)
+    backend.place(predictor.model)
+    columns = [*predictor.task.csv_columns, "tokens_cut"]
+    is_csv = path is not None and path.suffix == ".csv"
+    with tqdm(unit=" sequences", unit_scale=True, disable=None) as bar, written_whole(path) as file:
+        if is_csv:
+            file.write(csv_lines([{name: name for name in columns}], columns))
+        for chunk in chain([first], chunks):
+            lines = predictor.predict(chunk, batch_size=options.batch_size, on_batch=bar.update)
+            file.write(csv_lines(lines, columns) if is_csv else json_lines(lines))
+    notes = predictor.task.featurizer.notes("new")
+    unknown, tokens = (notes.get(name, 0) for name in ("unknown_tokens", "text_tokens"))
+    remark = unknown_share(unknown, tokens, f"the tokenizer of {options.model} reads the texts", most=1)
+    if remark.startswith("warning"):
+        print(remark, file=sys.stderr)
+    if cut := predictor.cut_rows():
+        print(f"{cut}; tokens_cut says how many of each", file=sys.stderr)
+    if metrics := predictor.metrics():
+        print(metrics, file=sys.stderr if path is None else sys.stdout)
+    return DONE

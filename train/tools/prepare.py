@@ -1,0 +1,316 @@
+"""`python -m train.prepare`: text to token shards (read, split, learn a tokenizer, tokenise, pack, write).
+
+The same text, settings, seed and number of parts make the same bytes. A part that was killed resumes
+after its last complete shard. `manifest.json` is written last, so a folder without it is unfinished and one with it is
+whole. Steps of one preparation:
+
+    claim      source.json says what is prepared here; other settings are rejected
+    tokenizer  tokenizer/, made if it is missing
+    parts      train-00000.safetensors ..., and part-*.safetensors, where each part stands
+    merge      manifest.json; part-*.safetensors are removed
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
+from train.data.random_bits import text_uniform
+from train.data.shards.format import FORMAT, SPLITS, DataManifest, read_manifest
+from train.data.text.corpus import Corpus, open_corpus
+from train.data.text.coverage import (
+    MOST_SAMPLES,
+    Sample,
+    UnusableText,
+    losses_of,
+    unknown_of,
+    unknown_share,
+    unused_capitals,
+)
+from train.data.text.documents import WHOLE, CorpusPart
+from train.data.text.encoding import Vocabulary
+from train.data.text.preparation import (
+    STATE_NAMES,
+    HeldOut,
+    Recipe,
+    Report,
+    choose_held_out,
+    merge,
+    prepare_part,
+    remove_states,
+)
+from train.data.text.processes import PROCESS_BYTES, most_processes, prepare_in_processes
+from train.run import compose as cli
+from train.system import progress
+from train.system.folders import (
+    Folder,
+    canonical_json,
+    empty_folders_removed,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_json,
+)
+from train.system.progress import Phase
+from train.system.schema import BadContent, of_type, read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MOST_PARTS = 256  # enough for the processes of any machine, and each still writes shards of whole size from 75 GB
+SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
+SPLIT_RULE = 2  # raised when other text is held out, so that no preparation is begun by one rule and ended by another
+FEW_SEQUENCES = 64  # for validation: with less, the loss of one evaluation says little
+
+
+USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
+USED += ("tokenizer.vocab_size", "tokenizer.pretrained", "tokenizer.lowercase", "tokenizer.strip_accents")
+USED += ("validation_fraction", "seed", "rows_per_shard", "processes", "part", "merge", "s3.endpoint")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.settings_parser(
+        "train.prepare",
+        PrepareConfig,
+        "Turn text into token shards for pretraining. A preparation that was killed resumes, a finished one is kept.",
+        examples=(
+            "corpus=text 'corpus.path=\"texts/**/*.txt\"' output=data/mine seq_len=128 tokenizer.vocab_size=4000",
+            "corpus=jsonl corpus.path=articles.jsonl corpus.column=body output=s3://bucket/mine processes=8",
+            "corpus=parquet corpus.path=texts output=s3://bucket/mine part=3/64",
+        ),
+        keys=USED,
+    )
+    return cli.run(PrepareConfig, run, parser, arguments=arguments)
+
+
+def run(cfg: PrepareConfig) -> int:
+    made = nullcontext() if is_s3(cfg.output) else empty_folders_removed(local_path(cfg.output))
+    with progress.reported(), made:
+        manifest = prepare(cfg)
+    if manifest is None:
+        print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
+        return cli.DONE
+    held_out = manifest.rows("validation")
+    print(
+        f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
+        f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
+        f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
+        f"a table of neighbours is right in {manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
+    )
+    unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
+    print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
+    if held_out < FEW_SEQUENCES:
+        few = f"{held_out} validation sequences are few, their loss is a matter of chance"
+        print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
+    return cli.DONE
+
+
+def prepare(cfg: PrepareConfig) -> DataManifest | None:
+    """Prepare a corpus or a part of it, resume it, or read what is there; None if the parts are still to be merged.
+
+    Raises InputError if it cannot; what is not there then is a manifest.
+    """
+    progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
+    folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
+    job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
+    # By the corpus alone, so that any number of processes makes the same shards.
+    parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
+    num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
+    settings = settings_of(cfg, num_parts)
+    source = {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
+    claim(folder, source)
+    if folder.size("manifest.json") is not None:
+        remove_states(folder)  # a merge may have been killed between the two
+        return read_manifest(folder)
+    identity = sha256_json(source)
+    try:
+        if not cfg.merge:
+            prepare_parts(cfg, folder, corpus, parts, identity)
+            if job.count > 1:
+                return None
+        progress.begin(Phase("writing the manifest"))
+        return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
+    except InputError as error:
+        with suppress(InputError, Unreachable):  # what went wrong first is what counts
+            take_back(folder, job, everything=isinstance(error, UnusableText))
+        raise
+
+
+def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
+    """With the folder's tokenizer, here or in processes of their own."""
+    progress.begin(Phase("choosing the validation part"))
+    held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
+    recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
+    share = len(parts) / parts[0].count
+    total_bytes = None if corpus.total_bytes is None else int(corpus.total_bytes * share)
+    num_processes = min(cfg.processes or most_processes(), len(parts))
+    if num_processes > 1:
+        memory = f"at most about {PROCESS_BYTES / 1e9:.1g} GB of memory each"
+        print(f"... {len(parts)} parts in {num_processes} processes, {memory}", file=sys.stderr, flush=True)
+    with shown("tokenising and packing", total_bytes) as report:
+        if num_processes == 1:
+            for part in parts:
+                prepare_part(recipe, folder, corpus, part, report)
+        else:
+            prepare_in_processes(recipe, parts, report, num_processes)
+
+
+@contextmanager
+def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
+    """A bar in MB/s and tokens/s on terminals, and lines elsewhere."""
+    progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
+        tokens, began = 0, time.perf_counter()
+
+        def report(num_bytes: int, num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            bar.update(num_bytes)
+            progress.advance(num_bytes)
+            if tokens:
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+
+        yield report
+
+
+# ---- the claim -----------------------------------------------------------------------------------------------------
+
+
+def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
+    """The settings that make the data what it is: not where it or the text is, or who prepares which part."""
+    settings = to_dict(cfg)
+    for name in ("output", "s3", "part", "processes", "merge"):
+        del settings[name]
+    settings["corpus"].pop("path", None)
+    return {**settings, "parts": num_parts}
+
+
+def claim(folder: Folder, wanted: dict[str, Any]) -> None:
+    """Mark the folder as this preparation's. InputError if it is another's, or cannot be written to."""
+    names = folder.names()
+    if "source.json" not in names:
+        hint = "choose another folder"
+        check(
+            not names, f"output={folder.location} is not empty and not a preparation ({', '.join(names[:3])}); {hint}"
+        )
+        folder.create("source.json", canonical_json(wanted))
+    there = claimed(folder)
+    if "manifest.json" in names:  # finished, so that nothing is mixed
+        there["settings"]["parts"] = wanted["settings"]["parts"]
+    if there != json.loads(canonical_json(wanted)):
+        raise InputError(
+            f"output={folder.location} holds a preparation with other settings ({difference(there, wanted)}); "
+            "choose another output or remove the folder"
+        )
+
+
+def claimed(folder: Folder) -> dict[str, Any]:
+    """source.json of a preparation. InputError if there is none, or if it is damaged."""
+    try:
+        source = read_object(folder.read("source.json"))
+        of_type(int, of_type(dict[str, Any], source.get("settings"), "settings").get("parts"), "settings.parts")
+    except FileNotFoundError:
+        raise InputError(f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them") from None
+    except BadContent as error:
+        raise InputError(f"{folder.location}/source.json is damaged: {error}; choose another output") from error
+    return source
+
+
+def difference(old: Any, new: Any, key: str = "") -> str:
+    """The first setting in which two fingerprints differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                return difference(old.get(name), new.get(name), f"{key}.{name}".removeprefix(".settings."))
+    return "the corpus has changed" if key == ".input" else f"{key.lstrip('.')}: {old} there, {new} here"
+
+
+def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
+    """Leave the folder as it was, for a call with better settings, if what is there is of no use.
+
+    That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
+    """
+    names = folder.names()
+    begun = any(name.startswith(STATE_NAMES) for name in names)
+    others = job.count > 1 and "tokenizer/tokenizer.json" in names
+    if everything or not (begun or others):
+        for prefix in (STATE_NAMES, *(f"{split}-" for split in SPLITS), "tokenizer/", "source.json"):
+            for name in names:
+                if name.startswith(prefix):
+                    folder.remove(name)
+
+
+# ---- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
+    """The folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
+    from train.data.text import tokenizer as tokenizers  # brings transformers, which processes of a part do without
+
+    if folder.size(tokenizers.PUBLISHED) is None:
+        own, sample = cfg.tokenizer, Sample()
+        if own.pretrained is not None:
+            made = tokenizers.load_tokenizer(own.pretrained)
+            sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
+        else:
+            known = corpus.total_bytes if corpus.seekable else None  # of packed files it is less than their text
+            num_bytes = min(own.train_bytes, known or own.train_bytes)
+            print(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr, flush=True)
+            made = tokenizers.train_tokenizer(
+                sample.watched(training_texts(cfg, corpus, held_out)),
+                vocab_size=own.vocab_size,
+                train_bytes=own.train_bytes,
+                lowercase=own.lowercase,
+                strip_accents=own.strip_accents,
+            )
+        check_coverage(cfg, made, sample.pieces)
+        tokenizers.publish_tokenizer(made, folder)
+    return tokenizers.published_vocabulary(folder)
+
+
+def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+    """Warn of what the tokenizer takes away from texts of the corpus. Raises InputError if it cannot read them."""
+    source = cfg.tokenizer.pretrained
+    reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
+    unknown_share(*unknown_of(tokenizer, texts), reads)  # the exact share is said at the end
+    for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
+        cure = (
+            f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
+        )
+        print(f"warning: the normalisation of {source or 'the tokenizer'} {loss}; {cure}", file=sys.stderr)
+    if capitals := unused_capitals(tokenizer):
+        print(f"warning: tokenizer.pretrained={source} {capitals}", file=sys.stderr)
+
+
+def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
+    """Training documents for the tokenizer.
+
+    All of them, or for a corpus that is larger than what the tokenizer reads, SAMPLED_PARTS stretches. Without
+    seeking it is an even sample, and for a stream of unknown size the first documents.
+    """
+    wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
+    share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
+    if total and share < 1 and corpus.seekable:
+        count = SAMPLED_PARTS * total // wanted
+        share, parts = 1.0, [CorpusPart(number * count // SAMPLED_PARTS, count) for number in range(SAMPLED_PARTS)]
+    num_documents, num_given = 0, 0
+    with shown("reading text for the tokenizer", total) as report:
+        for document in (document for part in parts for document in corpus.documents(part)):
+            num_documents += 1
+            report(document.source_bytes, 0)
+            text = document.text[: round(len(document.text) * (1 - held_out.share_of(document.text)))]
+            if text and text_uniform(document.text, cfg.seed)[1] < share:
+                num_given += 1
+                yield text
+    check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
+    held = f"validation_fraction={cfg.validation_fraction} or a sample of tokenizer.train_bytes={wanted}"
+    progress.begin(Phase("training the tokenizer"))
+    check(num_given > 0, f"none of {num_documents} documents is left for the tokenizer by {held}; give more documents")

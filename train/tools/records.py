@@ -1,0 +1,97 @@
+"""`python -m train.records key=value ...`: prepare labelled examples as `python -m train` with the same settings would,
+and say what they are: classes, lengths, padding, bad rows. Nothing is trained; data.save_to keeps the result elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from train.config import RecordsConfig, TrainConfig, check, shortlist
+from train.data.records.table_facts import cut_words, padding_share
+from train.run import compose as cli
+
+if TYPE_CHECKING:
+    from train.data.records.tables import Tables
+
+NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # what a run must have, and data does not
+SHOWN_CLASSES = 50
+WORTH_SAYING = 0.1  # share of the tokens computed that other lengths would save
+
+
+USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
+USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter", "data.save_to")
+USED += ("seq_len", "model.pretrained", "model.init_from", "model.tokenizer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.settings_parser(
+        "train.records",
+        TrainConfig,
+        "Prepare labelled examples as a training with the same settings would, and show classes, lengths and bad rows.",
+        examples=(
+            "experiment=tweets_trainium data.path=tweets.csv",
+            "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
+            "experiment=reviews_multilingual data.save_to=s3://bucket/reviews",
+        ),
+        keys=USED,
+    )
+    return cli.run(TrainConfig, show, parser, arguments=arguments, given=NO_RUN)
+
+
+def show(cfg: TrainConfig) -> int:
+    check(
+        isinstance(cfg.data, RecordsConfig),
+        f"task={cfg.task.kind} learns from shards, which python -m train.shards looks into; choose one that "
+        "learns from records",
+    )
+    print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
+    from train.tasks import build_task
+    from train.tasks.finetune import TextTask  # torch takes seconds to import: what is wrong is rejected before
+    from train.tasks.texts import resolved_lengths
+
+    task = build_task(cfg)
+    assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
+    given = {"seq_len": task.sizes.seq_len, "shortest": task.shortest}
+    auto = resolved_lengths(replace(cfg, data=replace(cfg.data, lengths="auto")), task.tables, **given)
+    for line in (*description(cfg, task.tables, task.lengths, auto), *task.remarks):
+        print(line)
+    return cli.DONE
+
+
+def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: Sequence[int]) -> Iterator[str]:
+    """Yield lines for people: where the data is, each split, and whether the lengths `auto` save much of `lengths`."""
+    assert isinstance(cfg.data, RecordsConfig)
+    seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
+    yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
+    for split, facts in tables.facts["splits"].items():
+        yield f"{split}: {facts['examples']:,} examples, {facts['rows']:,} rows of tokens"
+        if facts["label_counts"]:
+            total = sum(facts["label_counts"].values())
+            counts = [f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items()]
+            yield f"  classes   {shortlist(counts, SHOWN_CLASSES)}"
+        yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
+        cut = cut_words(rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len)
+        yield f"  cut       {cut or 'no row'}"
+        for name, number in facts["notes"].items():
+            if name not in ("truncated", "tokens_cut"):
+                yield f"  {name.replace('_', ' ')}: {number:,.10g}"
+        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {at_most} tokens"
+        lines, rows = facts.get("read_lines", 0), facts.get("read_rows", 0)
+        if lines != rows:
+            hint = "if no text has line ends, set data.quote=null"
+            yield f"  lines     {lines:,} read, {rows:,} rows made of them; {hint}"
+        if facts["bad_rows"] or facts["left_out"]:
+            yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
+            yield from (f"    {example}" for example in facts["bad_examples"])
+    tokens_each = tables.lengths("train")
+    now, then = (1 - padding_share(tokens_each, some) for some in (lengths, auto))
+    if 1 - now / then > WORTH_SAYING:
+        yield (
+            f"data.lengths=auto would compute {1 - now / then:.0%} fewer tokens in training ({1 - then:.1%} padding), "
+            f"in batches of {' or '.join(map(str, auto))} tokens"
+        )
+    if cfg.data.save_to is not None:
+        yield f"saved to {cfg.data.save_to}"

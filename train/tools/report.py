@@ -1,0 +1,85 @@
+"""`python -m train.report RUN [RUN ...] [--output DIR]`: one HTML file about training runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.config import S3Config, check
+from train.config.train import TOLERANCE
+from train.observe.report import comparison
+from train.observe.report.page import render, table
+from train.observe.report.run import Run, read_run
+from train.run.command import DONE, add_s3_flags, command_parser, run_flags
+from train.system.folders import is_s3, local_path, open_folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "train.report",
+        "Write an HTML report on training runs: curves, a table, settings; several runs stand beside the first one.",
+        examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for "
+        "more; for runs in S3: NAME-report or report, here",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        metavar="SHARE",
+        help=f"by which the last validation score may differ from the first run's and count as equal [{TOLERANCE}]",
+    )
+    add_s3_flags(parser, caches=False)
+
+    def report(options: argparse.Namespace, s3: S3Config) -> int:
+        check(options.tolerance >= 0, f"--tolerance={options.tolerance:g} must be 0 or more")
+        write_report(options.runs, s3, output=options.output, tolerance=options.tolerance)
+        return DONE
+
+    return run_flags(parser, argv, report)
+
+
+def write_report(
+    locations: Sequence[str], s3: S3Config, *, output: str | None, tolerance: float, failed: Sequence[str] = ()
+) -> Path:
+    """Write the page about runs, see `render`, and print what it says; returns the path of the HTML."""
+    check_output(output)
+    places = [each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations]
+    runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
+    folder = default_output(runs) if output is None else local_path(output)
+    html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
+    rows = [["", *(run.label for run in runs)], *table(runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if len(runs) > 1:
+        print("", *comparison.sentences(runs, tolerance), *failed, *comparison.warnings(runs), sep="\n")
+    print(f"\nreport: {html}")
+    return html
+
+
+def check_output(output: str | None) -> None:
+    """Raise InputError unless a page can be made, and `output` be its folder."""
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
+    if "matplotlib" not in sys.modules:  # a notebook hands on one that only its kernel can import
+        os.environ["MPLBACKEND"] = "agg"  # figures are written, never shown
+    if output is not None:
+        local_path(output)
+
+
+def default_output(runs: list[Run]) -> Path:
+    """The folder of a report without --output: beside its runs, or in the current folder for runs in S3."""
+    location = runs[0].folder.location
+    if is_s3(location):
+        return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")
+    return (Path(location) if len(runs) == 1 else Path(location).parent) / "report"

@@ -1,0 +1,154 @@
+"""`python -m train.shards ls | verify | head | stats LOCATION`: look into prepared data, on disk or in S3.
+
+Exit code 0: done, 1: `verify` found damage or S3 did not answer, 2: there is no prepared data to look into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from tqdm import tqdm
+
+from train.config import S3Config, ShardsConfig, check
+from train.data.batches.masking import IGNORE_INDEX, Masker
+from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard, read_manifest
+from train.data.shards.prepared import PreparedData
+from train.data.text.guessing import unigram_entropy
+from train.data.text.tokenizer import load_tokenizer
+from train.run.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
+from train.system.folders import open_folder, sha256_file
+from train.system.memory import usable_cpus
+
+MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's, as in conf/task/mlm.yaml
+MOST_AT_ONCE = 8  # shards that `verify` reads side by side
+ROWS_AT_ONCE = 65536  # that `stats` holds in memory
+RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
+
+
+def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
+    """What the manifest holds: a line for the set and one for each shard."""
+    tokens = manifest.seq_len * sum(manifest.rows(split) for split in SPLITS)
+    yield f"{location}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
+    yield f"tokenizer {manifest.tokenizer.sha256[:12]}, vocabulary {manifest.tokenizer.vocab_size:,}"
+    for split in SPLITS:
+        for shard in manifest.splits[split]:
+            yield f"{shard.file:28} {shard.rows:10,} rows  {shard.bytes / 2**20:9.1f} MiB  sha256 {shard.sha256[:12]}"
+
+
+def find_damage(data: PreparedData) -> list[str]:
+    """What is wrong with each file that the manifest names, read in parallel; empty if all is well."""
+    shards = data.manifest.shards
+    with (
+        ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # hashing lets other threads run
+        tqdm(total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None) as bar,
+    ):
+
+        def examine(shard: Shard) -> str | None:
+            fault = data.fault(shard)
+            bar.update(shard.bytes)
+            return fault
+
+        faults = [fault for fault in pool.map(examine, shards) if fault is not None]
+    tokenizer = data.folder / TOKENIZER_FILE
+    if not tokenizer.is_file() or sha256_file(tokenizer) != data.manifest.tokenizer.sha256:
+        faults.append(f"{tokenizer} is not the tokenizer that made the shards")
+    return faults
+
+
+def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
+    """The first sequences of a split, decoded, and as a model sees them, with the tokens to predict marked."""
+    manifest, info = data.manifest, data.manifest.tokenizer
+    tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
+    masker = Masker(
+        seed=0,
+        mask_rate=MASK_RATE,
+        max_predictions=max(1, round(manifest.seq_len * MASK_RATE)),
+        max_ngram=MAX_NGRAM,
+        mask_id=info.mask_id,
+        special_ids=tuple(info.special_ids),
+        vocab_size=info.vocab_size,
+    )
+    rows = np.arange(min(number, manifest.rows(split)))
+    tokens = data.on_demand(split).rows(rows).tokens
+    masked = masker(tokens, np.zeros_like(rows), rows)
+    for row in rows:
+        predicted = masked.positions[row][masked.labels[row] != IGNORE_INDEX]
+        pieces = tokenizer.convert_ids_to_tokens(masked.input_ids[row].tolist())
+        for position in predicted:
+            piece = pieces[position]
+            hue = RED if piece == "[MASK]" else BLUE
+            pieces[position] = f"{hue}{piece}{OFF}" if colour else f"<{piece}>"
+        yield f"--- {split} {row}"
+        yield tokenizer.decode(tokens[row].tolist())
+        yield " ".join(pieces)
+
+
+def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
+    """Lengths, the most frequent tokens, and what their frequencies alone would predict."""
+    manifest, rows_of = data.manifest, data.on_demand(split)
+    total = len(rows_of)
+    check(total > 0, f"{data.cfg.path} has no {split} sequences")
+    counts = np.zeros(manifest.tokenizer.vocab_size, np.int64)
+    firsts, same = [], 0
+    for start in tqdm(range(0, total, ROWS_AT_ONCE), unit_scale=ROWS_AT_ONCE, unit="sequences", disable=None):
+        rows = rows_of.rows(np.arange(start, min(start + ROWS_AT_ONCE, total)))
+        counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
+        firsts.append(rows.pivot)
+        same += int(rows.same_document.sum())
+    text = counts.copy()
+    text[manifest.tokenizer.special_ids] = 0
+    quantiles = np.quantile(np.concatenate(firsts), [0, 0.25, 0.5, 0.75, 1]).astype(int)
+    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {1 - text.sum() / counts.sum():.1%} special ones"
+    yield f"first segment: {' / '.join(map(str, quantiles))} tokens (least, quartiles, most)"
+    yield f"both segments of one document: {same / total:.1%}"
+    entropy = unigram_entropy(counts, manifest.tokenizer)
+    yield f"{np.count_nonzero(text):,} of {len(counts):,} pieces occur, unigram entropy {entropy:.3f} nats"
+    tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
+    for token in np.argsort(-text, kind="stable")[:number]:
+        yield f"{text[token]:12,}  {text[token] / text.sum():6.2%}  {tokenizer.convert_ids_to_tokens(int(token))}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "train.shards",
+        "Look into prepared data, on disk or in S3: its files, checksums, sequences, or lengths and frequencies.",
+        examples=("ls data/mine", "verify s3://bucket/mine", "head data/mine -n 5 --split validation"),
+        exits={**EXITS, FAILED: "verify found damage, or S3 did not answer"},
+    )
+    what = "list files; compare checksums; show sequences as text and as a model sees them; count"
+    parser.add_argument("command", choices=("ls", "verify", "head", "stats"), help=what)
+    parser.add_argument(
+        "location",
+        metavar="LOCATION",
+        help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix",
+    )
+    parser.add_argument("--split", choices=SPLITS, default="train", help="of head and stats (train)")
+    parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, look)
+
+
+def look(options: argparse.Namespace, s3: S3Config) -> int:
+    check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
+    if options.command == "ls":
+        lines = list_shards(options.location, read_manifest(open_folder(options.location, s3)))
+        print("\n".join(lines))
+        return DONE
+    data = PreparedData(ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False)
+    if options.command == "verify":
+        faults = find_damage(data)
+        print("\n".join(faults) or f"{options.location}: all {len(data.manifest.shards)} shards are whole")
+        return FAILED if faults else DONE
+    if options.command == "head":
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        lines = show_rows(data, options.split, options.n or 3, colour=colour)
+    else:
+        lines = describe(data, options.split, options.n or 20)
+    for line in lines:
+        print(line)
+    return DONE
