@@ -28,7 +28,7 @@ NEWEST_TESTS ?= pipeline fsdp slow_links engine equality ranks loop optim precis
     sharded_checkpoints saver save_kills export masking models heads classify qa finetune new_task predict samples compiled
 LOWEST_TESTS ?= config raw tables models optim loop checkpoints export predict foreign docs
 # Columns text and labels, all fields quoted. The few made-up lines that come along only show that it works.
-TWEETS ?= tests/data/tweets.csv
+TWEETS ?= tests/inputs/tweets.csv
 TWEETS_DIR ?= runs/tweets
 TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
@@ -81,7 +81,7 @@ test-services: setup
 
 test-gpu: setup
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no GPU here; make test runs the tests on CPUs")'
-	@TEST_DEVICE=cuda $(PYTEST) $(TEST_ARGS) $(NEWEST_TESTS:%=tests/test_%.py)
+	@TEST_DEVICE=cuda $(PYTEST) $(TEST_ARGS) $(NEWEST_TESTS:%=tests/*/test_%.py)
 
 # What is deprecated there is an error. To renew the environment: rm .venv/newest/.ready
 $(NEWEST)/.ready: $(VENV)/.ready
@@ -91,7 +91,7 @@ $(NEWEST)/.ready: $(VENV)/.ready
 
 test-newest: $(NEWEST)/.ready
 	@$(NEWEST)/bin/python -m pip list | grep -E '^(torch|transformers|datasets) '
-	@PYTHONWARNINGS=error::FutureWarning $(NEWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(NEWEST_TESTS:%=tests/test_%.py)
+	@PYTHONWARNINGS=error::FutureWarning $(NEWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(NEWEST_TESTS:%=tests/*/test_%.py)
 
 # The rest is that of the environment, its torch too: 2.9.1, where 2.9.0 would do.
 $(LOWEST)/.ready: $(VENV)/.ready
@@ -102,7 +102,7 @@ $(LOWEST)/.ready: $(VENV)/.ready
 	@touch $@
 
 test-lowest: $(LOWEST)/.ready
-	@$(LOWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(LOWEST_TESTS:%=tests/test_%.py)
+	@$(LOWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(LOWEST_TESTS:%=tests/*/test_%.py)
 
 # The files in their places, so that links between them are the same as in the repository.
 docs: setup

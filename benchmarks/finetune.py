@@ -261,7 +261,7 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
 def main(words: list[str]) -> None:
     parser = harness.parser(__doc__, rounds=3, epochs=3, batch=32, eval_every=100, seq_len=64, threads=usable_cpus())
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="how to read the data: see conf/data")
-    parser.add_argument("--data", type=Path, default=ROOT / "tests" / "data" / "tweets.csv", help="a CSV file")
+    parser.add_argument("--data", type=Path, default=ROOT / "tests" / "inputs" / "tweets.csv", help="a CSV file")
     parser.add_argument("--model", help="to begin from: a run, or a folder of transformers [a random BERT]")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--lengths", type=int, nargs="*", default=[32, 48], help="shorter ones of buckets, rising")

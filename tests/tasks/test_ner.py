@@ -21,7 +21,7 @@ from train.data.records.conll import conll_rows
 from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, statistics, tables
 from train.tools import predict
 
-ENTITIES = ROOT / "tests" / "data" / "entities.conll"
+ENTITIES = ROOT / "tests" / "inputs" / "entities.conll"
 STEPS = 60
 score = partial(TokenClassification.score, SimpleNamespace(has_entities=True))
 

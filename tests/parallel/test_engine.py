@@ -11,8 +11,8 @@ from rejections import rejects
 from toy import Line, ToyTask, spec_of
 
 from train.config import ParallelConfig, check
-from train.parallel.data import DataParallel
 from train.parallel import engines as parallel
+from train.parallel.data import DataParallel
 from train.tasks import TASKS
 
 

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten
 from train.config import BackendConfig, OptimConfig, XLAConfig
 from train.parallel.data import divide_and_clip
 from train.parallel.ddp import DDP
-from train.parallel.engines import Engine, nonfinite
+from train.parallel import nonfinite
+from train.parallel.engines import Engine
 from train.parallel.optimizers import build_optimizer
 
 pytest.importorskip("torch_xla")
@@ -254,7 +255,7 @@ def all_of_xla():
 
 
 PROGRAMS = {"ranks": rank_of_two, "xla": all_of_xla}
-ENVIRONMENT = {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT / "tests")}
+ENVIRONMENT = {"PJRT_DEVICE": "CPU", "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/parallel"}
 
 
 def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):

@@ -157,7 +157,7 @@ def main(folder):
 
 def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    env |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    env |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": f"{Path(__file__).parent.parent}:{Path(__file__).parent}"}
     ranks = [
         start_forked([Path(__file__).stem, str(tmp_path)], {**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
     ]  # without torchrun, which would end rank 0 for rank 1

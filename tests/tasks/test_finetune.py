@@ -24,7 +24,7 @@ from train.tasks import TASKS, Metric, classify
 from train.tasks.classify.task import Classification
 from train.tasks.finetune import TextTask
 
-TWEETS = ROOT / "tests" / "data" / "tweets.csv"
+TWEETS = ROOT / "tests" / "inputs" / "tweets.csv"
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from train.observe import monitor
 from train.observe.monitor import HardwareSample, Monitor, open_monitor
 from train.observe.monitor_neuron import LineParser, Reading
 
-RECORDED = Path(__file__).parent / "recorded" / "monitor"
+RECORDED = Path(__file__).parent.parent / "recorded" / "monitor"
 PERIOD_S = 0.02
 DEADLINE_S = 90.0  # never waited for unless a test fails
 HOST_ALONE = {"cpu_utilisation", "host_memory_bytes"}

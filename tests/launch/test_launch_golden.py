@@ -1,7 +1,7 @@
 """What a launch on Slurm writes and starts, to be read as a whole in tests/golden/launch/.
 
-After a change that is meant, `GOLDEN=write python -m pytest tests/test_launch_golden.py` writes the files again; look
-at the difference before you commit it.
+After a change that is meant, `GOLDEN=write python -m pytest tests/launch/test_launch_golden.py` writes the files again;
+look at the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launch.slurm.scheduler import SCRIPT, Scheduler, arguments
 from train.config import S3Config
 from train.system.schema import FileName, Sha256
 
-GOLDEN = Path(__file__).parent / "golden/launch"
+GOLDEN = Path(__file__).parent.parent / "golden/launch"
 OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "spares=1", "cluster.partition=trn1"]
 OWN += ['cluster.sbatch_args=["--constraint=efa&nvme","--chdir=/fsx"]', "cluster.time_limit=2-00:00:00"]
 RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
@@ -37,7 +37,7 @@ def check_golden(name: str, text: str) -> None:
         path.write_text(text)
     assert path.is_file() and path.read_text() == text, (
         f"{path.relative_to(ROOT)} differs; if that is meant, write it again: GOLDEN=write python -m pytest "
-        "tests/test_launch_golden.py"
+        "tests/launch/test_launch_golden.py"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from running import train_overrides
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT / package).rglob("*.py"))
 
 # Bottom to top: a package imports from those before it, and from itself. Types may come from anywhere (TYPE_CHECKING).

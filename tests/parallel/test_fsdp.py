@@ -156,7 +156,7 @@ def test_in_bf16_it_is_nearly_the_run_of_one_process(prepared, tmp_path):
     assert all(weight.dtype == torch.float32 for weight in weights(tmp_path / "split").values())
 
 
-TWEETS = ["task=classify", "data=tweets", "optim=finetune", f"data.path={ROOT / 'tests/data/tweets.csv'}"]
+TWEETS = ["task=classify", "data=tweets", "optim=finetune", f"data.path={ROOT / 'tests/inputs/tweets.csv'}"]
 TWEETS += ["data.validation_fraction=0.3", "data.lengths=[24,40]", "seq_len=64", "eval_every=2", "max_steps=4"]
 TWEETS += [
     "global_batch_size=12",

@@ -98,7 +98,7 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
 
 
 def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests:{ROOT}/tests/parallel")
     arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=2")
     done = run(arguments, ranks=2, module="test_neuron")
     assert done.returncode == 0, done.stderr
@@ -352,7 +352,7 @@ def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(versions, monkeypatch, 
 @pytest.mark.parametrize("split", ["parallel=fsdp", "parallel=pipeline parallel.stages=2 parallel.micro_batches=2"])
 def test_a_model_can_be_split(by_ddp, prepared, tmp_path, monkeypatch, split):
     """AWS's documents say that FSDP2 and pipelines are supported; not run on hardware."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests:{ROOT}/tests/parallel")
     arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=4", *split.split())
     done = run(arguments, ranks=2, module="test_neuron")
     assert done.returncode == 0, done.stderr

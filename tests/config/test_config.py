@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from train.config import InputError, PrepareConfig, TrainConfig, make_plan
 from train.run import compose as cli
 
-CONF = Path(__file__).parent.parent / "conf"
+CONF = Path(__file__).parent.parent.parent / "conf"
 GIVEN = ["run_dir=r", "data.path=d", "max_steps=10", "global_batch_size=32"]
 
 

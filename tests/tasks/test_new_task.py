@@ -186,7 +186,12 @@ def run(tree, *arguments, module="train", ranks=1):
 
 @pytest.fixture(scope="module")
 def settings(prepared, tmp_path_factory):
-    data = ["data=tweets", f"data.path={ROOT / 'tests/data/tweets.csv'}", "data.validation_fraction=0.3", "seq_len=64"]
+    data = [
+        "data=tweets",
+        f"data.path={ROOT / 'tests/inputs/tweets.csv'}",
+        "data.validation_fraction=0.3",
+        "seq_len=64",
+    ]
     data += ["data.lengths=[32]"]  # by default they differ between devices
     given = ["task=focal", "task.gamma=1", "optim=sgd", "optim.momentum=0.8", "optim.lr=0.1", *data]
     given += ["optim.schedule=constant"]  # on XLA a rate that is a Python number is one more graph

@@ -95,7 +95,7 @@ def mlm(run_dir, prepared, texts):
 
 
 def classify(run_dir, prepared, texts):
-    data = ["data=tweets", f"data.path={ROOT / 'tests/data/tweets.csv'}", "data.validation_fraction=0.3"]
+    data = ["data=tweets", f"data.path={ROOT / 'tests/inputs/tweets.csv'}", "data.validation_fraction=0.3"]
     return tuning(run_dir, prepared / "tokenizer", "task=classify", *data, "seq_len=32")
 
 
@@ -105,7 +105,7 @@ def qa(run_dir, prepared, texts):
 
 
 def ner(run_dir, prepared, texts):
-    data = ["data=records", f"data.path={ROOT / 'tests/data/entities.conll'}", "data.validation_fraction=0.3"]
+    data = ["data=records", f"data.path={ROOT / 'tests/inputs/entities.conll'}", "data.validation_fraction=0.3"]
     return tuning(run_dir, prepared / "tokenizer", "task=ner", *data, "seq_len=32")
 
 

@@ -20,7 +20,7 @@ from train.system import machine
 from train.system.versions import read_versions
 from train.tools import precompile
 
-RECORDED = Path(__file__).parent / "recorded" / "precompile"
+RECORDED = Path(__file__).parent.parent / "recorded" / "precompile"
 FAILED = "MODULE_9219523464496887986+abb26765"  # in one_failed.json
 RUN = ["experiment=albert_pretrain", "backend=xla", "instance=trn1.32xlarge"]
 
