@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from train.config import BackendConfig, OptimConfig, XLAConfig
+from train.parallel import nonfinite
 from train.parallel.data import divide_and_clip
 from train.parallel.ddp import DDP
-from train.parallel import nonfinite
 from train.parallel.engines import Engine
 from train.parallel.optimizers import build_optimizer
 
