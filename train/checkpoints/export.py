@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
@@ -42,14 +45,17 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
         f"{cfg.data.path} has the id {task.data_id[:12]}, the run's data {data[:12]}: its tokenizer may be another; "
         "give the location of the run's data with --data",
     )
-    model = task.build_model()
-    put_weights(model, source, manifest)
+    model = filled(task.build_model, source, manifest)
     task.export(model, make_folder(target))
 
 
-def put_weights(model: Network, source: Path, manifest: Manifest) -> None:
+def filled(build: Callable[[], Network], source: Path, manifest: Manifest) -> Network:
+    """Return a model whose weights are those of a checkpoint, mapped from its files."""
+    with torch.device("meta"):
+        model = build()
     with fitting(source):
-        model.load_state_dict(read_weights(source, manifest))
+        model.load_state_dict(read_weights(source, manifest), assign=True)
+    return model
 
 
 def export_described(source: Path, manifest: Manifest, head: str, run: Folder, target: Path) -> None:
@@ -58,8 +64,7 @@ def export_described(source: Path, manifest: Manifest, head: str, run: Folder, t
     with scratch_folder() as scratch:
         for name in names:
             (scratch / Path(name).name).write_bytes(run.read(name))
-        model = Network(without_weights(head, scratch))
-        put_weights(model, source, manifest)
+        model = filled(lambda: Network(without_weights(head, scratch)), source, manifest)
         model.export(make_folder(target))
     for name in names:
         if name != "model/config.json":

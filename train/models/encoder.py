@@ -128,8 +128,8 @@ def make_network(
     auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
 ) -> tuple[PreTrainedModel, frozenset[str]]:
     """A model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, and frozen as cfg says;
-    and the names of the parameters that the checkpoint did not have. InputError if transformers has no such model, or
-    if it cannot read sequences of `seq_len`.
+    and the names of the parameters that the checkpoint did not have. On the meta device it has no weights, and none are
+    read. InputError if transformers has no such model, or if it cannot read sequences of `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
@@ -140,11 +140,13 @@ def make_network(
         logger.warning("%s has no SDPA attention in transformers: steps take more time and memory", config.model_type)
     attention = "sdpa" if fast else "eager"
     new: frozenset[str] = frozenset()
-    if cfg.pretrained is None:
+    has_weights = torch.get_default_device().type != "meta"
+    if cfg.pretrained is None or not has_weights:
         network = auto.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
     else:
         network, new = read_weights(auto, cfg.pretrained, config, attention=attention, new_head=new_head)
-    check_reads(network, seq_len)
+    if has_weights:
+        check_reads(network, seq_len)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
     return network, new
 
@@ -264,7 +266,7 @@ def check_memory(config: PreTrainedConfig) -> None:
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """Return the model of AutoModelFor<head> of a folder's config.json, with random weights.
+    """Return the model of AutoModelFor<head> of a folder's config.json, with random weights or, on the meta device, none.
 
     Raises InputError if there is none, or if this machine's memory does not hold it.
     """

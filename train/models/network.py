@@ -152,11 +152,17 @@ class Network(nn.Module):
         return layers if len(layers) >= self.network.config.num_hidden_layers else []
 
     def export(self, folder: Path) -> None:
-        """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
-        copy = type(self.network)(self.network.config)
-        copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
+        """Write the weights in float32 for from_pretrained of `transformers`. Those that are in float32 in the host's
+        memory, or mapped from a file, are written from there, and only others are copied to the host.
+        """
+        with torch.device("meta"):  # names, shapes and ties
+            plain = type(self.network)(self.network.config)
+        types = {name: value.dtype for name, value in plain.state_dict().items()}
+        weights = {name: value.cpu().to(types[name]) for name, value in self.network.state_dict().items()}
+        plain.load_state_dict(weights, assign=True)
+        plain.tie_weights()
         disable_progress_bar()  # it would last a fraction of a second
-        copy.save_pretrained(folder)
+        plain.save_pretrained(folder)
         for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
             shutil.copymode(folder / "config.json", path)
 
