@@ -322,7 +322,7 @@ def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
     step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step
-    with exported.renewed(folder, checkpoints.recorder.progress.step) as scratch:
+    with exported.renewed(folder, checkpoints.recorder.progress.step, step) as scratch:
         task.export(model, scratch)
     write_samples(attempt, step)
     card.write(folder)

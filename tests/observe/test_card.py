@@ -13,6 +13,7 @@ from finished_run import SECRETS, write
 from huggingface_hub import ModelCard
 
 from train.observe import card
+from train.system.exported import MARK
 
 
 def made(run: Path) -> tuple[dict[str, Any], str]:
@@ -45,13 +46,27 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("exports_best", "metric", "step"), [(True, "f1_macro", 20), (True, "loss", 30), (False, "loss", 30)]
+    ("exports_best", "metric", "mark", "step"),
+    [
+        (True, "f1_macro", None, 20),
+        (True, "loss", '{"step": 30}', 30),  # of before exports named the step of their weights
+        (False, "loss", '{"weights": 1e999}', 30),
+        (True, "f1_macro", '{"step": 30, "weights": 10}', 10),  # the best checkpoint could not be loaded
+        (True, "f1_macro", '{"step": 30, "weights": 15}', None),
+    ],
 )
-def test_the_results_are_of_the_weights_that_are_there(tmp_path, exports_best, metric, step):
-    head, body = made(write(tmp_path / "run", best={"export": exports_best, "metric": metric}))
+def test_the_results_are_of_the_weights_that_are_there(tmp_path, exports_best, metric, mark, step):
+    run = write(tmp_path / "run", best={"export": exports_best, "metric": metric})
+    if mark is not None:
+        (run / "export").mkdir()
+        (run / "export" / MARK).write_text(mark)
+    head, body = made(run)
+    if step is None:
+        assert "The weights here are those of step 15, which was not evaluated." in body and "model-index" not in head
+        return
     assert f"The weights here are those of step {step}." in body
     metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
-    assert metrics["f1_macro"] == {20: 0.75, 30: 0.7}[step]
+    assert metrics["f1_macro"] == {10: 0.5, 20: 0.75, 30: 0.7}[step]
 
 
 def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):

@@ -120,8 +120,12 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
 
 
 def exported_evaluation(run: Run) -> Line | None:
-    """The evaluation of the weights that were exported: the best if best.export says so, else the last."""
+    """The evaluation of the weights that were exported, None if there was none. An export that does not say its step
+    has the weights of the best evaluation if best.export says so, else of the last.
+    """
     lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
+    if run.exported_step is not None:
+        return next((line for line in lines if line["step"] == run.exported_step), None)
     known = [line for line in lines if number(line, metric) is not None]
     if not (run.config.get("best.export") and known):
         return lines[-1] if lines else None
@@ -181,16 +185,19 @@ def about(run: Run, records: Records) -> str:
 
 def results(run: Run, records: Records) -> Iterator[str]:
     """Yield the best and the last value of each metric, and the tables of the best evaluation."""
-    line = exported_evaluation(run)
-    if line is None:
+    if not run.evaluations:
         yield "The run was not evaluated."
         return
+    line = exported_evaluation(run)
     rows = [["Validation", "best", "last"]]
     for name, points in scores(run, run.evaluations).items():
         values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
-    yield f"The weights here are those of step {line['step']:,}."
+    if line is None:
+        yield f"The weights here are those of step {run.exported_step:,}, which was not evaluated."
+    else:
+        yield f"The weights here are those of step {line['step']:,}."
     of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
     tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
     if records.step is not None and tables:

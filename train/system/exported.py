@@ -12,20 +12,21 @@ from train.system.folders import Folder, canonical_json
 from train.system.run_folder import RunFolder
 from train.system.schema import read_object
 
-MARK = "baretrain.json"  # in export/: {"step": reached by the run}
+MARK = "baretrain.json"  # in export/: {"step": reached by the run, "weights": step of the weights}
 NO_STEP = -1  # in S3, while files are on their way
 
 
 @contextmanager
-def renewed(folder: RunFolder, step: int) -> Iterator[Path]:
-    """An empty folder for the model of a run at `step`. When the block ends, it replaces export/ on this machine; after
-    an error the old export stays. Only the owner of the run folder calls it.
+def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterator[Path]:
+    """An empty folder for the model of a run at `step`, with the weights of that step or of an earlier one, `weights`.
+    When the block ends, it replaces export/ on this machine; after an error the old export stays. Only the owner of the
+    run folder calls it.
     """
     folder.ownership.check()
     remove_temporaries(folder.path, folder.export.name)
     with new_folder(folder.export, replaces=True) as scratch:
         yield scratch
-        (scratch / MARK).write_bytes(canonical_json({"step": step}))
+        (scratch / MARK).write_bytes(canonical_json({"step": step, "weights": step if weights is None else weights}))
         sync_tree(scratch)  # before the check of the owner, because it may take long
         folder.ownership.check()
 
@@ -42,11 +43,16 @@ def mirror(folder: RunFolder) -> None:
 
 def is_outdated(run: Folder) -> bool:
     """Whether a run has trained on since it wrote its export, or is writing it now."""
+    step = marked(run, "step")
+    return step is None or step < max(saved_steps(run), default=0)  # damaged: a checkpoint is better
+
+
+def marked(run: Folder, key: str) -> int | None:
+    """One of the steps that an export says. None if there is none, it is damaged, or it is of before it said this."""
     try:
-        step = int(read_object(run.read(f"export/{MARK}"))["step"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError):  # damaged: a checkpoint is better
-        return True
-    return step < max(saved_steps(run), default=0)
+        return int(read_object(run.read(f"export/{MARK}"))[key])
+    except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
+        return None
 
 
 def saved_steps(run: Folder) -> dict[int, str]:

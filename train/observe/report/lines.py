@@ -199,7 +199,7 @@ class Faults:
 class Reading:
     """All lines of a run, once they were added from the newest to the oldest."""
 
-    told: Callable[[list[Line]], set[int]]  # the steps of evaluations that are not to be left out
+    told: Callable[[list[Line]], set[int | None]]  # the steps of evaluations that are not to be left out
     by_number: dict[int, Attempt] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     evaluations: list[Line] = field(default_factory=list)

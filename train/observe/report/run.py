@@ -18,6 +18,7 @@ from train.observe.lines import NAME, first_damage, read_back
 from train.observe.report.data import Records, read_mapping, read_records
 from train.observe.report.lines import Attempt, Faults, Line, Reading, Saves, high, highest, number, numbers, total
 from train.observe.report.texts import printable
+from train.system.exported import marked
 from train.system.folders import Folder, LocalFolder
 from train.system.outcome import read_outcome
 from train.system.schema import read_yaml
@@ -42,12 +43,17 @@ class Run:
     faults: Faults = field(default_factory=Faults)
     records: Records | None = None  # None: it has no labelled data, and no evaluation of such
     outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty: it still runs, or was killed
+    exported_step: int | None = None  # of the weights in its export; None: it has none, or one that does not say it
     label: str = ""  # its name among the runs of a report
 
     def add(self, lines: Iterable[Line]) -> None:
         """Add all lines, the newest first."""
         start_s = number(self.environment, "first_started_unix_s")
-        reading = Reading(lambda known: {step for each in scores(self, known).values() for _, step in each.values()})
+
+        def told(known: list[Line]) -> set[int | None]:
+            return {self.exported_step, *(step for each in scores(self, known).values() for _, step in each.values())}
+
+        reading = Reading(told)
         for line in lines:
             if start_s is not None:
                 line["since_start_s"] = line["time_unix_s"] - start_s
@@ -90,6 +96,7 @@ def read_run(folder: Folder | Path) -> Run:
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
     run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
+    run.exported_step = marked(folder, "weights")
     run.add(chain([newest], lines))
     if damage:
         logger.warning("%s; damaged lines are left out", first_damage(folder))
