@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 from finetuning import FP32, asking, tuned
 from running import SYLLABLES, train_config
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from train import loop
 from train.checkpoints.export import export_step
 from train.checkpoints.manifest import Manifest
 from train.config import InputError, ModelConfig, S3Config
+from train.models.network import Network
 from train.models.source import resolved
 from train.run.saved import read_config
 from train.run.stopping import StopRequest
 from train.system import exported
+from train.system.folders import LocalFolder
 from train.system.run_folder import RunFolder
 from train.system.s3 import S3Folder
 from train.tools import checkpoints as command
@@ -97,6 +100,25 @@ def test_a_fine_tuning_in_s3_leaves_its_model_there(finetuned, unexported, bucke
     export_step(step, manifest, read_config(run), tmp_path / "out", run=run)
     result = (tmp_path / "out/model.safetensors").read_bytes()
     assert result == (finetuned[1] / "export/model.safetensors").read_bytes()
+
+
+def allocated(call):
+    """Return the bytes that tensors on the host took during a call, mapped ones included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+
+
+def test_no_second_copy_of_the_weights_is_made(finetuned, unexported, tmp_path):
+    step = unexported / "checkpoints/step_00000002"
+    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
+    run, num_bytes = LocalFolder(unexported), (step / "model.pt").stat().st_size
+    model = Network(HEADS[finetuned[0]].from_pretrained(finetuned[1] / "export"))
+    assert allocated(lambda: model.export(tmp_path / "end")) < 0.1 * num_bytes
+    mapped = allocated(lambda: export_step(step, manifest, read_config(run), tmp_path / "later", run=run))
+    assert 0.9 * num_bytes < mapped < 1.1 * num_bytes
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("end", "later")]
+    assert files[0] == files[1]
 
 
 # ---- of a run that goes on -----------------------------------------------------------------------------------------

@@ -43,6 +43,10 @@ def test_logits_are_those_of_transformers_at_the_positions_asked_for(architectur
     ids, segments, positions = batch()
     result = model(ids, segments, positions)
     model.export(tmp_path)
+    with torch.device("meta"):
+        empty = build(architecture, pretrained=str(tmp_path)).state_dict()
+    assert {name: value.shape for name, value in empty.items()} == {n: v.shape for n, v in model.state_dict().items()}
+    assert all(value.is_meta for value in empty.values())
     plain = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     inputs = {"token_type_ids": segments} if model.has_segments else {}
     whole = plain(input_ids=ids, **inputs).logits
