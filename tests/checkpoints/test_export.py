@@ -2,17 +2,20 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from finetuning import FP32, asking, tuned
+from rejections import rejects
 from running import SYLLABLES, train_config
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from train import loop
 from train.checkpoints.export import export_step
-from train.checkpoints.manifest import Manifest
+from train.checkpoints.manifest import Manifest, Untrusted
 from train.config import InputError, ModelConfig, S3Config
 from train.models.network import Network
 from train.models.source import resolved
@@ -119,6 +122,16 @@ def test_no_second_copy_of_the_weights_is_made(finetuned, unexported, tmp_path):
     assert 0.9 * num_bytes < mapped < 1.1 * num_bytes
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("end", "later")]
     assert files[0] == files[1]
+
+
+def test_weights_that_share_memory_though_the_model_has_two_are_rejected(unexported, tmp_path):
+    step, run = unexported / "checkpoints/step_00000002", LocalFolder(unexported)
+    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
+    weights = torch.load(step / "model.pt", weights_only=True)
+    first, second = [name for name in weights if name.endswith(("query.bias", "key.bias"))][:2]
+    torch.save({**weights, first: weights[second]}, step / "model.pt")
+    export = partial(export_step, step, manifest, read_config(run), tmp_path / "out", run=run)
+    rejects("does not hold the state of this model.*who wrote it", export, error=Untrusted)
 
 
 # ---- of a run that goes on -----------------------------------------------------------------------------------------

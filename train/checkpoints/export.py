@@ -45,17 +45,18 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
         f"{cfg.data.path} has the id {task.data_id[:12]}, the run's data {data[:12]}: its tokenizer may be another; "
         "give the location of the run's data with --data",
     )
-    model = filled(task.build_model, source, manifest)
-    task.export(model, make_folder(target))
+    export_mapped(task.build_model, source, manifest, lambda model: task.export(model, make_folder(target)))
 
 
-def filled(build: Callable[[], Network], source: Path, manifest: Manifest) -> Network:
-    """Return a model whose weights are those of a checkpoint, mapped from its files."""
+def export_mapped(
+    build: Callable[[], Network], source: Path, manifest: Manifest, write: Callable[[Network], None]
+) -> None:
+    """Have `write` export a model whose weights are mapped from the files of a checkpoint."""
     with torch.device("meta"):
         model = build()
     with fitting(source):
         model.load_state_dict(read_weights(source, manifest), assign=True)
-    return model
+        write(model)
 
 
 def export_described(source: Path, manifest: Manifest, head: str, run: Folder, target: Path) -> None:
@@ -64,8 +65,12 @@ def export_described(source: Path, manifest: Manifest, head: str, run: Folder, t
     with scratch_folder() as scratch:
         for name in names:
             (scratch / Path(name).name).write_bytes(run.read(name))
-        model = filled(lambda: Network(without_weights(head, scratch)), source, manifest)
-        model.export(make_folder(target))
+        export_mapped(
+            lambda: Network(without_weights(head, scratch)),
+            source,
+            manifest,
+            lambda model: model.export(make_folder(target)),
+        )
     for name in names:
         if name != "model/config.json":
             (target / Path(name).name).write_bytes(run.read(name))

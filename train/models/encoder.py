@@ -266,7 +266,7 @@ def check_memory(config: PreTrainedConfig) -> None:
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """Return the model of AutoModelFor<head> of a folder's config.json, with random weights or, on the meta device, none.
+    """Return the model of AutoModelFor<head> of a folder's config.json, with random weights; on the meta device, none.
 
     Raises InputError if there is none, or if this machine's memory does not hold it.
     """
