@@ -8,6 +8,7 @@ added to it, and `s3://BUCKET` is a folder.
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -279,3 +281,39 @@ def test_the_settings_and_flags_of_what_is_only_read_exist(
 def compose_settings(module: str, settings: list[str]) -> None:
     if settings:
         compose.load_config(SCHEMAS[module], [*REQUIRED.get(module, []), *settings])
+
+
+# A file, perhaps with a function, a class or a method: train/loop.py:fit.
+FILE = r"(?:train|launch|ami|tests|benchmarks)/[\w/]+\.(?:py|sh|yaml)"
+NAMED = re.compile(rf"(?<![\w/.-])({FILE})(?::([A-Za-z_][\w.]*\w))?")
+
+
+@cache
+def defined_in(path: str) -> set[str]:
+    text = (ROOT / path).read_text()
+    if path.endswith(".sh"):
+        return set(re.findall(r"^(\w+)\(\) \{", text, re.M))
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    tops = [node for node in ast.parse(text).body if isinstance(node, kinds)]
+    inner = {f"{top.name}.{node.name}" for top in tops for node in top.body if isinstance(node, kinds)}
+    return inner | {top.name for top in tops}
+
+
+def test_files_and_functions_that_pages_and_comments_name_exist() -> None:
+    pages = ["CONTRIBUTING.md", "benchmarks/README.md", "tests/recorded/README.md"]
+    texts = PAGES | {page: (ROOT / page).read_text() for page in pages}
+    for path in (path for top in ("train", "launch", "ami", "benchmarks") for path in (ROOT / top).rglob("*")):
+        if path.suffix in (".py", ".sh", ".yaml"):
+            texts[str(path.relative_to(ROOT))] = path.read_text()
+    made = set(re.findall(r"`([\w/.]+)`:\n\n```", texts["CONTRIBUTING.md"]))  # by who follows the recipe
+    named = {(page, *each) for page, text in texts.items() for each in NAMED.findall(text) if each[0] not in made}
+    assert [each for each in named if not (ROOT / each[1]).is_file()] == []
+    assert [each for each in named if each[2] and each[2] not in defined_in(each[1])] == []
+
+
+def test_how_it_works_is_short_and_has_every_way_of_gradients() -> None:
+    page = PAGES["how-it-works"]
+    assert len(page.split()) <= 900
+    for path in (ROOT / "train/parallel").glob("*.py"):
+        for name in re.findall(r"^class (\w+)\(GradSync\)", path.read_text(), re.M):
+            assert f"| `{path.relative_to(ROOT)}:{name}` |" in page

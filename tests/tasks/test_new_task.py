@@ -156,7 +156,7 @@ def tree(tmp_path_factory):
     assert sorted(files) == [
         "conf/optim/sgd.yaml",
         "conf/task/focal.yaml",
-        "train/optim/sgd.py",
+        "train/parallel/sgd.py",
         "train/tasks/focal/__init__.py",
         "train/tasks/focal/task.py",
     ]

@@ -5,7 +5,7 @@
 
 A folder belongs to one run, whose identity (what is learnt, from which data, in which batches) may not change. For a
 folder in S3 each machine writes to a copy under `machine.cache_root()/runs`. Rank 0's is uploaded at every checkpoint
-and at the end, files that grow in parts (parts.py); of the others only the exit records. Files of TensorBoard and
+and at the end, files that grow in parts (appended.py); of the others only the exit records. Files of TensorBoard and
 wandb, and stacks, stay on their machine.
 """
 

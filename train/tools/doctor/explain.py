@@ -24,9 +24,9 @@ message, or with `-` a log on standard input:
 python -m train.doctor explain "OSError: [Errno 28] No space left on device"
 ```
 
-This page is generated: it is what `python -m train.doctor causes` prints, from `train/doctor/causes.yaml`. Messages are
-quoted from the reports that are named, shortened and with other addresses. The cures of the Trainium rows were not run
-on hardware."""
+This page is generated: it is what `python -m train.doctor causes` prints, from `train/tools/doctor/causes.yaml`.
+Messages are quoted from the reports that are named, shortened and with other addresses. The cures of the Trainium rows
+were not run on hardware."""
 
 
 def explain(lines: Iterable[str]) -> list[dict[str, str]]:
