@@ -17,6 +17,7 @@ from train.checkpoints.store import LocalStore
 from train.system import checksums as manifests
 from train.system.atomic_io import write_atomic
 from train.system.folders import sha256_file
+from train.system.ownership import LeaseLost
 
 
 def aside(run_dir, word):
@@ -47,6 +48,10 @@ def damage(run_dir, step, how, name="model.pt"):
         path.write_bytes({"short": path.read_bytes()[:-100], "empty": b"", "{}": b"{}"}[how])
 
 
+def lose():
+    raise LeaseLost("it is lost")
+
+
 DAMAGES = [(how, "model.pt") for how in ("bit", "short", "empty", "missing")]
 DAMAGES += [("bit", "optimizer.pt"), ("bit", "ranks.pt")]
 DAMAGES += [(how, "manifest.json") for how in ("bit", "changed", "{}", "missing")]
@@ -55,6 +60,8 @@ DAMAGES += [(how, "manifest.json") for how in ("bit", "changed", "{}", "missing"
 @pytest.mark.parametrize(("how", "name"), DAMAGES)
 def test_a_damaged_checkpoint_is_quarantined_for_an_older_one(run_dir, how, name):
     damage(run_dir, 6, how, name)
+    rejects("is lost", newest_valid, store_of(run_dir), check_owner=lose, error=LeaseLost)
+    assert not aside(run_dir, "damaged")
     manifest, (fault,) = newest_valid(store_of(run_dir))
     assert manifest.step == 3
     assert fault.startswith(f"checkpoint of step 6 is damaged ({name}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rejections import rejects
 from running import train_config
 
 from train import loop
+from train.parallel.ranks import World, no_wait
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.stopping import StopRequest
 from train.system import exported
@@ -162,9 +165,12 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
         other.ownership.check()
         kept = folder.folder.write  # looked up while the folder was ours
         take_over(folder.storage)
-        before, here = content(folder), {path for path in folder.path.rglob("*") if path.is_file()}
         if folder.is_remote:
             folder.metrics.write_text("1\n2\n")
+        with folder.metrics.open("a") as file:
+            file.write("half a line of the new owner")
+        folder.log_file.write_text("the new owner's")
+        before, here = content(folder), {path for path in folder.path.rglob("*") if path.is_file()}
         end = Outcome("failed", "saves_fail", "late", 50, 50, goes_on=True, launch=[])
         for each in (folder, other):
             for late in (
@@ -178,8 +184,10 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
                 lambda: exported.renewed(each, 50).__enter__(),  # noqa: B023
                 lambda: exported.mirror(each) or each.ownership.check(),  # noqa: B023
                 lambda: each.mirror() or each.ownership.check(),  # noqa: B023
+                lambda: each.cut_half_written_line(),  # noqa: B023
             ):
                 rejects("is lost: process .* on node-2, since now owns it, with lease 2", late, error=LeaseLost)
+            each.take_back()
             each.outcome(end)
             each.outcome(end, is_of_all=True)
             each.exit_file("late", 50)
@@ -187,6 +195,17 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
     assert content(folder) == before
     new = {path for path in folder.path.rglob("*") if path.is_file()} - here
     assert new == ({folder.exit_path} if folder.is_remote else set())
+
+
+def test_a_job_that_lost_the_folder_while_it_started_leaves_a_save_of_the_new_owner_alone(folder):
+    with folder.ownership:
+        take_over(folder.storage)
+        attempt: Any = SimpleNamespace(cfg=None, folder=folder, watch=SimpleNamespace(heartbeat=no_wait))
+        backend: Any = SimpleNamespace(world=World())
+        checkpoints = CheckpointManager(attempt, backend, None)
+        under_way = checkpoints.store.begin(60, 0)
+        rejects("is lost", checkpoints.resume, error=LeaseLost)
+        assert under_way.is_dir()
 
 
 def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(folder, prepared, monkeypatch):

@@ -41,10 +41,11 @@ def newest_valid(
     world: World | None = None,
     names: Callable[[Manifest], Collection[str]] = lambda manifest: manifest.files,
     on_wait: Callable[[], None] = no_wait,
+    check_owner: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest | None, list[str]]:
     """Fetch the newest checkpoint that matches its manifest: to each machine the files that `names` returns there. All
     ranks of the `world` call it, None: this process alone. Returns its manifest, None if there never was a checkpoint,
-    and what is wrong with newer ones, which are put in quarantine.
+    and what is wrong with newer ones, which are put in quarantine after `check_owner`.
 
     Raises:
         NoneValid: there are checkpoints, and none is valid. All stay as they are.
@@ -57,6 +58,7 @@ def newest_valid(
         add_fault(faults, manifest.step, fault)
 
     def quarantine_faulty() -> list[str]:
+        check_owner()
         for damaged in faults if manifest is not None else ():
             logger.warning("in quarantine as %s", store.quarantine(damaged, "damaged"))
         return list(faults.values())
@@ -119,6 +121,7 @@ def load(
     *,
     force: bool,
     on_wait: Callable[[], None] = no_wait,
+    check_owner: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Restore weights, optimizer and random numbers of the newest valid checkpoint; all ranks call it.
 
@@ -132,7 +135,7 @@ def load(
         sources = [engine.sources(rank, manifest.world_size, manifest.settings) for rank in ranks]
         return manifest.of_ranks(None if None in sources else set().union(*filter(None, sources)))
 
-    manifest, faults = newest_valid(store, world, lambda manifest: of_ranks(manifest, here).files, on_wait)
+    manifest, faults = newest_valid(store, world, lambda manifest: of_ranks(manifest, here).files, on_wait, check_owner)
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, source=f"{store.location} at step {manifest.step}", force=force)

@@ -54,6 +54,7 @@ class CheckpointManager:
         """
 
         def tidy() -> None:
+            self.attempt.folder.ownership.check()
             with suppress(NotPermitted):
                 self.store.collect_garbage(ended_below=self.attempt.folder.ownership.ended_below)
 
@@ -69,8 +70,16 @@ class CheckpointManager:
         return self.loaded.progress
 
     def _load(self) -> Loaded:
-        identity, settings, force = self.attempt.identity, flat(self.cfg), self.cfg.resume.force
-        return load(self.store, self.engine, self.backend, identity, settings, force=force, on_wait=self.on_wait)
+        return load(
+            self.store,
+            self.engine,
+            self.backend,
+            self.attempt.identity,
+            flat(self.cfg),
+            force=self.cfg.resume.force,
+            on_wait=self.on_wait,
+            check_owner=self.attempt.folder.ownership.check,
+        )
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
@@ -249,6 +258,7 @@ class CheckpointManager:
         """
         if self.world.rank == 0:
             try:
+                self.attempt.folder.ownership.check()
                 self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
             except NotPermitted:
                 pass  # which has been said at the start

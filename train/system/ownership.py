@@ -9,9 +9,10 @@ cannot ask the owner's kernel watches the heartbeats.
 The owner is always the one that wrote the highest file in a listing: a process that was suspended and asked for the
 next number alone would not see the owners after that one.
 
-All that changes the folder asks `Ownership` first: `OwnedFolder` for each file, the files of this machine that grow by
-`may_append`, a save before it commits and before it removes older steps. A change that was allowed may come late: then
-S3 itself rejects a commit (train/checkpoints/store_s3.py), and metrics and settings (`RunFolder.replace`).
+All that changes the folder asks `Ownership` first: `OwnedFolder` for each file, metrics.jsonl by `may_append`, a save
+before it commits, and what removes or renames checkpoints. Logs end with the heartbeat that finds the folder `lost`. A
+change that was allowed may come late: then S3 itself rejects a commit (train/checkpoints/store_s3.py), and metrics and
+settings (`RunFolder.replace`).
 """
 
 from __future__ import annotations

@@ -150,6 +150,7 @@ class RunFolder:
     def take_back(self) -> None:
         """Leave the folder as `open` found it, for a start that is rejected. Only its owner may cut a log file."""
         with self.logging_failures():
+            self.ownership.check()
             if self.log_bytes is None:
                 self.log_file.unlink(missing_ok=True)
             elif launched().rank == 0:
@@ -231,6 +232,7 @@ class RunFolder:
     def cut_half_written_line(self) -> None:
         """Cut off the last line of the metrics if a killed process left it half written."""
         if self.metrics.is_file():
+            self.ownership.check()
             with self.metrics.open("rb+") as file:
                 if half := next(back(file, 0)):
                     file.truncate(file.seek(0, os.SEEK_END) - len(half))
