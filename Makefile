@@ -108,7 +108,7 @@ test-lowest: $(LOWEST)/.ready
 docs: setup
 	@mkdir -p build/pages/benchmarks
 	@ln -sfn ../../docs ../../README.md ../../CHANGELOG.md ../../CONTRIBUTING.md build/pages
-	@ln -sfn ../../../benchmarks/README.md build/pages/benchmarks
+	@ln -sfn ../../../benchmarks/README.md ../../../benchmarks/notes.md build/pages/benchmarks
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "docs: $(BIN)/python -m http.server --directory build/site    # search needs a server"
 

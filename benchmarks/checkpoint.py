@@ -4,7 +4,7 @@
 
 The same weights and AdamW moments, on a real disk, while a loop of matrix products runs beside, on one thread as
 under torchrun. Every side of every round is a process of its own, forked from the one that made the state; rounds
-interleave the sides, back and forth. benchmarks/README.md says what the columns of the tables mean.
+interleave the sides, back and forth. benchmarks/notes.md says what the columns mean.
 
 "torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; "buffers
 kept" hands it a stager that lives from save to save, which is the best that it can do. Every checkpoint has a folder

@@ -27,7 +27,7 @@ def begin() -> None:
     """Prepare this process for a command, before torch is imported: its last words, and OpenMP threads that sleep soon.
 
     Idle threads of GNU OpenMP spin 300,000 times by default and take the processors from others: two runs on two cores
-    fell to a quarter of their speed (benchmarks/README.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
+    fell to a third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():

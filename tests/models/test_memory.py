@@ -147,7 +147,7 @@ def test_the_largest_tensor_of_a_sharded_optimizer_is_one_ranks():
 def test_it_is_the_peak_of_a_run_on_cpus(
     overrides: list[str], seq_len: int, batch: int, precision: str, peak_gib: float
 ):
-    """Of BERTs of 4 layers of 256 (benchmarks/README.md)."""
+    """Of BERTs of 4 layers of 256 (benchmarks/notes.md)."""
     sizes = ["model.hidden_size=256", "model.intermediate_size=1024", "model.num_heads=4", "model.num_layers=4"]
     cfg = load(*GIVEN, "model=any", "model.architecture=bert", "task.mask_rate=0.4", *sizes, *overrides)
     shape = shape_of_model(build_masked_lm(cfg.model, vocab_size=4000, pad_id=0, seq_len=seq_len))

@@ -16,7 +16,7 @@ State = dict[str, Any]  # tensors and plain containers
 
 class Staging:
     """Host memory that is kept from save to save, because the first touch of a page costs many times the copy
-    (benchmarks/README.md). It is as large as the state, and one save at a time uses it.
+    (benchmarks/notes.md). It is as large as the state, and one save at a time uses it.
     """
 
     def __init__(self) -> None:

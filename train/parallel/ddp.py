@@ -138,7 +138,7 @@ class DDP(Backend):
 
     def place(self, model: nn.Module) -> None:
         """Move a model to the device. On a CPU in bf16 it then computes attention by products, as the backward pass of
-        PyTorch's SDPA takes four times as long there (benchmarks/README.md).
+        PyTorch's SDPA takes four times as long there (benchmarks/notes.md).
         """
         from train.models.network import Network  # late: it imports transformers
 

@@ -11,7 +11,7 @@ RARE = 100_000  # objects, not 0: the preparation of a task's data may leave gar
 
 def search_rarely() -> None:
     """Look for garbage rarely; call it before the heavy imports. torch and transformers make half a million objects and
-    hardly any garbage, and Python's usual threshold searches at every 700th (benchmarks/README.md).
+    hardly any garbage, and Python's usual threshold searches at every 700th (benchmarks/notes.md).
     """
     gc.set_threshold(RARE)
 

@@ -219,7 +219,7 @@ def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: in
 
 def keep_memory() -> None:
     """Let this process use the memory of one shard for the next. The connector allocates it for each, and the page
-    faults cost more than all copies (benchmarks/README.md).
+    faults cost more than all copies (benchmarks/notes.md).
     """
     for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
         ctypes.CDLL(None).mallopt(option, value)

@@ -65,7 +65,7 @@ text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x200
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
 """
 MOST_IDS = 2  # for each piece: some vocabularies have holes
-TRAINER_BYTES = 20  # of memory for each byte of text that sentencepiece reads; 19 were measured (benchmarks/README.md)
+TRAINER_BYTES = 20  # of memory for each byte of text that sentencepiece reads; 19 were measured (benchmarks/notes.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
