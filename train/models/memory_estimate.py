@@ -26,7 +26,7 @@ WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # and those that have n
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # of a number that products read; 2 in the other precisions
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # bytes and numbers of a layer for each token and hidden unit
-# Of a run on CPUs, from the peaks of seven (benchmarks/notes.md), which these three give within 7 %.
+# Of a run on CPUs, from the peaks of seven (five are in benchmarks/notes.md), which these three give within 7 %.
 CPU_PROCESS_BYTES = int(0.85 * GIB)  # of a process with torch and transformers, before there is a model
 CPU_ACTIVATIONS = 1.25  # of what is kept: with what lives for a moment of the backward pass
 CPU_SCORE_BYTES = 14  # of a pair of tokens and head, where its scores have dropout
