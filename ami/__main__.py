@@ -18,7 +18,7 @@ from train.config import InputError
 from train.run import compose as cli
 from train.run.command import guarded
 
-USED = ("base", "build", "regions", "profile", "subnet", "disk_gib", "compile_cache", "wheel")
+USED = ("base", "build", "regions", "subnet", "compile_cache", "wheel")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plan_and_build(cfg: AmiConfig) -> int:
     """Show what would be built and, with build=true, build it."""
-    api = Api(cfg.profile)
+    api = Api()
     plan = make_plan(api, cfg, datetime.now(UTC))
     print("\n".join(plan_lines(plan)), flush=True)
     if not cfg.build:

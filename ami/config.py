@@ -12,6 +12,8 @@ from train.system.versions import read_versions
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
+DISK_GIB = 150  # of the root volume, or as large as that of the base: EC2 bills the part of a snapshot that holds data,
+# and a launch may give a machine a larger one
 DEPRECATE_DAYS = 365  # after which EC2 no longer offers the image; EC2 itself can change the date of one
 MAX_MINUTES = 120  # after which the builder ends itself: one that hangs must not cost money for ever
 
@@ -23,11 +25,9 @@ class AmiConfig(Section):
     image: str = setting("neuron", among=tuple(IMAGES))  # which is built: for Trainium, or for GPUs
     base: str = "dlami"  # what it is built from: dlami (Neuron's or the GPU Deep Learning AMI) | ubuntu | ami-...
     build: bool = False  # do it; without this the plan is shown and nothing starts
-    regions: list[str] = field(default_factory=list)  # the first one builds, the others get copies; []: the profile's
-    profile: str | None = None  # of ~/.aws: the credentials that are used
+    regions: list[str] = field(default_factory=list)  # the first one builds, others get copies; []: AWS_PROFILE's
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
     subnet: str | None = None  # id, with a way to the internet; None: one of the default VPC
-    disk_gib: int = setting(150, least=50)  # root volume; launch may give a machine a larger one, never a smaller one
     compile_cache: str | None = None  # s3://bucket/prefix of graphs that are compiled already, put into the image
     wheel: str | None = None  # file of baretrain's wheel; None: one is built from this checkout
 

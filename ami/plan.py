@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ami.config import DEPRECATE_DAYS, IMAGES, MAX_MINUTES, AmiConfig
+from ami.config import DEPRECATE_DAYS, DISK_GIB, IMAGES, MAX_MINUTES, AmiConfig
 from ami.images import MINUTES, PREFIX, TAG, Image, differences, own_images, read_image, read_parameter, wanted_tags
 from ami.packer import find_packer
 from launch.ec2.api import Api
@@ -63,7 +63,7 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
         "name": name,
         "instance_type": cfg.instance.name,
         "subnet": cfg.subnet or "",
-        "disk_gib": cfg.disk_gib,
+        "disk_gib": disk_gib(base),
         "cache_arns": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"] if bucket else [],
         "deprecate_at": f"{now + timedelta(days=DEPRECATE_DAYS):%Y-%m-%dT%H:%M:00Z}",
         "tags": {**wanted_tags(cfg.image, read_versions()), **about},
@@ -102,13 +102,13 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
         f"base image {base.id} ({base.name}) has Neuron SDK {sdk and sdk[1]}, ami/versions.yaml wants {wanted} "
         "(neuron-sdk): give base=ubuntu, or base=ami-... of that SDK",
     )
-    root = [disk for disk in base.disks if disk["DeviceName"] == base.seen["RootDeviceName"]]
-    least = sum(int(disk["Ebs"].get("VolumeSize", 0)) for disk in root)
-    check(
-        cfg.disk_gib >= least,
-        f"disk_gib={cfg.disk_gib} is smaller than the {least} GiB of {base.id}; give disk_gib={least}",
-    )
     return base
+
+
+def disk_gib(base: Image | None) -> int:
+    """Return the size of the root volume, which EC2 wants to be no smaller than that of the base."""
+    root = [each for each in base.disks if each["DeviceName"] == base.seen["RootDeviceName"]] if base else []
+    return max(DISK_GIB, sum(int(each["Ebs"].get("VolumeSize", 0)) for each in root))
 
 
 def plan_lines(plan: ImagePlan) -> list[str]:
@@ -121,7 +121,7 @@ def plan_lines(plan: ImagePlan) -> list[str]:
     except InputError as error:
         packer = f"a build would be rejected: {error}"
     rows = {
-        "image": [f"{values['name']}, {cfg.disk_gib} GiB, encrypted, until {values['deprecate_at'][:10]}"],
+        "image": [f"{values['name']}, {values['disk_gib']} GiB, encrypted, until {values['deprecate_at'][:10]}"],
         "base": [f"{base.id if base else 'not resolved'} ({base.name if base else cfg.base}){source}"],
         "region": [f"{values['region']}{copies}" if values["region"] else "none named: regions=[us-east-1]"],
         "builder": [f"{cfg.instance.name}, reached through SSM, without public address or inbound port"],

@@ -53,7 +53,7 @@ def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:
 def predict(ranks: int, overrides: list[str], calibration: Calibration, vocab_size: int) -> float:
     """Sequences per second of all ranks."""
     cfg = cli.load_config(TrainConfig, overrides)
-    given = {"mfu": None, "rows": None, "counts": (), "calibration": calibration, "vocab_size": vocab_size}
+    given = {"rows": None, "counts": (), "calibration": calibration, "vocab_size": vocab_size}
     result = estimate(cfg, nodes=1, processes_per_node=ranks, seq_len=calibration.seq_len, **given)  # type: ignore[arg-type]
     speed = result.rows[0].sequences_per_s
     assert speed is not None

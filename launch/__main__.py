@@ -33,7 +33,8 @@ from train.system.folders import is_s3, open_folder
 from train.system.machine import instance_names
 
 WIDTH = 110  # columns
-USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts cluster.gate cluster.attempts"
+USED: tuple[str, ...] = ("nodes", "spares", "processes_per_node", "submit", "check", "calibrate", "prepare", "parts")
+USED += ("cluster.gate", "cluster.attempts")
 OF_RUN = {"experiment", *(each.name for kind in (TrainConfig, PrepareConfig) for each in dataclasses.fields(kind))}
 OF_RUN -= {each.name for each in dataclasses.fields(LaunchConfig)}
 EXAMPLES = (
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     purpose = "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
-    parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED.split())
+    parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
@@ -142,7 +143,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     if record.is_remote:
         print(f"job sha256 {job.sha256}: to resume from another computer (launch resume --job-sha256)")
     print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
-    return starts.attend(job, record, handle, detach=cfg.detach)
+    return starts.attend(job, record, handle, detach=False)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
@@ -161,7 +162,6 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
         processes_per_node=cfg.ranks_per_node,
         seq_len=seq_len or 512,
         rows=rows,
-        mfu=cfg.mfu,
         calibration=None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3),
         vocab_size=vocab_size,
     )

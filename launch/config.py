@@ -47,10 +47,8 @@ class LaunchConfig(Section):
     processes_per_node: int | None = setting(None, above=0, most=MOST_RANKS)  # ranks a machine; None: all its devices
     submit: bool = False  # do it; without this the plan is printed and nothing starts
     check: bool = False  # cluster=ec2: ask EC2 whether it would do it, in each subnet (DryRun); nothing starts
-    detach: bool = False  # cluster=local: return at once; the run continues in the background
-    mfu: float | None = setting(None, above=0, below=1)  # share of the peak that the estimate assumes; None: a
-    # published figure of the device
-    calibrate: str | None = None  # folder of a finished run whose speed the estimate takes instead
+    calibrate: str | None = None  # folder of a finished run whose speed the estimate takes; None: a published figure of
+    # the device
     prepare: bool = False  # prepare a corpus instead of training: the settings after -- are train.prepare's
     parts: int | None = setting(None, above=0, most=MOST_PARTS)  # prepare=true: parts of the corpus that are prepared
     # apart, each a task of a job array
@@ -58,7 +56,6 @@ class LaunchConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.prepare or self.parts is None, "parts is for prepare=true")
-        check(self.mfu is None or self.calibrate is None, "give mfu or calibrate, not both")
         is_local = self.cluster.is_here
         check(
             not is_local or (self.nodes == 1 and self.spares == 0),
@@ -73,7 +70,6 @@ class LaunchConfig(Section):
             "g6e.12xlarge or p4d.24xlarge",
         )
         check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm")
-        check(is_local or not self.detach, "detach is for cluster=local: jobs of a scheduler always are")
         check(
             self.spares == 0 or self.cluster.gate,
             f"spares={self.spares} replace machines that fail the preflight: set cluster.gate=true",

@@ -55,7 +55,6 @@ def estimate(
     processes_per_node: int,
     seq_len: int,
     rows: int | None,
-    mfu: float | None,
     calibration: Calibration | None,
     counts: Sequence[int] = COUNTS,
     vocab_size: int | None = None,
@@ -64,7 +63,7 @@ def estimate(
     `seq_len` tokens, and `vocab_size` that of their tokenizer; None: unknown. InputError for a speed that says nothing
     of these machines.
     """
-    flops_per_s, speed_note = speed(cfg, mfu, calibration)
+    flops_per_s, speed_note = speed(cfg, calibration)
     shape, processes = find_shape(cfg.model, vocab_size=vocab_size), processes_per_node
     flops, sent = (None, 0) if shape is None else (flops_per_sequence(cfg, shape, seq_len), gradient_bytes(cfg, shape))
     table = [planned(cfg, each, processes, rows=rows, seq_len=seq_len) for each in sorted({*counts, nodes})]

@@ -1,4 +1,4 @@
-"""How fast a rank computes: a published figure, a share of the peak as given, or the speed of a finished run.
+"""How fast a rank computes: by a published figure, or by the speed of a finished run.
 
 The files of a run may have been written by anybody, so they are validated before use.
 """
@@ -121,16 +121,12 @@ def precision_of(cfg: TrainConfig) -> str:
     return "fp16" if cfg.instance.accelerator in WITHOUT_BF16 else "bf16"
 
 
-def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple[float | None, str]:
+def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]:
     """Return the FLOP/s of a rank, None if nothing is known of it, and where the figure is from. Raises InputError
     for the speed of a run on another machine of which no peak is known.
     """
     instance, precision = cfg.instance, precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)
-    if mfu is not None:
-        wants = f"mfu={mfu:g}: the peak of instance={instance.name} is unknown; give calibrate=RUN instead"
-        check(peak is not None, wants)
-        return (peak or 0.0) * mfu, f"{mfu:.1%} of the peak of {precision}, as given"
     if run is not None:
         note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s a rank in {run.precision}"
         note += f", {run.world_size} ranks on {run.instance}"
@@ -140,7 +136,7 @@ def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple
         if run.mfu is None or peak is None:
             raise InputError(
                 f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
-                f"says nothing of instance={instance.name}; take a run on that, or give mfu"
+                f"says nothing of instance={instance.name}; take a run on that"
             )
         return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
     if peak is None or instance.device is None:

@@ -13,7 +13,7 @@ CONFIG = {
     "seed": 3,
     "seq_len": 64,
     "global_batch_size": 8,
-    "task": {"kind": "classify", "label_smoothing": 0.1, "class_weights": None, "balanced": False},
+    "task": {"kind": "classify", "label_smoothing": 0.1, "class_weights": None},
     "model": {"pretrained": None, "init_from": "/home/jane/runs/pretrained", "architecture": "albert"},
     "data": {"path": "/home/jane/data/tweets.csv", "format": "csv", "lengths": "auto", "name": None},
     "s3": {"endpoint": "http://minio.lan:9000"},

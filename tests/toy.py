@@ -130,7 +130,7 @@ class Toy:
         sections = {
             "checkpoint": CheckpointConfig(every=3),
             "optim": OptimConfig(lr=0.01, warmup_steps=0),
-            "preempt": PreemptConfig(notices="off"),
+            "preempt": PreemptConfig(),
         }
         settings |= {key: replace(section, **settings.get(key, {})) for key, section in sections.items()}
         cfg = TrainConfig(

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from train.config import InputError, TrainConfig
@@ -30,8 +31,8 @@ USED += ("checkpoint.keep", "model.pretrained", "model.init_from", "backend.devi
 USED += ("data.num_workers", "export", "s3.endpoint")
 
 
-def run_command_line(arguments: Sequence[str] | None = None) -> int:
-    """Run as the command line says. Returns the exit code."""
+def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool = False) -> int:
+    """Run as the command line says; `collects`: only run each graph once. Returns the exit code."""
     parser = cli.settings_parser(
         "train",
         TrainConfig,
@@ -43,13 +44,14 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         ),
         keys=USED,
     )
-    code = cli.run(TrainConfig, attempt, parser, arguments=arguments, after_rejection=inform_others)
+    act = partial(attempt, collects=collects)
+    code = cli.run(TrainConfig, act, parser, arguments=arguments, after_rejection=inform_others)
     if code == cli.REJECTED:  # and would be again at every restart
         end_torchrun()
     return code
 
 
-def attempt(cfg: TrainConfig) -> int:
+def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     """Train until the run ends, in whatever way. Returns the exit code; InputError leaves it to the command line."""
     use_console("stdout")
     launch = launched()
@@ -72,7 +74,7 @@ def attempt(cfg: TrainConfig) -> int:
 
     with StopRequest() as stop:
         try:
-            reason, step = loop.run(cfg, stop)
+            reason, step = loop.run(cfg, stop, collects=collects)
         except InputError:
             raise
         except StoppedEarly as signal:

@@ -45,12 +45,15 @@ OnLine = Callable[[Recorder, str, dict[str, Any]], None]
 MOST_NAMED = 3  # ranks that were asked to stop
 
 
-def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -> tuple[str, int]:
+def run(
+    cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None, collects: bool = False
+) -> tuple[str, int]:
     """Train as cfg says, from scratch or from the newest checkpoint of its run folder. Everything that can be rejected
     is rejected before a device opens. Returns why it ended (done, early_stop or what asked for it) and the step.
 
     For a measurement, which saves nothing, `on_line` takes the lines in place of metrics.jsonl: the recorder, the kind
-    and the fields of each, the first of kind "start".
+    and the fields of each, the first of kind "start". With `collects` each graph runs once for train.precompile: no
+    number is checked, and nothing is saved.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
@@ -58,7 +61,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
             from train.observe.push import check_push  # tools are not for every run
 
             check_push(cfg)
-        saves = on_line is None and not cfg.collect_graphs
+        saves = on_line is None and not collects
         if saves and launched().rank == 0:
             check_trackers(cfg.telemetry)
         task = build_task(cfg)
@@ -71,7 +74,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
             work = workload(cfg, plan, task, is_whole=saves)
-            backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs, work=work)
+            backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=collects, work=work)
         attempt.watch.compiles = backend.compilers.are_busy
         attempt.joined(backend.world)
         failure: Exception | None = None
@@ -123,7 +126,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
             checkpoints.finish()
             has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not a finished run once more
-            if has_measured and not cfg.collect_graphs:
+            if has_measured and not backend.collects:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         if reason in ENDS:
             checkpoints.remove_leftovers()
@@ -330,4 +333,4 @@ def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -
     if cfg.hub.push_to is not None:
         from train.observe.push import push
 
-        push(folder, cfg.hub.push_to, private=cfg.hub.private)
+        push(folder, cfg.hub.push_to)

@@ -21,7 +21,7 @@ from services.fake_ec2 import ACCOUNT, REGION, fake_ec2
 from ami.__main__ import main
 from ami.images import Image, faults, wanted_tags
 from ami.packer import find_packer
-from ami.plan import BUILD
+from ami.plan import BUILD, disk_gib
 from launch.ec2 import sweep
 from launch.ec2.account import OWN_IMAGE
 from train.config import InputError
@@ -113,6 +113,12 @@ def says(capfd):
     return act
 
 
+@pytest.mark.parametrize(("base_gib", "wanted"), [(100, 150), (200, 200)])
+def test_the_root_volume_is_no_smaller_than_that_of_the_base(base_gib, wanted):
+    base = SimpleNamespace(seen={"RootDeviceName": "a"}, disks=[{"DeviceName": "a", "Ebs": {"VolumeSize": base_gib}}])
+    assert disk_gib(base) == wanted and disk_gib(None) == 150
+
+
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +146,6 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
     [
         ("cannot run torch-neuronx 2.9", "", {"name": "Deep Learning AMI Neuron (al2023)"}),
         ("has Neuron SDK 2.33, ami/versions.yaml wants 2.31", "", {"description": "Neuron SDK 2.33.0"}),
-        ("disk_gib=99 is smaller than the 100 GiB of ami-", "disk_gib=99", {}),
         ("has no SSM parameter /aws/service/canonical/", "base=ubuntu", {}),
         ("base=debian must be dlami, ubuntu or the id of an image", "base=debian", {}),
         ("eu-central-1 has no trn1.2xlarge: build in a region that has", "regions=[eu-central-1]", {}),

@@ -46,7 +46,7 @@ LOSS = 5e-6
 TINY = "model=albert_tiny model.max_positions=32 model.embedding_size=8 model.hidden_size=16 model.intermediate_size=16"
 TINY += " model.num_heads=2 model.hidden_dropout=0.1 model.attention_dropout=0.1"
 RUN = "data.cache_dir=cache data.num_workers=0 global_batch_size=8 max_steps=8 optim.lr=1e-2 log_every=1 eval_every=2"
-RUN += " checkpoint.every=100 tensorboard=false backend.device=cpu backend.precision=fp32 preempt.notices=off"
+RUN += " checkpoint.every=100 tensorboard=false backend.device=cpu backend.precision=fp32"
 RUN += " export=false samples=0 watchdog.step_s=0"
 MLM = f"{TINY} data.path=shards {RUN}"
 BERT = "micro_batch_size=4 model.architecture=bert model.embedding_size=null"

@@ -99,7 +99,6 @@ def test_every_experiment_composes():
         ("experiment=demo_tweets max_steps=9", {"max_steps": 9, "max_epochs": None}),
         ("experiment=demo_tweets max_steps=9 max_epochs=1", {"max_steps": 9, "max_epochs": 1.0}),
         ("experiment=albert_pretrain optim.warmup_fraction=0.2", {"optim.warmup_steps": None}),
-        ("experiment=albert_pretrain task.mask_rate=0.4", {"task.max_predictions": None}),
         ("experiment=squad_albert data.validation_fraction=0.2", {"data.validation": None}),
         ("experiment=demo optim=albert_v1", {"optim.lr": 1.76e-3}),
         ("experiment=demo optim=albert_v1 optim.lr=0.5", {"optim.lr": 0.5, "optim.eps": 1e-6}),

@@ -82,6 +82,13 @@ def test_every_key_that_a_command_composes_is_on_the_page(command: str) -> None:
     assert {key for key in listed if "[]" not in key} - composed - {*OWN} == set()
 
 
+def test_what_most_users_set_comes_first() -> None:
+    first, others = PAGE.read_text().split("\n## Other keys\n")
+    listed = [row[0] for row in KEY.findall(first)]
+    assert 50 <= len(listed) <= 65 and {"run_dir", "optim.lr", "data.label_map", "corpus.path", "nodes"} <= set(listed)
+    assert "`lease.ttl_s`" in others and "`data.label_map`" not in others
+
+
 def test_a_row_says_what_the_schema_says() -> None:
     rows = {row[0]: row[1:] for row in KEY.findall(PAGE.read_text())}
     assert rows["optim.lr"][:3] == ("number", "0.001", "above 0")
@@ -99,9 +106,8 @@ def test_every_key_and_option_has_its_sentence() -> None:
     text = PAGE.read_text()
     keys, options = text.split("\n## Groups\n")
     assert [row[0] for row in KEY.findall(keys) if len(row[4]) < 4] == []
-    assert (
-        200 < len(KEY.findall(keys)) == len(re.findall(r"^\| `", keys, re.MULTILINE)) <= 245
-    )  # a budget: a new key is paid by one that goes
+    # A budget: a new key is paid by one that goes, and this number stays or sinks.
+    assert len(KEY.findall(keys)) == len(re.findall(r"^\| `", keys, re.MULTILINE)) == 230
     assert [row[0] for row in OPTION.findall(options) if len(row[1]) < 8] == []
 
 

@@ -183,7 +183,7 @@ def test_the_id_is_the_same_wherever_and_however_the_rows_lie(cfg, raw):
     used = Words()
     used.tokenizer("good day", truncation=True, max_length=3)  # it keeps that
     first = open_tables(cfg, used)
-    assert is_reused(with_data(cfg, num_workers=3, lengths=[8], prefetch=9), first)
+    assert is_reused(with_data(cfg, num_workers=3, lengths=[8]), first)
     folder = raw.parent / "elsewhere"
     folder.mkdir()
     (folder / "dev.csv").write_bytes((raw.parent / "dev.csv").read_bytes())

@@ -114,13 +114,13 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
         s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
-        of_run = ["preempt.notices=on", "lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
+        of_run = ["lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
         of_run = settings_of_run(bucket.location("runs/mine"), prepared, *of_run)
 
         def make(*cluster: str, content: bytes = bundle, python: str = sys.executable, **changes: Any) -> Cloud:
             _, job = plan([*OWN, *cluster], of_run)
             own = [each for each in job.overrides if not each.startswith("instance")]
-            held = {HELD: str(hold.folder)}
+            held = {HELD: str(hold.folder), "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254"}
             job = replace(job, code=packed, python=python, overrides=own, environment=held, s3=s3, processes_per_node=1)
             record, inner = Record(job.run_dir, bucket.config()), Record(job.run_dir, S3Config(**s3), job.sha256)
             more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}

@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 from rejections import rejects
 
 from launch.estimate import ClusterSize, Estimate, all_reduce_s, cells, estimate, gradient_bytes
-from launch.speed import Calibration, measured, read_calibration
+from launch.speed import IN_16_BITS, Calibration, measured, read_calibration
 from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
 from train.models.model_sizes import PUBLISHED
 from train.run import compose as cli
 from train.system.folders import LocalFolder
 
 GIVEN = ["run_dir=x", "data.path=x"]
-BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]
+BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased"]
 TRN1 = [*BERT_LARGE, "backend=xla", "instance=trn1.32xlarge"]
 SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=2", "model.num_layers=1"]
 LOCAL = [*GIVEN, "model=any", "model.architecture=bert", "model.vocab_size=100", *SMALL, "max_steps=10"]
@@ -32,7 +32,7 @@ def load(*overrides: str) -> TrainConfig:
 
 
 def of(cfg: TrainConfig, nodes: int, processes: int, seq_len: int, **options) -> Estimate:
-    given = {"rows": None, "mfu": None, "calibration": None, **options}
+    given = {"rows": None, "calibration": None, **options}
     return estimate(cfg, nodes=nodes, processes_per_node=processes, seq_len=seq_len, **given)
 
 
@@ -135,7 +135,7 @@ def test_an_all_reduce_takes_the_time_of_its_rings():
 def test_figures_of_a_row_agree_with_one_another():
     cfg = load(*BERT_LARGE, "instance=p5.48xlarge", "micro_batch_size=8", "max_steps=1000")
     machine = replace(cfg.instance, usd_per_hour=90.0, usd_per_hour_spot=30.0)
-    result = of(replace(cfg, instance=machine), 3, 8, 128, mfu=0.3)
+    result = of(replace(cfg, instance=machine), 3, 8, 128)
     assert [each.nodes for each in result.rows] == [1, 2, 3, 4, 8, 16]
     for at in result.rows:
         assert at.step_s is not None and at.compute_s is not None and at.allreduce_s is not None
@@ -197,19 +197,11 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
     run = read_calibration(write_run(tmp_path / "run", LINES, *known), S3Config())
     assert run.mfu is not None and run.mfu == pytest.approx(run.flops_per_s / 1e9)
     cfg = load(*LOCAL, "global_batch_size=64", "instance=p4d.24xlarge", "backend.precision=fp32")
-    at, expected = of(cfg, 1, 8, 32, calibration=run), of(cfg, 1, 8, 32, mfu=min(1.0, run.mfu))
-    assert row(at, 1).compute_s == pytest.approx(row(expected, 1).compute_s)
+    at, published = of(cfg, 1, 8, 32, calibration=run), of(cfg, 1, 8, 32)
+    share, _ = IN_16_BITS["A100"]  # of which none is published in fp32
+    assert row(at, 1).compute_s == pytest.approx(row(published, 1).compute_s * share / run.mfu)
     without = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
     rejects("ran on instance=local, and without the peaks of both", of, cfg, 1, 8, 32, calibration=without)
-    rejects(
-        "the peak of instance=local is unknown; give calibrate=RUN",
-        of,
-        load(*LOCAL, "global_batch_size=64"),
-        1,
-        2,
-        32,
-        mfu=0.3,
-    )
 
 
 @pytest.mark.parametrize(

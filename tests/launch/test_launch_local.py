@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import LaunchedRun, settings_of_run
-from running import ROOT
+from running import ROOT, eventually
 
 from launch.__main__ import main
 from train.config import S3Config
@@ -45,8 +45,12 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
 ):
     hold.before(25, 45, 65)
     monkeypatch.chdir(prepared.parent)
-    assert main(words(launched, Path(prepared.name), "detach=true", "processes_per_node=2")) == DONE
-    assert launched.state.is_active  # the command has returned, the run continues
+    given = words(launched, Path(prepared.name), "processes_per_node=2")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-m", "launch", *given], env=environ) as command:
+        eventually(lambda: launched.exists() and launched.of_kind("submitted"))
+        command.kill()
+    assert launched.state.is_active  # the command has gone, the run continues
     monkeypatch.chdir(tmp_path)  # where the data have another name
     step = launched.wait_for_checkpoint()
     (torchrun,) = [

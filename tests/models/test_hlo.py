@@ -101,7 +101,7 @@ def classify(run_dir, prepared, texts):
 
 def qa(run_dir, prepared, texts):
     given = asking(run_dir.parent, texts, train=9, dev=9)
-    return tuning(run_dir, prepared / "tokenizer", *given, "task.n_best=3", "seq_len=48")
+    return tuning(run_dir, prepared / "tokenizer", *given, "seq_len=48")
 
 
 def ner(run_dir, prepared, texts):

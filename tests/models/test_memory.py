@@ -20,7 +20,7 @@ from train.models.model_sizes import PUBLISHED, shape_of_model
 from train.run import compose as cli
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
-LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]
+LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased"]
 SIZES = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_heads=2", "model.num_layers=4"]
 CALM = ["model.hidden_dropout=0", "model.attention_dropout=0"]  # CPUs keep masks in 4 bytes, and scores with dropout
 BATCH, SEQ_LEN, VOCABULARY = 4, 64, 1000

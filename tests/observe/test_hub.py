@@ -80,9 +80,9 @@ def pushed(the_hub: FakeHub) -> dict[str, bytes]:
     return the_hub.repos["models", TO].files
 
 
-def config(run: Path, to: str | None = TO, **more: Any) -> Any:
+def config(run: Path, to: str | None = TO) -> Any:
     """As much of a configuration as the check before a run looks at."""
-    return SimpleNamespace(hub=HubConfig(push_to=to, **more), run_dir=str(run), s3=S3Config())
+    return SimpleNamespace(hub=HubConfig(push_to=to), run_dir=str(run), s3=S3Config())
 
 
 def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
@@ -107,7 +107,7 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
 
 
 def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finished):
-    hub.push(RunFolder(str(finished)), TO, private=True)
+    hub.push(RunFolder(str(finished)), TO)
     repo = the_hub.repos["models", TO]
     assert (repo.private, len(repo.commits)) == (True, 1)
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
@@ -136,10 +136,10 @@ def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_
 
 
 def test_pushed_again_the_card_names_where_it_is_and_keeps_what_its_author_wrote(the_hub, run):
-    hub.push(RunFolder(str(run)), TO, private=True)
+    hub.push(RunFolder(str(run)), TO)
     readme = run / "export" / "README.md"
     readme.write_text(readme.read_text() + "\nMy own words.\n")
-    hub.push(RunFolder(str(run)), TO, private=True)
+    hub.push(RunFolder(str(run)), TO)
     text = pushed(the_hub)["README.md"].decode()
     assert f'model="{TO}"' in text and text.endswith("\nMy own words.\n")
 
@@ -235,18 +235,22 @@ def change_world(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(("world", "to", "said"), REJECTED)
 def test_what_could_not_be_pushed_is_rejected_before(the_hub, tmp_path, monkeypatch, world, to, said):
     change_world(monkeypatch, world)
-    later = f"leave hub.push_to out and push later with python -m train.hub {tmp_path} --to {to} --public"
-    rejects(f"{said}.*{later}", hub.check_push, config(tmp_path, to, private=False))
+    later = f"leave hub.push_to out and push later with python -m train.hub {tmp_path} --to {to}"
+    rejects(f"{said}.*{later}", hub.check_push, config(tmp_path, to))
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_who_may_see_it_is_not_a_surprise(the_hub, finished, tmp_path, there):
+def test_who_may_see_it_is_not_a_surprise(the_hub, finished, tmp_path, capsys, there):
     the_hub.put(TO, {}, private=there)
-    rejects(f"is {'private' if there else 'public'} on the Hub", hub.check_push, config(tmp_path, private=not there))
-    with pytest.raises(Failure):
-        hub.push(RunFolder(str(finished)), TO, private=not there)
+    if there:
+        hub.check_push(config(tmp_path))
+        assert hub_command.main([str(finished), "--to", TO, "--public"]) == 2
+        assert "is private on the Hub, the run should be public" in capsys.readouterr().err
+    else:
+        rejects(f"is public on the Hub.* train.hub RUN --to {TO} --public", hub.check_push, config(tmp_path))
+        with pytest.raises(Failure, match="is public on the Hub"):
+            hub.push(RunFolder(str(finished)), TO)
     assert pushed(the_hub) == {}
-    hub.check_push(config(tmp_path, private=there))
 
 
 def test_a_run_that_has_begun_is_only_warned(the_hub, finished, monkeypatch, log):
@@ -261,7 +265,7 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(the
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     the_hub.faults[part] = 500
     with pytest.raises(Failure, match=f"push it again with python -m train.hub {finished} --to {TO}$") as failed:
-        hub.push(RunFolder(str(finished)), TO, private=True)
+        hub.push(RunFolder(str(finished)), TO)
     assert "\n" not in str(failed.value)
     assert not any(repo.files for repo in the_hub.repos.values())  # all or nothing
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
@@ -278,7 +282,7 @@ def test_the_token_is_shown_to_nobody(the_hub, run, monkeypatch, capfd, log, tok
     monkeypatch.setenv("HF_TOKEN", token)
     errors = []
     new, old = config(run.parent / "new"), RunFolder(str(run))
-    for act in (lambda: hub.check_push(new), lambda: hub.push(old, TO, private=True)):
+    for act in (lambda: hub.check_push(new), lambda: hub.push(old, TO)):
         try:
             act()
         except (InputError, Failure):

@@ -194,9 +194,9 @@ def test_an_id_that_no_run_has_is_replaced(known, tmp_path):
 @pytest.mark.parametrize("kind", ["bench", "precompile"])
 def test_a_measurement_has_no_tracker(kind, toy, fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    cfg = toy.config(telemetry=WANDB, collect_graphs=kind == "precompile")
+    cfg = toy.config(telemetry=WANDB)
     on_line = (lambda *_: None) if kind == "bench" else None
-    assert loop.run(cfg, StopRequest(), on_line=on_line) == ("done", 6)
+    assert loop.run(cfg, StopRequest(), on_line=on_line, collects=kind == "precompile") == ("done", 6)
     assert fake.calls == {}
 
 
@@ -275,7 +275,7 @@ class Server:
         return [each.step for each in history]
 
     def settings(self) -> TelemetryConfig:
-        return TelemetryConfig(trackers=["mlflow"], mlflow_uri=self.uri)
+        return TelemetryConfig(trackers=["mlflow"])
 
     def kill(self) -> None:
         """With the processes that it has started."""
@@ -296,6 +296,7 @@ def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     server = Server(f"http://127.0.0.1:{port}", Process(words, log=tmp_path / "server.log", cwd=tmp_path))
     try:
         server.process.wait_for_port(port)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
         yield server
     finally:
         server.kill()

@@ -166,7 +166,7 @@ TWEETS += [
     "model.freeze_layers=1",
     *BERT,
 ]
-TWEETS += ["task.balanced=true", "model.num_layers=4"]
+TWEETS += ["task.class_weights=balanced", "model.num_layers=4"]
 
 
 @pytest.fixture(scope="module")

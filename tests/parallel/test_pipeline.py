@@ -214,9 +214,7 @@ def test_a_model_that_cannot_be_cut_is_rejected(model, message):
 
 def estimated(cfg):
     """What the launcher says of one machine of 8 devices."""
-    (row,) = estimate(
-        cfg, nodes=1, processes_per_node=8, seq_len=128, rows=10_000, mfu=0.4, calibration=None, counts=(1,)
-    ).rows
+    (row,) = estimate(cfg, nodes=1, processes_per_node=8, seq_len=128, rows=10_000, calibration=None, counts=(1,)).rows
     return row
 
 

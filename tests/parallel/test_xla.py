@@ -220,8 +220,8 @@ def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, 
         monkeypatch.setattr(
             kind, "to_host", lambda self, tensors, read=original: [t * 0 + value for t in read(self, tensors)]
         )
-    options = [f"backend={backend}", "collect_graphs=true", "export=false", "checkpoint.every=2"]
-    assert train_here(tmp_path / "run", prepared, *options) == ("done", 6)
+    options = [f"backend={backend}", "export=false", "checkpoint.every=2"]
+    assert train_here(tmp_path / "run", prepared, *options, collects=True) == ("done", 6)
     assert not (tmp_path / "run" / "checkpoints").exists()
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert {json.loads(line)["kind"] for line in text.splitlines()} == {"train"}

@@ -228,7 +228,6 @@ SECRETS += ["[http://u:SECRET@h]", "http://host/?key=SECRET", "http://host/#SECR
 
 @pytest.mark.parametrize("endpoint", SECRETS)
 def test_no_rejection_repeats_a_password(endpoint, capsys):
-    given = (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}")
-    for override in (*given, "telemetry.mlflow_uri='http://user:SECRET@host'"):
+    for override in (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}"):
         assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REJECTED
         assert "SECRET" not in capsys.readouterr().err

@@ -160,7 +160,7 @@ MENDED = [event("system-reboot"), event("system-maintenance"), event("instance-s
 def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later, kind, words):
     monkeypatch.setattr(Metadata, "get", lambda _, name: said if path.endswith(name) else None)
     stop.save_s, wall_clock.now = 60, NOW + later
-    watching(stop, notices="on").look_at_metadata()
+    watching(stop).look_at_metadata()
     assert stop.kind == kind
     assert words is None if stop.reason is None else stop.reason.startswith(words)
 
@@ -200,19 +200,17 @@ def test_a_service_in_trouble_is_told_once_and_asked_again(imds, stop, warnings,
 
 
 @pytest.mark.parametrize(
-    ("mode", "environ", "on_ec2", "expected"),
+    ("environ", "on_ec2", "expected"),
     [
-        ("auto", {}, False, False),
-        ("auto", {}, True, True),
-        ("auto", {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, False, True),
-        ("auto", {"AWS_EC2_METADATA_DISABLED": "True"}, True, False),
-        ("on", {"AWS_EC2_METADATA_DISABLED": "true"}, False, True),
-        ("off", {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, True, False),
+        ({}, False, False),
+        ({}, True, True),
+        ({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, False, True),
+        ({"AWS_EC2_METADATA_DISABLED": "True"}, True, False),
     ],
 )
-def test_where_the_metadata_is_asked(monkeypatch, mode, environ, on_ec2, expected):
+def test_where_the_metadata_is_asked(monkeypatch, environ, on_ec2, expected):
     monkeypatch.setattr(stopping, "is_ec2", lambda: on_ec2)
-    assert stopping.watches_metadata(mode, environ) is expected
+    assert stopping.watches_metadata(environ) is expected
 
 
 def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
@@ -244,7 +242,7 @@ def test_a_run_folder_that_does_not_answer_is_told_once_per_outage(stop, warning
             raise answer
         return answer
 
-    with watching(stop, stop_file=stop_file, notices="off"):
+    with watching(stop, stop_file=stop_file):
         eventually(lambda: stop.reason)
     assert stop.reason == "the file STOP in the run folder"
     assert [message.split(";")[0] for message in warnings()] == ["stop file: gone", "stop file: no such bucket"]
@@ -260,7 +258,7 @@ def test_a_run_folder_that_hangs_does_not_hide_a_spot_notice(imds, stop):
 
 
 def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
-    notices = watching(stop, max_run_s=7200, run_s=3600, notices="off")
+    notices = watching(stop, max_run_s=7200, run_s=3600)
     notices.look_at_clock()
     assert stop.reason is None
     stop.save_s = 3600
@@ -271,7 +269,7 @@ def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
 def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_left(stop, wall_clock):
     """10:00 at the latest, less a minute, less the save: 31 + 2 minutes before."""
     end = "2026-11-20T12:00:00+02:00"
-    notices = watching(stop, block_end=end, notices="off")
+    notices = watching(stop, block_end=end)
     stop.save_s = 120
     for later, asked in ((timedelta(minutes=86, seconds=59), None), (timedelta(minutes=87), "capacity_block")):
         wall_clock.now = NOW + later
@@ -279,9 +277,9 @@ def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_lef
         assert (stop.kind or None) == asked
     assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, its instances 30 minutes before"
     stop.save_s, wall_clock.now = 0, NOW + timedelta(minutes=89)
-    rejects(r"block_end=.* it is 2026-11-20T09:29:00Z", watching, stop, block_end=end, notices="off")
+    rejects(r"block_end=.* it is 2026-11-20T09:29:00Z", watching, stop, block_end=end)
     wall_clock.now -= timedelta(seconds=1)
-    watching(stop, block_end=end, notices="off")
+    watching(stop, block_end=end)
 
 
 @pytest.mark.parametrize("ignored", [False, True])

@@ -48,7 +48,7 @@ def make(data, tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def task(make):
-    return make("task.balanced=true", "task.label_smoothing=0.1", "data.lengths=[16,32]")
+    return make("task.class_weights=balanced", "task.label_smoothing=0.1", "data.lengths=[16,32]")
 
 
 def test_texts_are_cut_and_counted(tokenizer):
@@ -150,19 +150,19 @@ def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
     from sklearn.utils.class_weight import compute_class_weight
 
     counts = np.array([27, 9, 54])
-    result = class_weights(ClassifyConfig(balanced=True), LABELS, counts)
+    result = class_weights(ClassifyConfig(class_weights="balanced"), LABELS, counts)
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=np.repeat(np.arange(3), counts))
     assert result == pytest.approx(wanted)
     assert class_weights(ClassifyConfig(), LABELS, counts) is None
     for cfg, counts, says in (
         (ClassifyConfig(class_weights=[1, 2]), np.ones(3), r"2 numbers for 3 labels \(bad, fair, good\)"),
-        (ClassifyConfig(balanced=True), np.array([3, 0, 3]), "no training row has the label fair"),
+        (ClassifyConfig(class_weights="balanced"), np.array([3, 0, 3]), "no training row has the label fair"),
     ):
         rejects(says, class_weights, cfg, LABELS, counts)
 
 
 @pytest.mark.parametrize("smoothing", ["0", "0.2"])
-@pytest.mark.parametrize("weights", ["", "task.balanced=true", "task.class_weights=[1,5,0.5]"])
+@pytest.mark.parametrize("weights", ["", "task.class_weights=balanced", "task.class_weights=[1,5,0.5]"])
 def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights, smoothing):
     task = make("data.lengths=[]", f"task.label_smoothing={smoothing}", *weights.split())
     torch.manual_seed(0)

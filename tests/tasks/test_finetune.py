@@ -58,7 +58,7 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
 def test_training_and_evaluation_are_the_same_on_three_ranks(overrides, train, tmp_path):
-    given = ["task.balanced=true", "task.label_smoothing=0.1", "optim.head_lr=1e-2", "micro_batch_size=2"]
+    given = ["task.class_weights=balanced", "task.label_smoothing=0.1", "optim.head_lr=1e-2", "micro_batch_size=2"]
     train(tmp_path / "one", *given)
     done = run(overrides(tmp_path / "three", *given), ranks=3)
     assert done.returncode == 0, done.stderr

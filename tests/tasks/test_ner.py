@@ -177,9 +177,9 @@ UNIVERSAL = "# text = in 99\n" + "".join(
 )
 COMMENTED = "# id 0\tdomain=en\n# O\n# a b\n" + sentence_of("Anna B-PER", "# O") + "# id 1\n# O\nBonn L-LOC\n\n"
 IN_COLUMNS = {  # a file, settings, and its words with their tags
-    "german": (GERMAN, {"word": "1", "tag": "2"}, "Anna/B-PER 99/O Uni/B-ORG Bonn/I-ORG"),
-    "german, inner": (GERMAN, {"word": "1"}, "Anna/O 99/O Uni/O Bonn/B-LOC"),
-    "universal": (UNIVERSAL, {"word": "1", "tag": "-7"}, "in/ADP dem/DET #/SYM"),
+    "german": (GERMAN, {"tokens": "1", "tags": "2"}, "Anna/B-PER 99/O Uni/B-ORG Bonn/I-ORG"),
+    "german, inner": (GERMAN, {"tokens": "1"}, "Anna/O 99/O Uni/O Bonn/B-LOC"),
+    "universal": (UNIVERSAL, {"tokens": "1", "tags": "-7"}, "in/ADP dem/DET #/SYM"),
     "commented": (COMMENTED, {}, "#/O Anna/B-PER #/O"),
     "few numbers": ("2024 O\n", {}, "2024/O"),
     "phrases": (sentence_of("Anna NNP B-NP B-PER", "rests VBZ I-VP O"), {}, "Anna/B-PER rests/O"),  # CoNLL-2003's
@@ -191,7 +191,7 @@ def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
     content, columns, wanted = IN_COLUMNS[case]
     rows = [row for _, row in conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns))]
     assert " ".join(map("/".join, zip(rows[0]["tokens"], rows[0]["tags"], strict=True))) == wanted
-    note = ["a.conll: tags are those of column 3; column 2 holds tags too: see data.columns.tag"]
+    note = ["a.conll: tags are those of column 3; column 2 holds tags too: see data.columns.tags"]
     assert caplog.messages == (note if case == "german, inner" else [])
     if case == "commented":
         assert rows[1] == {"tokens": ["#", "Bonn"], "tags": ["O", "L-LOC"]}
@@ -201,12 +201,12 @@ NO_WORDS = [
     (
         GERMAN,
         {},
-        r"a\.conll: column 0 has no letters, as numbers of words: set data.columns.word, as data.columns.word=1",
+        r"a\.conll: column 0 has no letters, as numbers of words: set data.columns.tokens, as data.columns.tokens=1",
     ),
     ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
-    (GERMAN, {"word": "4"}, r"a\.conll:1: data.columns.word=4 is no column: they are 0 to 3"),
-    (GERMAN, {"tag": "x"}, "data.columns.tag=x is no column"),
-    (GERMAN, {"word": "-1"}, "both column 3"),
+    (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is no column: they are 0 to 3"),
+    (GERMAN, {"tags": "x"}, "data.columns.tags=x is no column"),
+    (GERMAN, {"tokens": "-1"}, "both column 3"),
 ]
 
 

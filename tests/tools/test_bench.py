@@ -151,11 +151,10 @@ def test_the_limit_is_bisected():
     ("given", "expected"),
     [
         ([], (4, [1, 2, 4], 4)),
-        (["max_micro_batch=2"], (4, [1, 2], 2)),
         (["parallel=pipeline", "model.architecture=bert", "model.num_layers=2"], (8, [4, 8], 8)),  # of four parts each
         (["nproc=3"], "global_batch_size=8 over nproc=3 ranks"),
     ],
-    ids=["halves", "at most", "two stages", "three"],
+    ids=["halves", "two stages", "three"],
 )
 def test_micro_batches_divide_the_share_of_a_replica(given, expected):
     cli.add_schema(BenchConfig, "bench", [])

@@ -18,9 +18,8 @@ class LeaseConfig(Section, prefix="lease."):
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
-    """What stops the run at its next step, besides signals, max_run_s and a file run_dir/STOP."""
+    """What stops the run at its next step, besides signals, max_run_s, a file run_dir/STOP and, on EC2, its notices."""
 
-    notices: str = setting("auto", among=("auto", "on", "off"))  # EC2's spot notices, from IMDSv2; auto: on EC2
     block_end: str | None = None  # end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
 
     def __post_init__(self) -> None:

@@ -11,7 +11,6 @@ from omegaconf import MISSING
 from train.config.checks import Section, check, setting, shortlist
 
 MOST_LENGTHS = 255  # rows hold which is theirs in a byte, as is the longest row's or seq_len
-MAX_MICRO_BATCHES_AHEAD = 1000  # minutes of training, and at a megabyte each a gigabyte of memory
 MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by datasets' save_to_disk
 MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
@@ -23,7 +22,6 @@ class DataConfig(Section, prefix="data."):
 
     path: str = MISSING  # a folder or s3://bucket/prefix of shards; for records also a file or the Hub id of a data set
     num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # loader processes per rank; 0: the rank itself
-    prefetch: int = setting(4, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # micro batches each worker keeps ready
     verify: bool = True  # compare local data with its checksums before training, once per node
     cache_dir: str | None = None  # local copies of data; None: on an NVMe instance store, or in ~/.cache/baretrain
 
@@ -57,10 +55,9 @@ class ColumnsConfig:
     question: str = "question"  # this one and those below are for question answering
     context: str = "context"  # the text in which the answer is
     answers: str = "answers"  # answers with their texts and places, as SQuAD has them
-    tokens: str = "tokens"  # this one and the next are for named entities: lists of words, and of their tags
-    tags: str = "tags"  # a tag for each word of `tokens`
-    word: str = "0"  # of CoNLL files: the column that holds the words, counted from 0
-    tag: str = "-1"  # of CoNLL files: the column that holds the tags; -1: the last
+    tokens: str = "tokens"  # lists of words, for named entities; of CoNLL files the number of their column: by
+    # default the first one, 0
+    tags: str = "tags"  # a tag for each word of `tokens`; of CoNLL files a number: by default the last one, -1
 
 
 @dataclass(kw_only=True)

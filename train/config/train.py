@@ -39,8 +39,8 @@ class EarlyStopConfig(Section, prefix="early_stop."):
 class HubConfig:
     """Where a finished run is pushed on the Hugging Face Hub. The token is that of `hf auth login` or HF_TOKEN."""
 
-    push_to: str | None = None  # user/name of the repository, for model, card and TensorBoard files; None: off
-    private: bool = True  # a repository that is made for it is private
+    push_to: str | None = None  # user/name of a private repository, made unless it is there, for model, card and
+    # TensorBoard files; None: off. `python -m train.hub RUN --to NAME --public` pushes a finished run to a public one
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,6 @@ class TrainConfig(Section):
     eval_examples: int | None = setting(None, above=0)  # validation sequences used, drawn by the seed; None: all
     eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # sequences per rank and batch of an
     # evaluation, to which the last one is padded; None: micro_batch_size
-    collect_graphs: bool = False  # for train.precompile: run each graph once, check no number, save nothing
     export: bool = True  # write run_dir/export for plain transformers at the end
     samples: int = setting(8, least=0, most=MAX_SAMPLES)  # validation examples that the export answers for the report
     tensorboard: bool = True  # also write TensorBoard files to run_dir/tensorboard

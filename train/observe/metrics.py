@@ -100,7 +100,7 @@ class Recorder:
         step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
         self.journal: Journal | None = None
         if is_first_rank:
-            is_measurement = self.on_line is not None or cfg.collect_graphs
+            is_measurement = self.on_line is not None or self.backend.collects
             to = [] if is_measurement else open_trackers(cfg, self.folder)
             self.journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to)
         self.profiler: Profiler | HostTimer | None = None
@@ -156,7 +156,7 @@ class Recorder:
         if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             fields, works_s, num_alarms = self._add_up()
             loss, norm = fields["loss"], float(self.backend.to_host([grad_norm])[0])
-            skipped, self.skips_in_a_row = (0, 0) if self.cfg.collect_graphs else self.backend.skips.counts()
+            skipped, self.skips_in_a_row = (0, 0) if self.backend.collects else self.backend.skips.counts()
         self.console.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
@@ -175,7 +175,7 @@ class Recorder:
             self.progress.skipped += new
             if new:
                 self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
-            elif not (self.skips_in_a_row or self.cfg.collect_graphs or all(map(math.isfinite, (loss, norm)))):
+            elif not (self.skips_in_a_row or self.backend.collects or all(map(math.isfinite, (loss, norm)))):
                 raise FloatingPointError(
                     f"the loss is {loss}, the gradient's norm {norm} at step {step}: a new run_dir with a lower "
                     "optim.lr, or fp32, may help"

@@ -45,28 +45,28 @@ def check_push(cfg: TrainConfig) -> None:
         return
     check_name("hub.push_to=", to)
     try:
-        open_hub(to, private=cfg.hub.private)
+        open_hub(to, private=True)  # a run publishes nothing by itself: somebody looks at it first
     except (InputError, Unreachable) as error:
-        later = command(cfg.run_dir, to, cfg.s3, private=cfg.hub.private)
+        later = command(cfg.run_dir, to, cfg.s3)
         has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
         check(has_begun, f"{error}; or leave hub.push_to out and push later with {later}")
         logger.warning("%s; the run starts, and pushes at its end", error)
 
 
-def push(folder: RunFolder, to: str, *, private: bool) -> str:
-    """Push a complete run; returns the address. Failure, with the command for another try, if the Hub does not accept
-    it.
+def push(folder: RunFolder, to: str) -> str:
+    """Push a complete run to a private repository; returns the address. Raises Failure, with the command for another
+    try, if the Hub does not accept it.
     """
     try:
-        return send(gathered(folder.path, name_of(folder)), to, private=private)
+        return send(gathered(folder.path, name_of(folder)), to, private=True)
     except (InputError, Unreachable) as error:
-        again = command(folder.location, to, folder.s3, private=private)
+        again = command(folder.location, to, folder.s3)
         raise Failure(f"{error}; the run is whole, push it again with {again}") from None
 
 
-def command(location: str, to: str, s3: S3Config, *, private: bool) -> str:
+def command(location: str, to: str, s3: S3Config) -> str:
     """The command line that pushes a run later."""
-    arguments = ["python", "-m", "train.hub", location, "--to", to, *([] if private else ["--public"])]
+    arguments = ["python", "-m", "train.hub", location, "--to", to]
     return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
 
 
@@ -170,8 +170,8 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         there, wanted = ("private" if each else "public" for each in (is_private, private))
         check(
             there == wanted,
-            f"{to} is {there} on the Hub, the run should be {wanted}: choose another name, change it there, or set "
-            f"hub.private={str(is_private).lower()} (--{there})",
+            f"{to} is {there} on the Hub, the run should be {wanted}: choose another name, change it there, or "
+            f"push the finished run with python -m train.hub RUN --to {to} --{there}",
         )
         return api
 

@@ -59,7 +59,6 @@ class Line:
 class Run:
     """What a tracker is told of a run."""
 
-    mlflow_uri: str | None  # of the settings
     id: str  # 32 hexadecimal digits, the same in all attempts
     name: str
     folder: Path  # on this machine
@@ -82,7 +81,7 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self.client = client = MlflowClient(run.mlflow_uri)
+        self.client = client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
@@ -230,8 +229,8 @@ def check_trackers(cfg: TelemetryConfig) -> None:
             f"telemetry.trackers names {name}, whose package is not installed here: pip install {PACKAGES[name]}",
         )
     check(
-        "mlflow" not in cfg.trackers or bool(cfg.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")),
-        "telemetry.trackers names mlflow, whose server is not known: set telemetry.mlflow_uri or MLFLOW_TRACKING_URI",
+        "mlflow" not in cfg.trackers or bool(os.environ.get("MLFLOW_TRACKING_URI")),
+        "telemetry.trackers names mlflow, whose server is not known: set MLFLOW_TRACKING_URI",
     )
 
 
@@ -240,7 +239,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
     if cfg.telemetry.trackers:
         os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     name = folder.location.rstrip("/").rpartition("/")[2]
-    run = Run(cfg.telemetry.mlflow_uri, folder.run_id, name, folder.path, flat(cfg))
+    run = Run(folder.run_id, name, folder.path, flat(cfg))
     return [Tracker(name, partial(CLIENTS[name], run)) for name in cfg.telemetry.trackers]
 
 

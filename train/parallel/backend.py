@@ -57,6 +57,7 @@ class Backend(ABC):
     precision: str  # what was chosen: fp32, bf16, ...
     adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
     monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
+    collects: bool = False  # for train.precompile: each graph runs once, and the numbers that come back mean nothing
     continues_dropout: bool = True  # whether random numbers that are put back were seen to continue on the device
     lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
     compiles: str = "none"  # what torch.compile makes kernels of: none | layers | model

@@ -58,7 +58,7 @@ class DDP(Backend):
         work: Workload | None = None,
     ) -> None:
         super().__init__()
-        world = self.world
+        world, self.collects = self.world, collects
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
         is_cuda = self.device.type == "cuda"
         self.pin_memory = is_cuda

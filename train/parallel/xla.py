@@ -64,7 +64,7 @@ class XLA(Backend):
         super().__init__()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
-        self.collects = collects  # graphs only: every number that comes back is 0
+        self.collects = collects  # every number that comes back is 0
         automatic = "bf16" if self.is_neuron else "fp32"
         self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
         self.reduces_on_host = self.world.is_distributed and not self.is_neuron

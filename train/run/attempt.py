@@ -206,5 +206,5 @@ def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
     device_bytes = peak_device_bytes()
     peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
     peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
-    loader = ", lower data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
+    loader = ", lower data.num_workers" if kind == "out_of_host_memory" else ""
     return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=launched().world_size)}{loader}"

@@ -74,9 +74,9 @@ def measure(
     None if a rank is asked to stop, and where only the graph is wanted: a batch for each rank, whose numbers mean
     nothing.
     """
-    cfg, plan, task = attempt.cfg, attempt.plan, attempt.task
+    plan, task = attempt.plan, attempt.task
     batch_size = plan.eval_batch_size
-    order = eval_order(task, engine, batch_size=batch_size, collects=cfg.collect_graphs)
+    order = eval_order(task, engine, batch_size=batch_size, collects=backend.collects)
     batches = Batches(
         task.eval_data(),
         order,
@@ -103,7 +103,7 @@ def measure(
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     gathered = backend.world.gather((engine.data_rank, rows))
-    if cfg.collect_graphs:
+    if backend.collects:
         return None
     by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
     # On the host, in the order of the data: the same numbers on any number of ranks.

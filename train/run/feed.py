@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from train.parallel.ranks import World
 
 logger = logging.getLogger("train")
+MICRO_BATCHES_AHEAD = 4  # that a loader process keeps ready: more cost memory, and a step waits for none of them
 HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
 
 
@@ -49,7 +50,7 @@ class TrainData:
         loading: dict[str, int] = {
             "batch_size": plan.micro_batch_size,
             "num_workers": cfg.data.num_workers,
-            "prefetch": cfg.data.prefetch,
+            "prefetch": MICRO_BATCHES_AHEAD,
             "multi_batch": multi_batch if task.buckets is None else 1,  # those drawn together have one shape
         }
         shortest = task.seq_len if task.buckets is None else 1  # of batches of several lengths little is known

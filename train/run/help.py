@@ -27,7 +27,7 @@ TYPES: dict[object, str] = {
     int: "whole number",
     float: "number",
     str: "text",
-    Any: "list of whole numbers or auto",
+    Any: "list or word",
 }
 
 

@@ -20,11 +20,10 @@ REPLACED: dict[str, tuple[str, ...]] = {
     "model.architecture": ("model.init_from", "model.pretrained"),
     "optim.warmup_fraction": ("optim.warmup_steps",),
     "data.validation_fraction": ("data.validation",),
-    "task.mask_rate": ("task.max_predictions",),
     "tokenizer.vocab_size": ("tokenizer.pretrained",),
     **{key: tuple(other for other in LENGTHS if other != key) for key in LENGTHS},
 }
-TOGETHER = {*LENGTHS, *OF_NEW_MODEL, "task.max_predictions"}  # given beside the setting that replaces them, both count
+TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # given beside the setting that replaces them, both count
 
 
 def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:

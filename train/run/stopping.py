@@ -161,7 +161,7 @@ class Notices:
             f"and it is {as_text(now())}; give the end of a later block, or null",
         )
         self.sources: dict[str, Callable[[], None]] = {"clock": self.look_at_clock, "stop file": self.look_for_file}
-        if watches_metadata(self.cfg.notices, os.environ):
+        if watches_metadata(os.environ):
             self.metadata = Metadata(metadata_endpoint(os.environ))
             self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
         self.closed = threading.Event()
@@ -221,10 +221,8 @@ class Notices:
                 self.stop.ask(asked, kind="scheduled_event")
 
 
-def watches_metadata(mode: str, environ: Mapping[str, str]) -> bool:
-    """Whether to ask EC2's metadata, by `preempt.notices` and the variables of the AWS tools."""
-    if mode != "auto":
-        return mode == "on"
+def watches_metadata(environ: Mapping[str, str]) -> bool:
+    """Return whether to ask EC2's metadata: on EC2, unless the variables of the AWS tools say otherwise."""
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2()

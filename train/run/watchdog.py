@@ -242,7 +242,7 @@ class Watchdog:
             if self.oom_kills[0] < count_oom_kills(self.oom_counter):
                 kind = "out_of_host_memory"
                 reason = f"out of host memory: the kernel killed rank {rank} around {self.own.where}; lower "
-                reason += "data.num_workers, data.prefetch or micro_batch_size"
+                reason += "data.num_workers or micro_batch_size"
             self.report(kind, reason, {rank}, self.own)
 
     def report(

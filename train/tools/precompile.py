@@ -149,7 +149,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     # torchrun runs in the user's folder, whatever folder the tool is in.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
-        command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train", *overrides],
+        command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train.tools.collect_graphs", *overrides],
         added=added,
         cache=str(cache),
         is_inductor=is_inductor,
@@ -165,7 +165,7 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
     """
     return [
-        *(f'run_dir="{run_dir}"', "collect_graphs=true", f"log_every={LOG_EVERY}"),
+        *(f'run_dir="{run_dir}"', f"log_every={LOG_EVERY}"),
         *("tensorboard=false", "telemetry.trackers=[]"),
         *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
         "optim.warmup_steps=null",  # a fixed number could be longer than the run

@@ -126,7 +126,7 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
     data = replace(trained.data, format=form)
     kind = trained.task.featurizer.kind
     named = [name for name, column in columns_given(options).items() if column]
-    unread = set(named) - {"id", "word", "tag", *kind.columns}
+    unread = set(named) - {"id", *kind.columns}
     check(not unread, f"{flags(f'{name}_column' for name in sorted(unread))}: {options.model} {spec.does}")
     return in_words_of_flags(read_texts(data, kind, options.input, s3, labels=trained.task.labels, named=named))
 

@@ -40,7 +40,16 @@ over a recipe (`experiment=`), also where the recipe chooses the same thing by a
 `train` stands for all commands that take the settings of a run: `python -m train`, `train.precompile`, `train.records`
 and `train.doctor --collectives`.
 
-## Keys"""
+## Every day
+
+What most users set. All other keys are below, and each is listed once."""
+OTHERS = """
+## Other keys"""
+EXPLAINED = {
+    "train": ("train.entry", "train.tools.records"),
+    "prepare": ("train.tools.prepare",),
+    "launch": ("launch.__main__",),
+}
 GROUPS = """
 ## Groups
 
@@ -53,6 +62,12 @@ def commands() -> dict[str, type]:
     above = import_module("launch.config").LaunchConfig, import_module("ami.config").AmiConfig
     schemas = (TrainConfig, PrepareConfig, CompareConfig, BenchConfig, *above)
     return dict(zip(("train", "prepare", "compare", "bench", "launch", "ami"), schemas, strict=True))
+
+
+def every_day() -> dict[str, set[str]]:
+    """Return by command the keys that its help explains; those of labelled data are in the help of train.records."""
+    used = {command: [import_module(name).USED for name in names] for command, names in EXPLAINED.items()}
+    return {command: set().union(*lists) for command, lists in used.items()}
 
 
 @cache
@@ -110,14 +125,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["", *(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, ["---"] * len(head), *cells))]
 
 
-def page() -> str:
-    lines = INTRODUCTION.splitlines()
+def tables(*, is_every_day: bool) -> Iterator[str]:
+    """Yield the lines of a section for each dataclass with keys of every day, or with others."""
+    chosen = every_day()
     for (prefix, kind), users in sections().items():
-        if rows := list(keys(prefix, kind)):
+        used = set().union(*(chosen.get(user, ()) for user in users))
+        if rows := [row for row in keys(prefix, kind) if (row[0].strip("`") in used) is is_every_day]:
             about = (kind.__doc__ or "").split("\n\n")[0]
             about = "" if about.startswith(f"{kind.__name__}(") else " ".join(about.replace("None", "null").split())
-            lines += ["", f"### {title(prefix, kind)}", "", f"{about} Used by {', '.join(users)}.".strip()]
-            lines += table(("key", "type", "default", "values", "meaning"), rows)
+            yield from ("", f"### {title(prefix, kind)}", "", f"{about} Used by {', '.join(users)}.".strip())
+            yield from table(("key", "type", "default", "values", "meaning"), rows)
+
+
+def page() -> str:
+    lines = [*INTRODUCTION.splitlines(), *tables(is_every_day=True), *OTHERS.splitlines(), *tables(is_every_day=False)]
     lines += GROUPS.splitlines()
     listed = [(group, name, default) for name in commands() for group, (default, _) in groups(name).items()]
     for group in dict.fromkeys(group for group, _, _ in listed):

@@ -31,7 +31,7 @@ Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once
 ORDER = 4  # the random number of a sequence that swaps it, beside those of masking.py
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
-LARGER = "give it more (docker run --shm-size=8g), or lower data.prefetch, or set data.num_workers=0"
+LARGER = "give it more (docker run --shm-size=8g), or lower data.num_workers, down to 0"
 CHECKED_ROWS = 1000  # of the first sequences that are drawn; at most 1 % may have nothing to predict
 EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
 
@@ -241,7 +241,7 @@ def check_shared_memory(
     check(
         needed_bytes <= free_bytes,
         f"{SHARED_MEMORY} has {free_bytes / 1e6:,.3g} MB free, and the loader processes of this machine keep "
-        f"batches of {needed_bytes / 1e6:,.3g} MB there (data.num_workers={num_workers}, data.prefetch={prefetch}): "
+        f"batches of {needed_bytes / 1e6:,.3g} MB there (data.num_workers={num_workers}): "
         f"{LARGER}",
     )
 

@@ -17,6 +17,7 @@ TAG = re.compile(r"O|[BIESLU]-\S+")  # O is the tag of words that are in no enti
 PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")  # CoNLL-2003's, of no entity
 MAX_WORDS = 10_000  # of a sentence; more are a file without blank lines
 FEW_WORDS = 10  # of a file in which there may be no letter
+IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns where data.columns has its defaults, which are no numbers
 DOCUMENT = "-DOCSTART-"  # begins a document: no word
 COMMENT = ("# ", "#\t")
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
@@ -90,13 +91,16 @@ class Sentences:
         if self.columns:
             return
         self.columns = columns
-        for key in ("word", "tag"):
-            value = getattr(self.given, key)
+        found = {}
+        for key, default in IN_FILES.items():
+            given = getattr(self.given, key)
+            value = default if given == key else given
             ok = re.fullmatch(r"-?\d{1,4}", value, re.ASCII) and -columns <= int(value) < columns
             where = f"{self.name}:{number}: data.columns.{key}={value}"
             check(bool(ok), f"{where} is no column: they are 0 to {columns - 1}, or count from the last, which is -1")
-            setattr(self, key, int(value) % columns)
-        same = f"{self.name}:{number}: data.columns.word and data.columns.tag are both column {self.word}"
+            found[key] = int(value) % columns
+        self.word, self.tag = found["tokens"], found["tags"]
+        same = f"{self.name}:{number}: data.columns.tokens and data.columns.tags are both column {self.word}"
         check(columns == 1 or self.word != self.tag, same)
         self.like_tags = set(range(columns)) - {self.word, self.tag}
 
@@ -114,13 +118,13 @@ class Sentences:
     def end(self) -> None:
         """Raise InputError if the words have no letters. If tags may be elsewhere, the log says so."""
         with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
-        hint = f"as data.columns.word={(*with_letters, 0)[0]} (columns count from 0)"
+        hint = f"as data.columns.tokens={(*with_letters, 0)[0]} (columns count from 0)"
         is_counting = self.counts and self.num_words > 1
         check(
             self.has_letters or self.columns == 1 or not (is_counting or self.num_words >= FEW_WORDS),
-            f"{self.name}: column {self.word} has no letters, as numbers of words: set data.columns.word, {hint}",
+            f"{self.name}: column {self.word} has no letters, as numbers of words: set data.columns.tokens, {hint}",
         )
-        if self.given.tag == "-1" and (others := sorted(self.like_tags & self.named)):
+        if self.given.tags == "tags" and (others := sorted(self.like_tags & self.named)):
             listed = ", ".join(map(str, others))
-            message = "%s: tags are those of column %d; column %s holds tags too: see data.columns.tag"
+            message = "%s: tags are those of column %d; column %s holds tags too: see data.columns.tags"
             logger.warning(message, self.name, self.tag, listed)

@@ -31,7 +31,7 @@ SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of sav
 NO_FILE = "neither a regular file nor a folder (a pipe can be read once, and may have no end): write it to a file"
 MAX_LISTED = 5  # files named in an error
 # Settings that leave the rows as they are.
-NOT_READING = ("path", "num_workers", "prefetch", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
+NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 from train.config import HeadSize, TaskConfig, check, setting
 from train.tasks.spec import LOSS, Metric, TaskSpec
@@ -13,15 +15,15 @@ class ClassifyConfig(TaskConfig):
     """Classification: one label for a text or a pair of texts."""
 
     kind: str = "classify"
-    class_weights: list[float] | None = None  # how much an error counts, for each label in order; None: all the same
-    balanced: bool = False  # class weights are rows / (labels * rows of the label) of the training data
+    class_weights: Any = None  # how much an error counts, for each label in order, as [1,5,0.5]; balanced: rows /
+    # (labels * rows of the label) of the training data; None: all the same
     label_smoothing: float = setting(0.0, least=0, below=1)  # share of the target that is spread over all labels
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weights = self.class_weights
-        check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
-        check(not (self.balanced and weights), "task.balanced=true computes the weights: leave task.class_weights out")
+        given = [] if self.class_weights in (None, "balanced") else self.class_weights
+        ok = isinstance(given, list) and all(type(each) in (int, float) and 0 < each < inf for each in given)
+        check(ok, f"task.class_weights={self.class_weights} must be balanced, or numbers above 0, as [1,5,0.5]")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(labels=labels or 2)  # one more costs 6 x hidden size FLOPs
@@ -38,7 +40,6 @@ SPEC = TaskSpec(
     card_settings=(
         ("Label smoothing", "task.label_smoothing"),
         ("Class weights", "task.class_weights"),
-        ("Class weights from the data", "task.balanced"),
     ),
     does="labels texts",
     inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},

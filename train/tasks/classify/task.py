@@ -170,16 +170,16 @@ def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
     Balanced weights are those of scikit-learn's "balanced": rows / (labels * rows of the label).
     """
     given = cfg.class_weights
-    if given is not None:
+    if given is None:
+        return None
+    if given != "balanced":
         check(
             len(given) == len(labels),
             f"task.class_weights has {len(given)} numbers for {len(labels)} labels ({shortlist(labels)})",
         )
         return np.array(given, np.float32)
-    if not cfg.balanced:
-        return None
     absent = [name for name, count in zip(labels, counts, strict=True) if not count]
-    check(not absent, f"task.balanced=true: no training row has the label {shortlist(absent)}; set task.class_weights")
+    check(not absent, f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers")
     return (counts.sum() / (len(labels) * counts)).astype(np.float32)
 
 

@@ -15,16 +15,15 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(0.15, above=0, below=1)  # share of the tokens of a sequence that is predicted
-    max_predictions: int | None = setting(None, above=0)  # predicted tokens per sequence, a fixed shape; None:
-    # seq_len * mask_rate
+    mask_rate: float = setting(0.15, above=0, below=1)  # share of the tokens of a sequence that is predicted, a fixed
+    # number: seq_len * mask_rate
     eval_mask_rate: float | None = setting(None, above=0, below=1)  # of validation sequences; None: mask_rate
     max_ngram: int = setting(3, above=0)  # longest run of units masked together, p(n) ~ 1/n; 1 is BERT's masking
     whole_word: bool = False  # units are whole words instead of tokens
-    sop: bool = False  # also predict whether two segments are in order; it weighs as much as max_predictions tokens
+    sop: bool = False  # also predict whether two segments are in order; it weighs as much as all predicted tokens
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        predictions = self.max_predictions or max(1, round(seq_len * self.mask_rate))
+        predictions = max(1, round(seq_len * self.mask_rate))
         rate = self.eval_mask_rate
         in_evaluation = predictions if rate is None else max(1, round(seq_len * rate))
         return HeadSize(predictions=predictions, eval_predictions=in_evaluation, labels=2 if self.sop else 0)

@@ -60,11 +60,11 @@ class MaskedLMTask(Task):
         )
         self.head = cfg.task.head_size(self.seq_len)
         self.predictions = self.head.predictions
-        check(
-            self.predictions <= self.seq_len - 3,
-            f"task.max_predictions={self.predictions} leaves nothing of a sequence of {self.seq_len} tokens to read; "
-            f"set at most {self.seq_len - 3}",
-        )
+        for name, slots in (("mask_rate", self.predictions), ("eval_mask_rate", self.head.eval_predictions)):
+            check(
+                slots <= self.seq_len - 3,
+                f"task.{name}={getattr(cfg.task, name)} leaves nothing of a sequence of {self.seq_len} tokens to read",
+            )
         info = self.manifest.tokenizer
         self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
         fitting_config(model, **self.fit)
@@ -108,12 +108,7 @@ class MaskedLMTask(Task):
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
 
     def _masker_of_rate(self, rate: float) -> Masker:
-        slots = self.head.eval_predictions
-        check(
-            slots <= self.seq_len - 3,
-            f"task.eval_mask_rate={rate} leaves nothing of a sequence of {self.seq_len} tokens to read",
-        )
-        return replace(self.masker, mask_rate=rate, max_predictions=slots)
+        return replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
 
     def verify_data(self) -> None:
         self.data.verify()

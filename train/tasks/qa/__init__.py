@@ -16,7 +16,6 @@ class QAConfig(TaskConfig):
     stride: int = setting(128, above=0)  # tokens that two neighbouring windows of a context share
     max_question_tokens: int = setting(64, above=0)  # longer questions are cut and counted
     max_answer_tokens: int = setting(30, above=0)  # longest answer that the model may give
-    n_best: int = setting(20, above=0)  # candidate answers kept for each question
     unanswerable: bool = False  # SQuAD v2: a question may have no answer
     null_threshold: float | None = None  # v2: a question has no answer if "no answer" scores higher than the best span
     # by more than this; None: 0 in evaluations, and in train.predict what was best for F1 on the validation data

@@ -28,6 +28,7 @@ from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
+N_BEST = 20  # candidate answers of a question, as SQuAD's own scripts keep: more change no metric and cost transfers
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
@@ -72,9 +73,7 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
             spans.WindowScores.of(rows[row, 1:], context_first[row], pairs.reshape(-1, 2))
             for row, pairs in zip(range(first, stop), window_offsets, strict=True)
         ]
-        predicted = spans.read(
-            windows, example["context"], n_best=task.n_best, max_answer_tokens=task.max_answer_tokens
-        )
+        predicted = spans.read(windows, example["context"], n_best=N_BEST, max_answer_tokens=task.max_answer_tokens)
         yield Answered(example["id"], list(example.get("answers", {"text": []})["text"]), predicted)
 
 
@@ -91,7 +90,7 @@ class QuestionAnswering(TextTask):
     def __init__(self, cfg: QAConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
         self.featurizer = QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=cfg)
-        self.shortest = cfg.n_best  # tokens: fewer would keep fewer candidates
+        self.shortest = N_BEST  # tokens: fewer would keep fewer candidates
         # The odds above which there is no answer; v1 has none, and its models always answer.
         self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
         self.metric_names = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
@@ -136,7 +135,7 @@ class QuestionAnswering(TextTask):
         self.threshold = threshold_of(run, options["null_threshold"])
         # As many scores as the run kept of a window; its shortest length is an upper limit.
         lengths = [] if data.lengths == "auto" else data.lengths
-        self.shortest = min([self.cfg.n_best, *lengths])
+        self.shortest = min([N_BEST, *lengths])
 
     def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
         examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])

@@ -15,7 +15,7 @@ from train.system.runtime import search_rarely
 from train.system.torchrun import die_with_torchrun, end_torchrun
 from train.tools.bench.config import BenchConfig
 
-USED: tuple[str, ...] = ("steps", "warmup", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
+USED: tuple[str, ...] = ("steps", "warmup", "output", "sweep", "max_memory_gib", "nproc")
 USED += ("data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
 
 

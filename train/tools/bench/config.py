@@ -20,14 +20,11 @@ class BenchConfig(TrainConfig):
     max_memory_gib: float | None = setting(None, above=0)  # host memory that a rank on CPUs may allocate; None: any, in
     # a sweep what the machine has available
     sweep: bool = False  # also --sweep: try micro batches, with the same global batch, for the largest and the fastest
-    max_micro_batch: int | None = setting(None, above=0)  # sweep: the largest that is tried; None: a rank's whole share
     nproc: int = setting(1, above=0, most=MAX_PROCESSES)  # sweep: ranks of each try on this machine
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        only = {"max_micro_batch": self.max_micro_batch, "nproc": self.nproc - 1 or None}
-        given = [name for name, value in only.items() if value is not None]
-        check(self.sweep or not given, f"{', '.join(given)}: only a sweep has them; add --sweep")
+        check(self.sweep or self.nproc == 1, f"nproc={self.nproc} is the number of ranks of a sweep: add --sweep")
 
     @property
     def window(self) -> int:

@@ -92,7 +92,6 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
         max_run_s=None,
         log_every=cfg.window,
         eval_every=None,
-        collect_graphs=False,
         export=False,
         tensorboard=False,
         telemetry=TelemetryConfig(),

@@ -114,9 +114,8 @@ def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
     share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
     whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
     check(rest == 0, f"{whole} leaves a rest; make it a multiple")
-    most = min(share, cfg.max_micro_batch or share)
-    usable = [size for size in range(1, most + 1) if share % size == 0 and is_usable(cfg, size)]
-    check(usable != [], f"no micro batch up to {most} that divides {whole} suits the backend and the instance")
+    usable = [size for size in range(1, share + 1) if share % size == 0 and is_usable(cfg, size)]
+    check(usable != [], f"no micro batch up to {share} that divides {whole} suits the backend and the instance")
     wanted = cfg.micro_batch_size or FIRST
     return share, usable, max((size for size in usable if size <= wanted), default=usable[0])
 
@@ -150,7 +149,7 @@ def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> s
     while failed is None:
         larger = [size for size in sizes if size >= 2 * low] or [size for size in sizes[-1:] if size > low]
         if not larger:
-            return f"{low} is the largest micro batch that global_batch_size and max_micro_batch allow"
+            return f"{low} is the largest micro batch that global_batch_size allows"
         tried = attempt(larger[0])
         if tried.bench is None:
             failed = tried.micro_batch_size
