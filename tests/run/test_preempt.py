@@ -159,6 +159,7 @@ MENDED = [event("system-reboot"), event("system-maintenance"), event("instance-s
 )
 def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later, kind, words):
     monkeypatch.setattr(Metadata, "get", lambda _, name: said if path.endswith(name) else None)
+    monkeypatch.setattr(stopping, "is_ec2", lambda: True)
     stop.save_s, wall_clock.now = 60, NOW + later
     watching(stop).look_at_metadata()
     assert stop.kind == kind
