@@ -50,7 +50,7 @@ LISTS = [[5, 6]] * 3
     ("columns", "message"),
     [
         ({"input_ids": [[5, 6]]}, "has no column tokens; there are input_ids (--column)"),
-        ({"tokens": []}, "cannot be read as a saved data set"),
+        ({"tokens": []}, "a split has no row"),
         ({"tokens": [[], []]}, "sequence 0 has 0 ids, sequences have 1 to 65,535"),
         ({"tokens": [[1, 2], [1, 2, 3]]}, "column tokens: sequence 1 has not 2 ids, as the first one has"),
         ({"tokens": [[1, 2], None]}, "column tokens: sequence 1 has not 2 ids"),

@@ -103,6 +103,13 @@ def test_a_name_of_a_run_that_is_of_another_kind_is_rejected(folder, name, make)
         rejects("it is a pipe", folder.storage.read, name)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt", "checkpoints"])
+def test_a_run_whose_files_belong_to_another_user_is_rejected_before_anything_changes(folder, name, monkeypatch):
+    put(folder, "environment.json"), put(folder, f"{name}/1" if name == "checkpoints" else name)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder.path / name)
+    rejects(f"this user may not write {Path(name).name}; choose a folder of your own", check, folder)
+
+
 @DISK_AND_S3
 def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by_its_lease(folder):
     check(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ logger = logging.getLogger("train")
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # in place; others are replaced
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # Files that ranks other than 0 write before rank 0 has taken the folder, and the files of a new disk.
 NEUTRAL = re.compile(
@@ -71,8 +73,8 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
 
 
 def check_layout(location: str) -> None:
-    """InputError for a folder with links instead of files to which a run appends lines, and for a file, folder or pipe
-    that has the name of another kind.
+    """InputError for a folder with links instead of files to which a run appends lines, for a file, folder or pipe that
+    has the name of another kind, and for what this user may not write.
     """
     path = local_path(location)
     for file in path.iterdir() if path.is_dir() else ():
@@ -85,6 +87,8 @@ def check_layout(location: str) -> None:
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
         check(not is_link, f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it")
+        may_write = not WRITTEN.fullmatch(file.name) or os.access(file, os.W_OK)
+        check(may_write, f"run_dir={location}: this user may not write {file.name}; choose a folder of your own")
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:

@@ -250,10 +250,12 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
     before the library opens them: InputError if it cannot be read or one is outside its folder. `name`: how errors name
     it, if not by its folder.
     """
-    errors = (*LIBRARY_ERRORS, IndexError)  # the last for a split without a row
-    with naming(f"{name or folder} cannot be read as a saved data set", errors):
+    with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
         check_saved(folder)
-        return datasets.load_from_disk(str(folder))
+        try:
+            return datasets.load_from_disk(str(folder))
+        except IndexError:
+            raise BadContent("a split has no row") from None
 
 
 def check_saved(folder: Path) -> None:
