@@ -152,7 +152,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "hidden_size is '8';": {"config.json": {"hidden_size": "8"}},
     "pad_token_id is 99999;": {"config.json": {"pad_token_id": 99999}},
     "hidden_dropout_prob is 2;": {"config.json": {"hidden_dropout_prob": 2}},
-    "no activation": {"config.json": {"hidden_act": "swoosh"}},
+    "transformers has no hidden_act=swoosh": {"config.json": {"hidden_act": "swoosh"}},
     "'layer_norm_eps' expected float": {"config.json": {"layer_norm_eps": "small"}},
     "architectures[0] holds 5": {"config.json": {"architectures": [5]}},
     "weights alone take": {"config.json": {"max_position_embeddings": 10**9, "hidden_size": 10**6}},

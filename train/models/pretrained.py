@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from train.config import InputError, check
+from train.config import InputError, check, shortlist
 from train.data.text.tokenizer import quiet
 from train.system.hub_access import asking_hub, fetched, why_missing
 from train.system.model_folder import models_below, read_model_json
@@ -128,8 +128,8 @@ def read_model_config(source: str) -> PreTrainedConfig:
         why = " ".join(str(error).split())
         raise InputError(f"{source}/config.json is none that transformers can use: {why}") from error
     config.return_dict = True
-    unknown = {name: act for name in ACTIVATIONS if (act := getattr(config, name, None)) and act not in ACT2FN}
-    check(not unknown, f"{source}/config.json: transformers has no activation {unknown}")
+    unknown = [f"{name}={act}" for name in ACTIVATIONS if (act := getattr(config, name, None)) and act not in ACT2FN]
+    check(not unknown, f"{source}/config.json: transformers has no {shortlist(unknown)}")
     check_weights(folder)
     return config
 
