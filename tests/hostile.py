@@ -3,7 +3,6 @@ and a right checksum.
 """
 
 import copy
-import json
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -70,8 +69,3 @@ def changed(draw, good):
     else:
         container[draw(names)] = draw(values)
     return value
-
-
-def as_read(value):
-    """What a reader gets of it."""
-    return json.loads(json.dumps(value))

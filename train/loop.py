@@ -58,7 +58,7 @@ def run(
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         if cfg.hub.push_to is not None:
-            from train.observe.push import check_push  # tools are not for every run
+            from train.observe.push import check_push  # late: only some runs need the report, which the card is made of
 
             check_push(cfg)
         saves = on_line is None and not collects

@@ -52,7 +52,7 @@ class Call:
     operation: str
     region: str
     submission: str  # id of what the settings came to, see launch.ec2.account
-    process: Any  # owner_name of the one that makes the call; earlier versions wrote a table, which is never "gone"
+    process: str  # owner_name of the one that makes the call
     sent_unix_s: float
     answered_unix_s: float | None = None
     made: list[str] = field(default_factory=list)  # ids of machines, of a security group; name of a placement group
@@ -83,7 +83,7 @@ class Call:
             is_submitted |= handle.get("submission") == self.submission
         if stopped_unix_s is None:
             return float("inf")
-        signed_s = 0.0 if is_gone(str(self.process)) else SIGNED_S
+        signed_s = 0.0 if is_gone(self.process) else SIGNED_S
         return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S  # clocks differ, hence the later one
 
 

@@ -80,7 +80,7 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared)
     output = tmp_path / "bench.json"
     more = [f"output={output}", f"run_dir={tmp_path}/run", "max_epochs=1", "profile=true"]
     given = settings(prepared, "global_batch_size=8", *more)
-    done = run(given, ranks=2, module="train.bench.__main__", env={"TMPDIR": str(tmp_path / "tmp")})
+    done = run(given, ranks=2, module="train.bench", env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.returncode == cli.DONE, done.stderr
     result = json.loads(output.read_text())
     for keys, kind in KINDS.items():

@@ -128,9 +128,7 @@ def test_a_machine_that_is_rejected_ends_the_other_one(tmp_path):
         names = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env = os.environ | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = ["instance=p6"] if rank == rejected else []
-        ranks.append(
-            start_forked(["train.doctor.__main__", "--collectives", "backend.device=cpu", *own], env, log, log)
-        )
+        ranks.append(start_forked(["train.doctor", "--collectives", "backend.device=cpu", *own], env, log, log))
     for rank in ranks:
         rank.join(INFORM_S - 10)  # once the other one knows, nobody waits for it
     spoken = [log.read_text() for log in said]
@@ -141,7 +139,7 @@ def test_a_machine_that_is_rejected_ends_the_other_one(tmp_path):
 
 def test_two_ranks_on_xla():
     arguments = ["--collectives", "backend=xla", "backend.device=cpu", "--mib", "1", "--json"]
-    done = run(arguments, ranks=2, module="train.doctor.__main__")
+    done = run(arguments, ranks=2, module="train.doctor")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["ok"]

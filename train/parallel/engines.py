@@ -35,7 +35,7 @@ def build_engine(
     return engine
 
 
-ENGINES = {
+ENGINES = {  # the module of each, with its function `build`
     "data": "train.parallel.data",
     "fsdp": "train.parallel.fsdp",
     "pipeline": "train.parallel.pipeline",

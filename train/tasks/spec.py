@@ -151,7 +151,6 @@ class Task(ABC):
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         """Write to the run folder what its checkpoints need to be exported without the data; rank 0."""
         return
-        return
 
     @abstractmethod
     def export(self, model: nn.Module, folder: Path) -> None:

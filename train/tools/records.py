@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from train.config import RecordsConfig, TrainConfig, check, shortlist
 from train.data.records.table_facts import cut_words, padding_share
 from train.run import compose as cli
+from train.tasks import build_task
 
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
@@ -48,7 +49,6 @@ def show(cfg: TrainConfig) -> int:
         "learns from records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
-    from train.tasks import build_task
     from train.tasks.finetune import TextTask  # torch takes seconds to import: what is wrong is rejected before
     from train.tasks.texts import resolved_lengths
 

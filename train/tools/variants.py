@@ -21,6 +21,7 @@ from train.system import processes
 from train.system.folders import canonical_json, open_folder
 from train.system.outcome import read_outcome
 from train.system.schema import FileName, read_yaml
+from train.tasks import build_task
 
 
 class Variant(NamedTuple):
@@ -68,8 +69,6 @@ def settings(cfg: TrainConfig) -> bytes:
 
 def check_tasks(variants: Sequence[Variant]) -> None:
     """InputError if what a variant that is to be run needs cannot be opened. Labelled data is prepared here, once."""
-    from train.tasks import build_task
-
     for variant in variants:
         if not is_done(variant):
             with named(variant.name):

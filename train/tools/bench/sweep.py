@@ -28,6 +28,7 @@ from train.system.memory import available_bytes, count_oom_kills, find_oom_count
 from train.system.outcome import OUT_OF_MEMORY
 from train.system.schema import read_object
 from train.system.torchrun import REJECTION
+from train.tasks import build_task
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB
 
@@ -62,8 +63,6 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the try under way ends as well
     share, sizes, first = sizes_of(cfg)
-    from train.tasks import build_task  # late: torch takes seconds to import
-
     build_task(cfg)  # or else the first try finds out, after a minute, what cannot be opened
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     tries: list[Try] = []
