@@ -473,7 +473,7 @@ def test_a_data_set_is_read_from_its_folder_and_from_the_cache_of_the_hub(descri
     assert documents_of(folder, str(tmp_path / "secret.csv")) == ["private"]  # which the user typed
 
 
-FACTS = json.loads((ROOT / "tests/recorded/da2362f/labelled/tables.json").read_text())
+FACTS = json.loads((ROOT / "tests/recorded/43a6bda/labelled/tables.json").read_text())
 del FACTS["sha256"]
 
 
