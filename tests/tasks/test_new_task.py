@@ -10,133 +10,17 @@ from finetuning import tuning
 from forks import launch, run_forked
 from run_results import losses
 from running import ROOT, lines
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-from train.checkpoints.manifest import step_name
 
 EXAMPLE = re.compile(r"`([\w/.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)  # path and content
 TABLES = {  # file: (old text, new text)
     "train/tasks/__init__.py": [
-        ("import classify, mlm, ner, qa\n", "import classify, focal, mlm, ner, qa, rating\n"),
-        ('    "qa": qa.SPEC,\n', '    "qa": qa.SPEC,\n    "focal": focal.SPEC,\n    "rating": rating.SPEC,\n'),
+        ("import classify, mlm, ner, qa, regress\n", "import classify, focal, mlm, ner, qa, regress\n"),
+        ('    "qa": qa.SPEC,\n', '    "qa": qa.SPEC,\n    "focal": focal.SPEC,\n'),
     ],
     "train/parallel/optimizers.py": [
         ("import adamw, lamb\n", "import adamw, lamb, sgd\n"),
         ('    "lamb": lamb.SPEC,\n', '    "lamb": lamb.SPEC,\n    "sgd": sgd.SPEC,\n'),
     ],
-}
-RATING = {  # a task whose targets are numbers: the files of a package
-    "conf/task/rating.yaml": "defaults: [rating_schema]\n",
-    "train/tasks/rating/__init__.py": """
-from dataclasses import dataclass
-
-from train.config import HeadSize, TaskConfig
-from train.tasks.spec import LOSS, Metric, TaskSpec
-
-
-@dataclass(kw_only=True)
-class RatingConfig(TaskConfig):
-    kind: str = "rating"
-
-    def head_size(self, seq_len, labels=0):
-        return HeadSize(labels=1)
-
-
-SPEC = TaskSpec(
-    settings=RatingConfig,
-    module="train.tasks.rating.task",
-    head="SequenceClassification",
-    problem_type="regression",
-    metrics=(Metric("mse", higher_is_better=False), LOSS),
-    pipeline="text-classification",
-    sentence="It rates a text.",
-    example='"A text."',
-    does="rates texts",
-    inputs={"text": "to rate"},
-)
-""",
-    "train/tasks/rating/task.py": """
-import numpy as np
-import torch
-from datasets import Value
-
-from train.data.files.errors import BadRow
-from train.data.records.featurizer import Featurizer
-from train.data.records.kinds import STRING, RowKind
-from train.data.records.table_facts import column
-from train.system.samples import Answer, Guess, Sample, excerpt
-from train.tasks.finetune import TextTask, mean_loss
-
-
-def read_score(value, texts, is_learnt):
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise BadRow(f"{value!r:.40} is no number") from None
-
-
-class RatingFeaturizer(Featurizer):
-    kind = RowKind(
-        "rating",
-        columns={"text": STRING, "label": Value("float32")},
-        read=lambda row: {"text": row.text("text")},
-        target="label",
-        read_target=read_score,
-        split_by="text",
-        tokens={"score": Value("float32")},
-    )
-
-    def features(self, rows, indices, *, split):
-        encoded = self.encode(rows["text"], truncation=True).encodings
-        self.count_cut(split, encoded, rows["text"])
-        return {**self.columns(split, encoded, indices), "score": rows.get("label", [0.0] * len(indices))}
-
-
-class Rating(TextTask):
-    columns = {"labels": "score"}
-    outputs = ["rating"]
-    metric_names = ("loss", "mse")
-    csv_columns = ["id", "prediction"]
-
-    def __init__(self, cfg, sizes):
-        super().__init__(cfg, sizes)
-        self.featurizer = RatingFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-
-    def errors(self, logits, inputs):
-        assert inputs["labels"].dtype == torch.float32
-        is_known, scores = ~inputs["labels"].isnan(), logits.float().squeeze(-1)
-        return scores, torch.where(is_known, scores - inputs["labels"].nan_to_num(), 0.0).square()
-
-    def loss_of(self, logits, inputs):
-        return self.errors(logits, inputs)[1].sum()
-
-    def statistics(self, logits, inputs):
-        return torch.stack(self.errors(logits, inputs)[::-1], -1)
-
-    def evaluate(self, examples, features, statistics):
-        return {"loss": mean_loss(statistics), **self.score(column(features, "score"), statistics[:, 1])}
-
-    def score(self, truth, predicted):
-        return {"mse": float(np.square(np.subtract(truth, predicted)).mean())}
-
-    def results(self, split, examples, features, statistics):
-        return {}, {}
-
-    def predictions(self, rows, features, statistics):
-        for row, score in zip(rows, statistics[:, 1].tolist(), strict=True):
-            yield {"id": row["id"], "prediction": score}
-
-    def known(self, row, prediction):
-        return None if row.get("label") is None else (row["label"], prediction["prediction"])
-
-    def sample(self, row, prediction):
-        apart = abs(row["label"] - prediction["prediction"])
-        guess = Guess(str(prediction["prediction"]), 1.0)
-        return Sample(excerpt(row["text"]), [Answer(str(row["label"]), [guess], float(apart < 0.1))])
-
-
-TASK = Rating
-""",
 }
 START = """
 import os, runpy, sys
@@ -160,7 +44,7 @@ def tree(tmp_path_factory):
         "train/tasks/focal/__init__.py",
         "train/tasks/focal/task.py",
     ]
-    for name, content in (files | RATING).items():
+    for name, content in files.items():
         assert not (folder / name).exists()
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
@@ -238,30 +122,3 @@ def test_its_checkpoint_is_exported_and_asked(tree, trained, tmp_path):
     assert weights[0] == weights[1]
     card = (trained / "export/README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| Optimizer | sgd |" in card
-
-
-def test_a_task_whose_targets_are_numbers_is_a_package_a_line_and_a_yaml(tree, prepared, tmp_path):
-    """The rate is far too high, so that errors rise and fall: the best evaluation is the lowest, and not the last."""
-    rows = [(" ".join(["in"] * (1 + row % 7) + [f"n{row}"]), row % 7 / 2 - 2.7) for row in range(60)]
-    (tmp_path / "rated.csv").write_text("text,label\n" + "".join(f"{text},{score}\n" for text, score in rows))
-    (tmp_path / "bad.csv").write_text("text,label\na,0.5\nb,many\n")
-    data = ["task=rating", "data=records", "data.validation_fraction=0.3", "seq_len=32", "data.lengths=[16]"]
-    given = ["best.metric=mse", "best.export=true", "checkpoint.best=true", "eval_every=1", "max_steps=6"]
-    given += ["optim.schedule=constant", "optim.lr=0.3", "watchdog.step_s=0", *data]
-    tuned = lambda name, *more: tuning(tmp_path / name, prepared / "tokenizer", *given, *more)  # noqa: E731
-    run(tree, *tuned("two", f"data.path={tmp_path / 'rated.csv'}"), ranks=2)
-    scores = {line["step"]: line["mse"] for line in lines(tmp_path / "two", "eval")}
-    lowest = min(scores, key=scores.get)
-    evaluation = json.loads((tmp_path / "two/evaluation.json").read_text())
-    assert lowest < 6 and (tmp_path / "two/checkpoints" / step_name(lowest)).is_dir(), scores
-    assert (evaluation["step"], evaluation["splits"]["validation"]["mse"]) == (lowest, scores[lowest])
-    assert all(line["loss"] == pytest.approx(line["mse"], rel=1e-5) for line in lines(tmp_path / "two", "eval"))
-
-    table = run(tree, str(tmp_path / "two"), "--input", str(tmp_path / "rated.csv"), module="train.predict")
-    answers = [json.loads(line)["prediction"] for line in table.splitlines()]
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two/export").eval()
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "two/export")([rows[5][0]], return_tensors="pt")
-    assert model.config.problem_type == "regression" and model.config.id2label == {0: "rating"}
-    assert answers[5] == pytest.approx(model(**tokens).logits.item(), rel=1e-4)
-    with pytest.raises(AssertionError, match="'many' is no number"):
-        run(tree, *tuned("bad", f"data.path={tmp_path / 'bad.csv'}"))

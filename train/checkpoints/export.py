@@ -11,6 +11,7 @@ from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
 from train.config import InputError, TrainConfig, check, flat
 from train.models.encoder import without_weights
+from train.models.heads import PaddedEncoder
 from train.models.network import Network
 from train.system.folders import Folder, make_folder, scratch_folder
 from train.system.identity import differences, find_identity
@@ -66,7 +67,7 @@ def export_described(source: Path, manifest: Manifest, head: str, run: Folder, t
         for name in names:
             (scratch / Path(name).name).write_bytes(run.read(name))
         export_mapped(
-            lambda: Network(without_weights(head, scratch)),
+            lambda: PaddedEncoder(without_weights(head, scratch)),
             source,
             manifest,
             lambda model: model.export(make_folder(target)),

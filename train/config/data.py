@@ -51,7 +51,8 @@ class ColumnsConfig:
     id: str | None = None  # written to the predictions; None: SQuAD's own, or else the row's number
     text: str = "text"  # the text to label, or the first of a pair
     text_pair: str | None = None  # the second text of a pair
-    label: str = "label"  # the label, for classification
+    label: Any = "label"  # the label, for classification, or the number, for regression; a list names the columns of
+    # several numbers
     question: str = "question"  # this one and those below are for question answering
     context: str = "context"  # the text in which the answer is
     answers: str = "answers"  # answers with their texts and places, as SQuAD has them
@@ -101,6 +102,7 @@ class RecordsConfig(DataConfig):
             len(given) <= MOST_LENGTHS,
             f"data.lengths has {len(given)} lengths, and at most {MOST_LENGTHS} are told apart",
         )
+        self.columns.label = column_names(self.columns.label)
         for name in ("delimiter", "quote", "escape"):
             value = getattr(self, name)
             ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
@@ -111,6 +113,14 @@ class RecordsConfig(DataConfig):
         check(not twice, f"data.labels names {shortlist(twice)} twice")
         unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
         check(not (self.labels and unknown), f"data.label_map leads to {shortlist(unknown)}, not one of data.labels")
+
+
+def column_names(value: Any) -> str | list[str]:
+    """Return data.columns.label as text: one name, or several. Raises InputError for anything else."""
+    names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
+    ok = bool(names) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    check(ok, f"data.columns.label={value} must be a column, or a list of columns that all differ")
+    return names if len(names) > 1 else names[0]
 
 
 @dataclass(kw_only=True)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from train.config import ModelConfig, check, shortlist
 from train.config.checks import SHOWN_NAMES
@@ -22,6 +24,7 @@ from train.models.network import Network
 logger = logging.getLogger("train")
 
 # The names of a head's dropout in the configurations of transformers.
+SCALE = "target_scale"  # of a configuration of transformers, while a model learns
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
@@ -39,6 +42,12 @@ class PaddedEncoder(Network):
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
         logits: Tensor = output.logits
         return logits
+
+    def finish(self, plain: PreTrainedModel) -> None:
+        """Bring what was learnt of standardised targets into their units."""
+        scale = vars(plain.config).pop(SCALE, None)
+        if scale is not None:
+            rescale(last_layer(plain)[1], scale["mean"], scale["deviation"])
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -80,6 +89,51 @@ def build_with_head(
     model = PaddedEncoder(*make_network(auto, cfg, config, seq_len, what=f"AutoModelFor{head}", new_head=cfg.new_head))
     model.head_share = 0.0 if head == "SequenceClassification" else 1.0
     return model
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a head computes for its C outputs: (number - mean) / deviation."""
+
+    mean: list[float]  # [C]
+    deviation: list[float]  # [C], above 0
+
+
+def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
+    """Have the model learn in `scale`, which its configuration keeps for the export. A head that `is_trained` already
+    computes numbers in their units. Raises InputError if its last layer cannot be brought into them.
+    """
+    vars(model.network.config).pop(SCALE, None)
+    if scale is None:
+        return
+    name, layer = last_layer(model.network)
+    setattr(model.network.config, SCALE, asdict(scale))
+    if f"{name}.weight" not in model.new and is_trained:
+        mean, deviation = np.array(scale.mean), np.array(scale.deviation)
+        rescale(layer, (-mean / deviation).tolist(), (1 / deviation).tolist())
+
+
+def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
+    """Return the layer that computes the outputs of a head, and its name. Raises InputError if there is none that has
+    biases.
+    """
+    inside = set(network.base_model.modules())
+    layers = [(name, module) for name, module in network.named_modules() if module not in inside]
+    linear = [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear)]
+    check(
+        bool(linear) and linear[-1][1].out_features == network.config.num_labels and linear[-1][1].bias is not None,
+        f"the head of {type(network).__name__} ends in no linear layer with biases: set task.standardize=false",
+    )
+    return linear[-1]
+
+
+@torch.no_grad()
+def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
+    """Have a layer compute output * deviation + mean, by new weights: another model may have the old ones."""
+    given = {"dtype": torch.float64, "device": layer.weight.device}
+    first, factor = (torch.tensor(values, **given) for values in (mean, deviation))
+    layer.weight = nn.Parameter((layer.weight.double() * factor[:, None]).float())
+    layer.bias = nn.Parameter((layer.bias.double() * factor + first).float())
 
 
 def names_of_head(config: PreTrainedConfig) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,15 +157,20 @@ class Network(nn.Module):
         memory, or mapped from a file, are written from there, and only others are copied to the host.
         """
         with torch.device("meta"):  # names, shapes and ties
-            plain = type(self.network)(self.network.config)
+            plain = type(self.network)(deepcopy(self.network.config))
         types = {name: value.dtype for name, value in plain.state_dict().items()}
         weights = {name: value.cpu().to(types[name]) for name, value in self.network.state_dict().items()}
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
+        self.finish(plain)
         disable_progress_bar()  # it would last a fraction of a second
         plain.save_pretrained(folder)
         for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
             shutil.copymode(folder / "config.json", path)
+
+    def finish(self, plain: PreTrainedModel) -> None:
+        """Replace what the exported model, whose weights are those of this one, has in another form than in training."""
+        return
 
 
 def is_norm(module: nn.Module) -> bool:

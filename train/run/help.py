@@ -27,7 +27,7 @@ TYPES: dict[object, str] = {
     int: "whole number",
     float: "number",
     str: "text",
-    Any: "list or word",
+    Any: "list or one value",
 }
 
 

@@ -22,10 +22,10 @@ class Guess:
     """An answer that the model considers."""
 
     text: str  # empty: there is no answer
-    probability: float
+    probability: float | None  # None: the task has none
 
     def __post_init__(self) -> None:
-        check_limits(self.probability, self.text)
+        check_limits(0 if self.probability is None else self.probability, self.text)
 
 
 @dataclass(frozen=True)

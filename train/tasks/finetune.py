@@ -208,7 +208,7 @@ class TextTask(Task):
         for name, lengths in used.items():
             padding = {"padding_share": padding_share(lengths, self.lengths)}
             splits[name] = {**facts["splits"][name], "used_rows": len(lengths), **padding}
-        return {"kind": facts["kind"], "labels": facts["labels"], "lengths": list(self.lengths), "splits": splits}
+        return {"kind": facts["kind"], "labels": list(self.outputs), "lengths": list(self.lengths), "splits": splits}
 
     def summary(self) -> str:
         lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))

@@ -51,7 +51,8 @@ class Predictor:
         most = None if run is None else MOST_TOKENS  # texts are cut as the run cut them
         sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
-        task = task or default_task(source, names, getattr(sizes.config, "problem_type", None))
+        only_number = "regression" if sizes.config.num_labels == 1 else None  # as transformers takes a single output
+        task = task or default_task(source, names, getattr(sizes.config, "problem_type", None) or only_number)
         self.spec = spec = spec_of(task)
         check(spec.head in names, f"{source}: the run's task is {task.kind}, but the model is a {names}")
         self.task: TextTask = class_of(spec)(task, sizes)

@@ -53,6 +53,7 @@ FLAGS = {  # what errors of reading say of settings, and what it is here
     "say which is for training: data.train=NAME, or a glob": "name one of them",
 }
 COLUMNS = [item.name for item in fields(ColumnsConfig)]
+SINGULAR = {"probabilities": "probability"}
 Row = dict[str, Any]
 
 
@@ -208,13 +209,14 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
-    """Rows without what a table cannot hold; a column for the probability of each label. Lists are JSON."""
+    """Rows as a table: a column for the probability of each label and for each of several numbers. Lists are JSON."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:
-        shares = {f"probability_{label}": share for label, share in line.get("probabilities", {}).items()}
+        objects = {SINGULAR.get(key, key): value for key, value in line.items() if isinstance(value, dict)}
+        named = {f"{key}_{name}": number for key, value in objects.items() for name, number in value.items()}
         lists = {key: json.dumps(value, ensure_ascii=False) for key, value in line.items() if isinstance(value, list)}
-        writer.writerow({**line, **lists, **shares})
+        writer.writerow({**line, **lists, **named})
     return text.getvalue().encode()
 
 
@@ -222,7 +224,7 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
+    purpose = "Label or rate texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
     examples = ('RUN --text "so good"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
     exits = {**EXITS, REJECTED: "arguments or input rejected; then there is no output file"}
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits)

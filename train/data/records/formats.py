@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ class Table:
     class_names: dict[str, list[str]] = field(default_factory=dict)  # of columns that hold numbers: what they mean
     keys: ColumnsConfig | None = None  # of a format whose columns have names of their own
     lines: Lines = field(default_factory=Lines)
+
+    def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
+        """Return what the numbers in a column mean, if that is known: of several columns, which of them it is."""
+        return column if isinstance(column, tuple) else self.class_names.get(column)
 
 
 def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path) -> dict[str, list[Table]]:

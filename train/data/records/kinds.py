@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import List, Value
 
-from train.config import ColumnsConfig
+from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
 
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
@@ -38,30 +38,50 @@ class RowKind:
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
     check_each: Callable[[str], None] | None = None  # a name for each item of split_by; BadRow
     has_unique_ids: bool = False
+    takes_columns: bool = False  # the target may be in several columns
 
     @property
     def has_lists(self) -> bool:
         """Return whether the target is a list of labels."""
         return self.read_target is None and isinstance(self.columns[self.target], List)
 
-    def columns_of(self, columns: ColumnsConfig) -> dict[str, str]:
-        """The column of each key that is read, in the data."""
+    def columns_of(self, columns: ColumnsConfig) -> dict[str, str | tuple[str, ...]]:
+        """The column of each key that is read, in the data; several of a target that is in as many. Raises InputError
+        if the task reads only one.
+        """
         named = {key: getattr(columns, key) for key in ("id", *self.columns)}
-        return {key: column for key, column in named.items() if column is not None}
+        several = {key: tuple(column) for key, column in named.items() if isinstance(column, list)}
+        for key, names in several.items():
+            many = f"data.columns.{key}=[{','.join(names)}] names several columns"
+            check(self.takes_columns, f"{many}; task={self.name} reads one")
+        return {key: several.get(key, column) for key, column in named.items() if column is not None}
+
+    def wanted(self, columns: ColumnsConfig) -> list[str]:
+        """Return all columns that are read."""
+        return [name for names in self.columns_of(columns).values() for name in names_in(names)]
+
+
+def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
+    return columns if isinstance(columns, tuple) else (columns,)
 
 
 class Row:
-    """The values of one row by the keys of data.columns. `columns`: the column of each key."""
+    """The values of one row by the keys of data.columns. `columns`: the column of each key, or the several."""
 
-    def __init__(self, values: dict[str, Any], columns: dict[str, str], encoding: str) -> None:
+    def __init__(self, values: dict[str, Any], columns: dict[str, str | tuple[str, ...]], encoding: str) -> None:
         self.values, self.columns, self.encoding = values, columns, encoding
 
     def has(self, key: str) -> bool:
-        return self.columns[key] in self.values or self.columns[key].split(".")[0] in self.values
+        return all(name in self.values or name.split(".")[0] in self.values for name in names_in(self.columns[key]))
 
     def value(self, key: str) -> Any:
-        """A column, or where its name has dots, what is in an object there. BadRow if it is missing."""
+        """A column, or where its name has dots, what is in an object there; a list of several columns. BadRow if it is
+        missing.
+        """
         column = self.columns[key]
+        return [self.value_in(name) for name in column] if isinstance(column, tuple) else self.value_in(column)
+
+    def value_in(self, column: str) -> Any:
         if column in self.values:
             return self.values[column]
         value: Any = self.values

@@ -48,7 +48,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     Without `data.validation`, rows of the training data are held out by a hash of kind.split_by and the seed. Subsets
     are drawn with the seed and keep the order of the data. Raises InputError for what the user has to fix.
     """
-    tables = open_splits(cfg, kind.columns_of(cfg.columns).values(), s3, folder)
+    tables = open_splits(cfg, kind.wanted(cfg.columns), s3, folder)
     has_labels = kind.read_target is None
     labels = given_labels(cfg, kind, tables["train"][0]) if has_labels else []
     splits: dict[str, datasets.Dataset] = {}
@@ -113,7 +113,7 @@ def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: i
 
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
     """The labels as far as they are known before reading: from the settings, or else from the data's description."""
-    names = table.class_names.get(kind.columns_of(cfg.columns)[kind.target])
+    names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
     if names is None:
         return list(cfg.labels)
     labels = LabelNames(cfg)
@@ -167,5 +167,5 @@ def read_texts(
     new.format = cfg.format if cfg.format in FILE_FORMATS and not says_format else "auto"
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
     with scratch_folder() as scratch:
-        tables = open_splits(new, kind.columns_of(new.columns).values(), s3, scratch)["train"]
+        tables = open_splits(new, kind.wanted(new.columns), s3, scratch)["train"]
         yield from examples(tables, new, kind, LabelNames(new, labels), None, named=named)

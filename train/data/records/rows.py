@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from train.config import InputError, RecordsConfig, check, shortlist
 from train.data.files.errors import BadRow, listed
 from train.data.records.formats import LocatedRow, Table
-from train.data.records.kinds import Row, RowKind, plain, plain_label
+from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 
 logger = logging.getLogger("train")
 
@@ -115,8 +115,8 @@ class LabelNames:
         example = fraction or max(values, key=values.__getitem__, default="")
         check(
             fraction is None and len(values) <= MAX_NUMBERS,
-            f"the labels are {what}, as {example}: scores are learnt by "
-            "regression, not as classes; if each number is a class, list all in data.labels, as data.labels=[0,1,2]",
+            f"the labels are {what}, as {example}: scores are learnt by regression (task=regress), not as classes; if "
+            "each number is a class, list all in data.labels, as data.labels=[0,1,2]",
         )
 
     def in_order(self) -> list[str]:
@@ -157,7 +157,7 @@ def examples(
         rows = with_columns(
             {key: columns[key] for key in columns if not is_new or key != kind.target or key in named}, table
         )
-        names, first = table.class_names.get(columns[kind.target]), number + 1
+        names, first = table.names_of(columns[kind.target]), number + 1
         for where, values in rows:
             number += 1
             try:
@@ -191,17 +191,17 @@ def target_of(
     row: Row, example: dict[str, Any], kind: RowKind, labels: LabelNames, names: Sequence[str] | None, *, is_new: bool
 ) -> dict[str, Any]:
     """The target by its key; empty for a new row that holds none."""
-    value = row.value(kind.target)
+    value, column = row.value(kind.target), ", ".join(names_in(row.columns[kind.target]))
     if kind.read_target is not None:
         if is_new and value is None:
             return {}
         return {kind.target: kind.read_target(value, example, not is_new)}
     try:
         if kind.check_each is None and kind.has_lists:
-            return {kind.target: labels_of_row(value, row.columns[kind.target], labels, names)}
+            return {kind.target: labels_of_row(value, column, labels, names)}
         if kind.check_each is None:
             if value not in labels.known:
-                check_single(value, row.columns[kind.target], kind)
+                check_single(value, column, kind)
             return {kind.target: labels.of(value, names)}
         return {kind.target: labels_of_each(value, example[kind.split_by], kind, labels, names)}
     except BadRow:
@@ -259,7 +259,7 @@ def labels_of_each(
     return found
 
 
-def with_columns(needed: dict[str, str], table: Table) -> Iterator[LocatedRow]:
+def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> Iterator[LocatedRow]:
     """The rows of a table. InputError if it lacks one of the columns, by key."""
     rows = table.rows()
     if table.columns is not None:
@@ -279,8 +279,10 @@ def holds_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def check_columns(needed: dict[str, str], columns: Sequence[str], where: str, hint: str = "") -> None:
-    for key, column in needed.items():
+def check_columns(
+    needed: Mapping[str, str | tuple[str, ...]], columns: Sequence[str], where: str, hint: str = ""
+) -> None:
+    for key, column in ((key, name) for key, names in needed.items() for name in names_in(names)):
         is_there = column in columns or column.split(".")[0] in columns
         have = listed(columns, column)
         check(is_there, f"{where}: no column {column} (data.columns.{key}); the columns are: {have}{hint}")

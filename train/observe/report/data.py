@@ -66,11 +66,14 @@ class Evaluated:
     labels: list[str] = field(default_factory=list)
     per_class: dict[str, Numbers] = field(default_factory=dict)  # of each label: precision, recall, f1, support
     confusion: list[list[float]] = field(default_factory=list)  # [true, predicted] examples
+    pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # by target: truth and prediction of some rows
 
     def __post_init__(self) -> None:
         is_square = all(len(row) == len(self.confusion) for row in self.confusion)
         if not is_square or len(self.confusion) not in (0, len(self.labels)):
             raise BadContent(f"the confusion of {len(self.labels)} labels is no square")
+        if any(len(pair) != 2 for pairs in self.pairs.values() for pair in pairs):
+            raise BadContent("a row of pairs is not a truth and a prediction")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELS, MAX_NUMBERED = 40, 12  # labels that a figure names; labels up to which the heat map has numbers
+MAX_SCATTERED = 8  # targets of a split that have a figure
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
@@ -27,6 +28,10 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
             if evaluated.confusion:
                 name = file_name("confusion", evaluated.name)
                 yield name, f"Confusion: {evaluated.name}", png_of(heat_map(evaluated))
+            filled = [(target, pairs) for target, pairs in evaluated.pairs.items() if pairs]
+            for number, (target, pairs) in enumerate(filled[:MAX_SCATTERED], 1):
+                name, title = file_name(f"scatter_{number}", evaluated.name), f"{target}: {evaluated.name}"
+                yield name, title, png_of(scatter(title, pairs))
 
 
 def label_bars(records: Records) -> Figure:
@@ -97,4 +102,14 @@ def heat_map(evaluated: Evaluated) -> Figure:
                 text = f"{value:,.0f}\n{shares[y][x]:.0%}"
                 axes.text(x, y, text, ha="center", va="center", color=colour, fontsize=SMALL)
     figure.colorbar(image, format=percent, shrink=0.8)
+    return figure
+
+
+def scatter(title: str, pairs: list[list[float]]) -> Figure:
+    """A point for the true and the predicted number of each row, and the line on which both are equal."""
+    truth, predicted = zip(*pairs, strict=True)
+    name = shortened(printable(title), 40)
+    figure, axes = axes_of(name, height=WIDTH - 0.5, xlabel="true", ylabel="predicted")
+    axes.axline((truth[0], truth[0]), slope=1, **MARK)
+    axes.scatter(truth, predicted, s=12, lw=0, alpha=0.5, color=look(0)["color"])
     return figure

@@ -1,0 +1,261 @@
+"""Numbers for a text or a pair of texts: features, loss, metrics and predictions.
+
+Targets are standardised as they are read, so that loss and head work on numbers around 0. The head's last layer is
+brought into the units of the data when it is exported.
+
+Shapes: B texts, C targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from datasets import Dataset, List, Value
+from torch import Tensor
+
+from train.config import RecordsConfig, TrainConfig, check
+from train.data.files.errors import BadRow
+from train.data.records.kinds import STRING, RowKind
+from train.data.records.rows import NUMBER
+from train.data.records.table_facts import column
+from train.data.records.token_rows import TokenRows
+from train.data.shards.order import spread
+from train.models.heads import PaddedEncoder, Scale, learn_scaled, names_of_head
+from train.system.samples import Answer, Guess, Sample, excerpt
+from train.tasks.classify.task import ClassifyFeaturizer, read_texts
+from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss
+from train.tasks.regress import RegressConfig
+from train.tasks.texts import Sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+NAMES = ("mse", "mae", "rmse", "pearson", "spearman")
+MOST = float(np.finfo(np.float32).max)
+MOST_PAIRS = 500  # of a target, in evaluation.json
+
+
+# ---- numbers of rows -----------------------------------------------------------------------------------------------
+
+
+def number_of(value: Any, name: str) -> float:
+    """Return a target, which text may hold. BadRow if it is not a number, or one that float32 cannot hold."""
+    is_text = isinstance(value, str)
+    ok = NUMBER.fullmatch(value.strip()) if is_text else isinstance(value, int | float | Decimal)
+    if not ok or isinstance(value, bool):
+        hint = "; decimals have a point" if is_text and NUMBER.fullmatch(value.strip().replace(",", ".", 1)) else ""
+        what = ", several: name a column for each number" if isinstance(value, list) else ", not a number"
+        raise BadRow(f"{name} holds {value!r:.40}{what}{hint}")
+    if not abs(value := float(value)) <= MOST:  # nor is NaN
+        raise BadRow(f"{name} holds {value}, not a number up to {MOST:.2g}")
+    return value
+
+
+def regress_rows(names: Sequence[str]) -> RowKind:
+    """Return the kind of rows that hold the targets `names`."""
+
+    def read_numbers(value: Any, texts: dict[str, Any], is_learnt: bool) -> list[float] | None:
+        values = value if len(names) > 1 else [value]
+        try:
+            if not isinstance(values, list) or len(values) != len(names):
+                raise BadRow(f"{value!r:.40} in place of the numbers {', '.join(names)}")
+            return [number_of(*pair) for pair in zip(values, names, strict=True)]
+        except BadRow:
+            if is_learnt:
+                raise
+            return None  # a new row whose answer is not known
+
+    return RowKind(
+        "regress",
+        columns={"text": STRING, "text_pair": STRING, "label": List(Value("float64"))},
+        read=read_texts,
+        target="label",
+        read_target=read_numbers,
+        split_by="text",
+        tokens={"label": List(Value("float32"), length=len(names))},
+        takes_columns=True,
+    )
+
+
+class RegressFeaturizer(ClassifyFeaturizer):
+    """Texts to tokens, as a classifier reads them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, targets: Sequence[str]) -> None:
+        super().__init__(tokenizer, seq_len=seq_len, targets=list(targets))
+        self.kind = regress_rows(targets)
+
+    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+        unknown = [[0.0] * len(self.settings["targets"])] * len(indices)
+        return super().features({"label": unknown, **rows}, indices, split=split)
+
+
+# ---- the task ------------------------------------------------------------------------------------------------------
+
+
+class Regression(TextTask):
+    """Numbers for a text. A prediction is {"id", "label" (if there is one), "prediction"}: numbers, or {target: number}
+    if there are several targets.
+    """
+
+    columns = {"labels": "label"}
+    metric_names = ("loss", *NAMES)
+    scale: Scale | None = None  # of what the head computes; None: it computes the targets
+
+    def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
+        super().__init__(cfg, sizes)
+        self.use_targets(["label"])
+
+    def use_targets(self, names: Sequence[str]) -> None:
+        self.targets = list(names)
+        self.featurizer = RegressFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, targets=names)
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        return self.targets
+
+    @property
+    def csv_columns(self) -> list[str]:  # type: ignore[override]
+        several = [f"{key}_{name}" for key in ("label", "prediction") for name in self.targets]
+        return ["id", *(several if len(self.targets) > 1 else ("label", "prediction"))]
+
+    def open(self, cfg: TrainConfig) -> None:
+        assert isinstance(cfg.data, RecordsConfig)
+        given = cfg.data.columns.label
+        check(
+            not (cfg.data.labels or cfg.data.label_map),
+            "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
+        )
+        self.use_targets(given if isinstance(given, list) else [given])
+        super().open(cfg)
+
+    def begin(self, train_table: TokenRows) -> None:
+        """Standardise the targets of both tables. Raises InputError if one is the same number in all training rows."""
+        numbers = train_table.values["labels"].astype(np.float64)
+        mean, deviation = numbers.mean(0), numbers.std(0)
+        for name, value, apart in zip(self.targets, mean, np.ptp(numbers, 0), strict=True):
+            same = f"train: all {len(numbers):,} rows have the number {value:g} in {name}"
+            check(apart > 0, f"{same}, there is nothing to learn; is data.columns.label right?")
+        if self.cfg.standardize:
+            self.scale = Scale(mean.tolist(), deviation.tolist())
+            for table in (train_table, self.eval_table):
+                table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
+
+    def build_model(self) -> PaddedEncoder:
+        model = super().build_model()
+        learn_scaled(model, self.scale, is_trained=self.sizes.model.pretrained is not None)
+        return model
+
+    def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        return squared_errors(logits, inputs["labels"]).sum()
+
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, 1 + C]: the loss, the mean of the targets, and what the head computes [B, C]."""
+        logits = logits.float()
+        return torch.cat([squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1)
+
+    def numbers(self, statistics: np.ndarray) -> np.ndarray:
+        """Return the predictions [rows, C] float64, in the units of the data."""
+        computed = statistics[:, 1:].astype(np.float64)
+        return computed if self.scale is None else computed * self.scale.deviation + self.scale.mean
+
+    def truth(self, examples: Dataset, features: Dataset) -> np.ndarray:
+        """Return the targets [rows, C] float64 of some features."""
+        return column(examples_of(examples, features), "label").reshape(-1, len(self.targets))
+
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        return {"loss": mean_loss(statistics), **self.score(self.truth(examples, features), self.numbers(statistics))}
+
+    def score(self, truth: Any, predicted: Any) -> dict[str, float]:
+        """Return the metrics, of which each is the mean of the targets' own."""
+        each = scores(np.asarray(truth, np.float64), np.asarray(predicted, np.float64))
+        return {name: float(values.mean()) for name, values in each.items()}
+
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+        """A line for each text, truth and prediction of some rows, and, of several targets, the metrics of each."""
+        truth, predicted = self.truth(examples, features), self.numbers(statistics)
+        rows = zip(examples_of(examples, features)["id"], truth.tolist(), strict=True)
+        lines = self.predictions([{"id": name, "label": numbers} for name, numbers in rows], features, statistics)
+        pairs = np.stack([truth, predicted], -1)[spread(len(truth), MOST_PAIRS)]
+        pairs = pairs[np.isfinite(pairs).all((1, 2))]
+        tables: dict[str, Any] = {"pairs": {name: pairs[:, at].tolist() for at, name in enumerate(self.targets)}}
+        if len(self.targets) > 1:
+            for name, values in scores(truth, predicted).items():
+                tables |= {
+                    f"{target}_{name}": value for target, value in zip(self.targets, values.tolist(), strict=True)
+                }
+        return {f"{split}.jsonl": json_lines(lines)}, tables
+
+    # ---- predictions -----------------------------------------------------------------------------------------------
+
+    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
+        problem = getattr(config, "problem_type", None)
+        check(problem in (None, "regression"), f"{source} must compute numbers; it has problem_type {problem}")
+        self.use_targets(names_of_head(config))
+        return []  # its outputs are no labels
+
+    def named(self, numbers: Sequence[float]) -> Any:
+        """Return the number of the only target, or those of several by their names."""
+        return dict(zip(self.targets, numbers, strict=True)) if len(self.targets) > 1 else numbers[0]
+
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+        for row, numbers in zip(rows, self.numbers(statistics).tolist(), strict=True):
+            known = {} if row.get("label") is None else {"label": self.named(row["label"])}
+            yield {"id": row["id"], **known, "prediction": self.named(numbers)}
+
+    def known(self, row: Entry, prediction: Entry) -> tuple[list[float], list[float]] | None:
+        answer = prediction["prediction"]
+        return (
+            None
+            if row.get("label") is None
+            else (row["label"], [*answer.values()] if len(self.targets) > 1 else [answer])
+        )
+
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
+        truth, answer = self.named(row["label"]), prediction["prediction"]
+        answers = [Answer(in_words(truth), [Guess(in_words(answer), None)], 1.0 if truth == answer else 0.5)]
+        return Sample(excerpt(row["text"]), answers, excerpt(row.get("text_pair") or ""))
+
+
+TASK = Regression
+
+
+def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
+    """[B, C] float32; 0 where a row of padding has no target."""
+    is_known = ~targets.isnan()
+    return torch.where(is_known, logits.float() - targets.nan_to_num(), 0.0).square()
+
+
+def in_words(numbers: Any) -> str:
+    if isinstance(numbers, dict):
+        return excerpt(", ".join(f"{name} {number:.4g}" for name, number in numbers.items()))
+    return f"{numbers:.4g}"
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+
+def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the metrics NAMES of each target, [C], of numbers [rows, C]."""
+    errors = predicted - truth
+    mse = np.square(errors).mean(0)
+    ranks = [np.apply_along_axis(ranked, 0, numbers) for numbers in (truth, predicted)]
+    values = (mse, np.abs(errors).mean(0), np.sqrt(mse), correlations(truth, predicted), correlations(*ranks))
+    return dict(zip(NAMES, values, strict=True))
+
+
+def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return Pearson's correlation [C] of the columns of [rows, C]; 0 where one of them is the same in all rows."""
+    first, second = first - first.mean(0), second - second.mean(0)
+    product = np.sqrt(np.square(first).sum(0) * np.square(second).sum(0))
+    return (first * second).sum(0) / np.where(product > 0, product, 1.0)
+
+
+def ranked(numbers: np.ndarray) -> np.ndarray:
+    """Return the ranks of numbers [rows]; equal ones share the mean of theirs."""
+    _, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[which]
+    return ranks
