@@ -293,7 +293,10 @@ def test_a_label_is_the_same_in_any_format(folder):
 
 
 SINGLE = [
-    (["bad", "boat"], r"label holds \['bad', 'boat'\], a list: .* multi-label classification; task=classify"),
+    (
+        ["bad", "boat"],
+        r"label holds \['bad', 'boat'\], a list: .* multi-label classification, task=multilabel; classify",
+    ),
     ("['bad', 'boat']", "a list: several labels of a row are multi-label"),
     ("[1, 2]", "a list: several labels of a row are multi-label"),
     ([], "a list: several labels of a row are multi-label"),

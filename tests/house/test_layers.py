@@ -31,7 +31,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "matplotlib": "observe/report/figures",
     "jinja2": "observe/report/page",
     "huggingface_hub": "observe/push observe/card system/hub_access",
-    "sklearn": "tasks/classify/task tasks/ner/task",
+    "sklearn": "tasks/classify/task tasks/multilabel/task tasks/ner/task",
     "seqeval": "tasks/ner/task",
     "hydra": "run/compose run/names",
     "mlflow": "observe/trackers",

@@ -14,7 +14,7 @@ from running import ROOT, lines
 EXAMPLE = re.compile(r"`([\w/.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)  # path and content
 TABLES = {  # file: (old text, new text)
     "train/tasks/__init__.py": [
-        ("import classify, mlm, ner, qa, regress\n", "import classify, focal, mlm, ner, qa, regress\n"),
+        ("import classify, mlm, multilabel,", "import classify, focal, mlm, multilabel,"),
         ('    "qa": qa.SPEC,\n', '    "qa": qa.SPEC,\n    "focal": focal.SPEC,\n'),
     ],
     "train/parallel/optimizers.py": [

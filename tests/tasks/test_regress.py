@@ -26,11 +26,11 @@ from train.tools.report import main as report
 ROWS = [
     (f"{'ba ' * (row % 7)}be na{' ti' * (row % 3)}", f"{1000 + 50 * (row % 7)}", 0.1 * (row % 3)) for row in range(60)
 ]
-# The rate is far too high, so that errors rise and fall: the best evaluation is the lowest, and not the last.
+# The rate is too high, so that errors fall and rise: the best evaluation is the lowest, and not the last.
 GIVEN = ["best.metric=mse", "best.export=true", "checkpoint.best=true", "checkpoint.every=1", "eval_every=1"]
-GIVEN += ["max_steps=6", "optim.schedule=constant", "optim.lr=0.02", "watchdog.step_s=0"]
-# After a step predictions are nearly one number, which leaves few digits of a correlation.
-CLOSE = {"rel": 1e-3, "abs": 1e-3}
+GIVEN += ["max_steps=6", "optim.schedule=constant", "optim.lr=0.006", "watchdog.step_s=0"]
+# After few steps predictions are nearly one number, of whose digits a correlation loses some.
+CLOSE = {"rel": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def rated(tmp_path_factory):
 @pytest.fixture(scope="module")
 def given(rated, tokenizer_folder):
     data = ["task=regress", "data=records", f"data.path={rated}", "data.columns.label=price"]
-    data += ["data.validation_fraction=0.3", "seq_len=32", "data.lengths=[16]", f"data.cache_dir={rated.parent}/cache"]
+    data += ["data.validation_fraction=0.3", "seq_len=32", "data.lengths=[]", f"data.cache_dir={rated.parent}/cache"]
     return lambda run_dir, *more: tuning(run_dir, tokenizer_folder, *data, *GIVEN, *more)
 
 

@@ -52,7 +52,7 @@ class ColumnsConfig:
     text: str = "text"  # the text to label, or the first of a pair
     text_pair: str | None = None  # the second text of a pair
     label: Any = "label"  # the label, for classification, or the number, for regression; a list names the columns of
-    # several numbers
+    # several numbers, or the labels that have a column of 0 and 1 each
     question: str = "question"  # this one and those below are for question answering
     context: str = "context"  # the text in which the answer is
     answers: str = "answers"  # answers with their texts and places, as SQuAD has them
@@ -79,6 +79,7 @@ class RecordsConfig(DataConfig):
     labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those of the data, sorted,
     # or in the order of the numbers of label_map
     label_map: dict[str, str | None] = field(default_factory=dict)  # value: its label; null leaves the row out
+    label_separator: str | None = None  # what separates several labels in a text, as | in CSV; None: they are lists
     lengths: Any = "auto"  # tokens that batches are padded to, rising, as [32,64,128]; the longest row's or seq_len is
     # added | []: that one alone | auto: as few as keep padding below 10 %, multiples of 8, of 16 on CUDA; where each
     # length is a graph to compile (XLA, Trainium, backend.compile) at most three
@@ -102,6 +103,7 @@ class RecordsConfig(DataConfig):
             len(given) <= MOST_LENGTHS,
             f"data.lengths has {len(given)} lengths, and at most {MOST_LENGTHS} are told apart",
         )
+        check(self.label_separator != "", "data.label_separator is empty; leave it out, or set it to a character")
         self.columns.label = column_names(self.columns.label)
         for name in ("delimiter", "quote", "escape"):
             value = getattr(self, name)

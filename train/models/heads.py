@@ -130,8 +130,9 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
 @torch.no_grad()
 def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
     """Have a layer compute output * deviation + mean, by new weights: another model may have the old ones."""
-    given = {"dtype": torch.float64, "device": layer.weight.device}
-    first, factor = (torch.tensor(values, **given) for values in (mean, deviation))
+    first, factor = (
+        torch.tensor(values, dtype=torch.float64, device=layer.weight.device) for values in (mean, deviation)
+    )
     layer.weight = nn.Parameter((layer.weight.double() * factor[:, None]).float())
     layer.bias = nn.Parameter((layer.bias.double() * factor + first).float())
 

@@ -169,7 +169,7 @@ class Network(nn.Module):
             shutil.copymode(folder / "config.json", path)
 
     def finish(self, plain: PreTrainedModel) -> None:
-        """Replace what the exported model, whose weights are those of this one, has in another form than in training."""
+        """Replace what the exported model, which has the weights of this one, needs in another form than training."""
         return
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from train.config import RecordsConfig, TaskConfig, TrainConfig, check, check_choice
-from train.tasks import classify, mlm, ner, qa, regress
+from train.tasks import classify, mlm, multilabel, ner, qa, regress
 from train.tasks.spec import Metric, Task, TaskSpec
 
 __all__ = ["TASKS", "Metric", "Task", "TaskSpec", "best_metric", "build_task", "class_of", "metric_of", "spec_of"]
@@ -21,6 +21,7 @@ TASKS: dict[str, TaskSpec] = {
     "mlm": mlm.SPEC,
     "classify": classify.SPEC,
     "qa": qa.SPEC,
+    "multilabel": multilabel.SPEC,
     "regress": regress.SPEC,
     "ner": ner.SPEC,
 }

@@ -67,6 +67,7 @@ class LabelNames:
     def __init__(self, cfg: RecordsConfig, known: Sequence[str] = ()) -> None:
         self.map = {plain_label(value): name for value, name in cfg.label_map.items()}
         self.known = list(known or cfg.labels)
+        self.separator = cfg.label_separator
         self.spellings = {plain_label(name): name for name in self.known}
         self.seen: set[str] = set()
         self.unmapped: set[str] = set()
@@ -198,7 +199,9 @@ def target_of(
         return {kind.target: kind.read_target(value, example, not is_new)}
     try:
         if kind.check_each is None and kind.has_lists:
-            return {kind.target: labels_of_row(value, column, labels, names)}
+            has_columns = isinstance(row.columns[kind.target], tuple)
+            found = columns_with(value, names or ()) if has_columns else value
+            return {kind.target: labels_of_row(found, column, labels, names)}
         if kind.check_each is None:
             if value not in labels.known:
                 check_single(value, column, kind)
@@ -223,12 +226,27 @@ def check_single(value: Any, column: str, kind: RowKind) -> None:
     elif is_object:
         what = f"an object, not a label; a column may lead into it: data.columns.{kind.target}={column}.{inner}"
     else:
-        what = f"a list: several labels of a row are multi-label classification; task={kind.name} learns one label"
+        what = (
+            f"a list: several labels of a row are multi-label classification, task=multilabel; {kind.name} learns one"
+        )
     raise BadRow(f"{column} holds {value!r:.40}, {what}")
+
+
+def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
+    """Return the numbers of the columns that hold 1 or true; the others hold 0 or false. BadRow for anything else."""
+    found = [plain_label(value) for value in values]
+    for name, value, text in zip(names, values, found, strict=True):
+        if text not in TRUTHS | BITS:
+            raise BadRow(f"{name} holds {value!r:.40}, not 0 or 1")
+    return [number for number, text in enumerate(found) if text in ("1", "true")]
 
 
 def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
     """Return the labels of a row, each once, without those that data.label_map leads to null."""
+    if isinstance(value, str):
+        if labels.separator is None:
+            raise BadRow(f"{column} holds {value!r:.40}, not a list; data.label_separator splits a text into labels")
+        value = [label for label in value.split(labels.separator) if label.strip()]
     if not isinstance(value, list) or any(isinstance(each, list | dict) for each in value):
         raise BadRow(f"{column} holds {value!r:.40}, not a list of labels")
     found = dict.fromkeys(labels.of(each, names) for each in value)

@@ -165,7 +165,7 @@ def splits_table(records: Records) -> Table:
 
 
 def labels_table(records: Records) -> Table:
-    """A row for each label: the number and share of the rows of each split that have it."""
+    """A row for each label: how often each split has it, and the share of its labels."""
     columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
     rows = []
     for label in label_names(records):

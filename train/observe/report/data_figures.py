@@ -53,7 +53,7 @@ def label_bars(records: Records) -> Figure:
     axes.grid(visible=False, axis="y")
     axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # space for the figures
     axes.xaxis.set_major_formatter(percent)
-    axes.set_xlabel("share of the split's rows")
+    axes.set_xlabel("share of the split's labels")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 

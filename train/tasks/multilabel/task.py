@@ -1,0 +1,230 @@
+"""Any number of labels for a text or a pair of texts: features, loss, metrics and predictions.
+
+Shapes: B texts, C labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, List, Value
+from torch import Tensor
+
+from train.config import check, shortlist
+from train.data.records.featurizer import TOKENS
+from train.data.records.kinds import STRING, RowKind
+from train.data.records.table_facts import column
+from train.data.records.token_rows import TokenRows
+from train.models.heads import PaddedEncoder, names_of_head
+from train.system.samples import Answer, Guess, Sample, excerpt
+from train.tasks.classify.task import ClassifyFeaturizer, read_texts
+from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
+from train.tasks.multilabel import MultiLabelConfig, are_numbers
+from train.tasks.texts import Sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+THRESHOLDS = "label_thresholds"  # of config.json: one for each label
+
+MULTILABEL_ROWS = RowKind(
+    "multilabel",
+    columns={"text": STRING, "text_pair": STRING, "label": List(STRING)},
+    read=read_texts,
+    target="label",
+    split_by="text",
+    tokens={"label": List(Value("float32"))},
+    takes_columns=True,
+)
+
+
+class MultiLabelFeaturizer(ClassifyFeaturizer):
+    """Texts to tokens, as a classifier reads them, and 1 for each label that a text has, 0 for each other."""
+
+    kind = MULTILABEL_ROWS
+
+    @property
+    def types(self) -> dict[str, Any]:
+        return TOKENS | {"label": List(Value("float32"), length=len(self.labels))}
+
+    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+        found = rows.get("label", [[]] * len(indices))
+        has_label = np.zeros((len(indices), len(self.labels)), np.float32)
+        for row, numbers in enumerate(found):
+            has_label[row, numbers] = 1
+        return super().features({**rows, "label": list(has_label)}, indices, split=split)
+
+
+class MultiLabel(TextTask):
+    """Any number of labels for a text. A prediction is {"id", "label" (if known: a list), "prediction": [labels],
+    "probabilities": {label: p}}.
+    """
+
+    columns = {"labels": "label"}
+    metric_names = ("loss", "f1_micro", "f1_macro", "average_precision", "subset_accuracy")
+    weights: Tensor | None = None  # [C]
+
+    def __init__(self, cfg: MultiLabelConfig, sizes: Sizes) -> None:
+        super().__init__(cfg, sizes)
+        self.featurizer = MultiLabelFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
+        self.thresholds: list[float] | None = None  # [C]; None: those of the settings
+
+    @property
+    def csv_columns(self) -> list[str]:  # type: ignore[override]
+        return ["id", "label", "prediction", *(f"probability_{label}" for label in self.labels)]
+
+    def begin(self, train_table: TokenRows) -> None:
+        self.limits()
+        weights = positive_weights(self.cfg.positive_weights, self.labels, train_table.values["labels"])
+        self.weights = None if weights is None else torch.from_numpy(weights)
+
+    def limits(self) -> list[float]:
+        """Return the probability from which each label is predicted, [C]."""
+        given = self.thresholds or self.cfg.threshold
+        limits = given if isinstance(given, list) else [given] * len(self.labels)
+        check_each("task.threshold", limits, self.labels)
+        return limits
+
+    def build_model(self) -> PaddedEncoder:
+        model = super().build_model()
+        setattr(model.network.config, THRESHOLDS, self.limits())
+        return model
+
+    def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        # Divided by texts * labels ("count") it is torch's mean.
+        if self.weights is not None:
+            self.weights = self.weights.to(logits.device)  # once
+        return losses_of(logits, inputs["labels"], self.weights).sum()
+
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, 1 + C]: the loss without weights, the mean of the labels, and logits [B, C]."""
+        losses = losses_of(logits, inputs["labels"], None).mean(1, keepdim=True)
+        return torch.cat([losses, logits.float()], 1)
+
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        return {"loss": mean_loss(statistics), **self.score(self.truth(features), probabilities(statistics[:, 1:]))}
+
+    def truth(self, features: Dataset) -> np.ndarray:
+        """Return which labels the texts have, [rows, C]."""
+        return column(features, "label").reshape(-1, len(self.labels)).astype(bool)
+
+    def score(self, truth: Any, predicted: Any) -> dict[str, float]:
+        """Return the metrics of probabilities. Average precision is the mean over the labels that some text has."""
+        from sklearn.metrics import accuracy_score, average_precision_score, f1_score
+
+        truth, shares = np.asarray(truth, bool), np.asarray(predicted, np.float64)
+        answers = shares >= self.limits()
+        f1_of = {f"f1_{how}": f1_score(truth, answers, average=how, zero_division=0) for how in ("micro", "macro")}
+        present = np.flatnonzero(truth.any(0))
+        precisions = [average_precision_score(truth[:, label], shares[:, label]) for label in present]
+        return {
+            **{name: float(value) for name, value in f1_of.items()},
+            "average_precision": float(np.mean(precisions)) if precisions else 0.0,
+            "subset_accuracy": float(accuracy_score(truth, answers)),
+        }
+
+    def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
+        """A line for each text, and the scores of each label with the threshold that is best for its F1."""
+        from sklearn.metrics import precision_recall_fscore_support
+
+        truth, shares = self.truth(features), probabilities(statistics[:, 1:])
+        names = examples_of(examples, features)["id"]
+        rows = [{"id": name, "label": self.named(has)} for name, has in zip(names, truth, strict=True)]
+        lines = json_lines(self.predictions(rows, features, statistics))
+        scores = precision_recall_fscore_support(truth, shares >= self.limits(), average=None, zero_division=0)
+        table = table_of(self.labels, scores)
+        for number in np.flatnonzero(truth.any(0)):
+            table[self.labels[number]] |= best_threshold(truth[:, number], shares[:, number])
+        return {f"{split}.jsonl": lines}, {"labels": self.labels, "per_class": table}
+
+    # ---- predictions -----------------------------------------------------------------------------------------------
+
+    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
+        labels, problem = names_of_head(config), getattr(config, "problem_type", None)
+        check(problem == self.problem, f"{source} must give any number of labels; it has problem_type {problem}")
+        given = getattr(config, THRESHOLDS, None)
+        if given is not None:
+            check(
+                are_numbers(given), f"{source}/config.json: {THRESHOLDS} must be a list of numbers, not {given!r:.40}"
+            )
+            check_each(f"{source}/config.json: {THRESHOLDS}", given, labels)
+            self.thresholds = given
+        return labels
+
+    problem = "multi_label_classification"
+
+    def named(self, has_label: Sequence[Any]) -> list[str]:
+        return [label for label, has in zip(self.labels, has_label, strict=True) if has]
+
+    def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
+        shares = probabilities(statistics[:, 1:])
+        for row, share, answer in zip(rows, shares.tolist(), shares >= self.limits(), strict=True):
+            yield {
+                **{key: row[key] for key in ("id", "label") if row.get(key) is not None},
+                "prediction": self.named(answer),
+                "probabilities": dict(zip(self.labels, share, strict=True)),
+            }
+
+    def known(self, row: Entry, prediction: Entry) -> tuple[list[bool], list[float]] | None:
+        truth = row.get("label")
+        return (
+            None
+            if truth is None
+            else ([label in truth for label in self.labels], [*prediction["probabilities"].values()])
+        )
+
+    def sample(self, row: Entry, prediction: Entry) -> Sample:
+        truth, answer = set(row["label"]), set(prediction["prediction"])
+        score = len(truth & answer) / len(truth | answer) if truth | answer else 1.0
+        words = [excerpt(", ".join(labels) or "(no label)") for labels in (row["label"], prediction["prediction"])]
+        answers = [Answer(words[0], [Guess(words[1], None)], score)]
+        return Sample(excerpt(row["text"]), answers, excerpt(row.get("text_pair") or ""))
+
+
+TASK = MultiLabel
+
+
+def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:
+    """Raise InputError unless there is a value for each label."""
+    ok = len(values) == len(labels)
+    check(ok, f"{key} has {len(values)} numbers for {len(labels)} labels ({shortlist(labels)})")
+
+
+def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """[B, C] float32; 0 where a row of padding has no target."""
+    losses = F.binary_cross_entropy_with_logits(
+        logits.float(), targets.nan_to_num(), pos_weight=weights, reduction="none"
+    )
+    return torch.where(targets.isnan(), 0.0, losses)
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """[rows, C] float64 of logits [rows, C]."""
+    return torch.from_numpy(logits).double().sigmoid().numpy()
+
+
+def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -> np.ndarray | None:
+    """[C] float32: how much a label that is there counts; None: as one that is not. `has_label` [rows, C]."""
+    if given is None:
+        return None
+    if given != "balanced":
+        check_each("task.positive_weights", given, labels)
+        return np.array(given, np.float32)
+    counts = has_label.sum(0, dtype=np.float64)
+    absent = [name for name, count in zip(labels, counts, strict=True) if count in (0, len(has_label))]
+    check(not absent, f"task.positive_weights=balanced: no training row, or each, has the label {shortlist(absent)}")
+    return ((len(has_label) - counts) / counts).astype(np.float32)
+
+
+def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
+    """Return the highest F1 of a label over all thresholds, and the threshold: truth and probabilities [rows]."""
+    from sklearn.metrics import precision_recall_curve
+
+    precision, recall, limits = precision_recall_curve(truth, shares)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, np.finfo(float).tiny)
+    best = int(f1[:-1].argmax())
+    return {"best_f1": float(f1[best]), "best_threshold": float(limits[best])}
