@@ -129,6 +129,9 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
     step = json.loads((trained / "evaluation.json").read_text())["step"]
     assert checkpoints.main([str(trained), "export", str(tmp_path / "out"), "--step", str(step)]) == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() == (trained / "export/model.safetensors").read_bytes()
+    config = tmp_path / "out/config.json"
+    assert "target_scale" not in config.read_text()
+    config.write_text(config.read_text().replace("{", '{"target_scale": {"mean": [9], "deviation": [9]},', 1))
     rated.with_name("half.csv").write_text("".join(rated.read_text().splitlines(keepends=True)[:31]))
     given = [each for each in given(tmp_path / "on") if not each.startswith(("model", "data.path"))]
     given += ["model=any", f"model.init_from={tmp_path / 'out'}", f"data.path={rated.with_name('half.csv')}"]
@@ -141,8 +144,7 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
         answers = {line["id"]: line for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())}
         ids = task.tables.examples("validation")["id"][:2]
         assert computed[:, 0] == pytest.approx([answers[name]["prediction"] for name in ids], rel=1e-4)
-    assert task.scale is None and model.network.config.num_labels == 1
-    config = tmp_path / "out/config.json"
+    assert task.scale is None and not hasattr(model.network.config, "target_scale")
     config.write_text(config.read_text().replace('"problem_type": "regression",', ""))
     wanted = [answer["prediction"] for answer in answers.values()]
     assert [json.loads(line)["prediction"] for line in asked(config.parent, rated, tmp_path).splitlines()] == wanted
@@ -168,7 +170,7 @@ def test_metrics_are_those_of_scipy_and_scikit_learn():
     "value", ["", "many", "nan", "inf", "-Infinity", "1_000", "1e39", "4,5", True, None, float("nan"), [0.5]]
 )
 def test_what_is_no_number_is_named(value):
-    rejects(r"^score holds .*(not a number|name a column)", number_of, value, "score", error=BadRow)
+    rejects(r"^score holds .*(not a number|needs a column)", number_of, value, "score", error=BadRow)
 
 
 def test_numbers_are_read_in_any_form():
@@ -181,7 +183,7 @@ def test_bad_rows_and_settings_are_rejected(given, tmp_path):
     (tmp_path / "object.jsonl").write_text('{"text": "a", "price": 1}\n{"text": "b", "price": [1, 2]}\n')
     for name, settings, says in (
         ("bad.csv", [], r"bad\.csv:3: price holds '4;5', not a number"),
-        ("object.jsonl", [], r"object\.jsonl:2: price holds \[1, 2\], several: name a column for each number"),
+        ("object.jsonl", [], r"object\.jsonl:2: price holds \[1, 2\], a list: each number needs a column"),
         ("same.csv", [], "rows have the number 3 in price, there is nothing to learn"),
         ("same.csv", ["data.columns.label=[price,size]"], r"no column size \(data\.columns\.label\)"),
         ("same.csv", ["data.columns.label=[price,price]"], "must be a column, or a list of columns that all differ"),

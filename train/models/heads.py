@@ -83,6 +83,7 @@ def build_with_head(
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
         config.num_labels = 2  # start and end; a checkpoint may have labels of its own
+    vars(config).pop(SCALE, None)  # a checkpoint's config.json may hold anything
     if head == "SequenceClassification":
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
@@ -103,7 +104,6 @@ def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool)
     """Have the model learn in `scale`, which its configuration keeps for the export. A head that `is_trained` already
     computes numbers in their units. Raises InputError if its last layer cannot be brought into them.
     """
-    vars(model.network.config).pop(SCALE, None)
     if scale is None:
         return
     name, layer = last_layer(model.network)

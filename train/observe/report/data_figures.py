@@ -108,8 +108,9 @@ def heat_map(evaluated: Evaluated) -> Figure:
 def scatter(title: str, pairs: list[list[float]]) -> Figure:
     """A point for the true and the predicted number of each row, and the line on which both are equal."""
     truth, predicted = zip(*pairs, strict=True)
+    ends = [end([*truth, *predicted]) for end in (min, max)]
     name = shortened(printable(title), 40)
     figure, axes = axes_of(name, height=WIDTH - 0.5, xlabel="true", ylabel="predicted")
-    axes.axline((truth[0], truth[0]), slope=1, **MARK)
+    axes.plot(ends, ends, **MARK)
     axes.scatter(truth, predicted, s=12, lw=0, alpha=0.5, color=look(0)["color"])
     return figure

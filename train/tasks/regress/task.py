@@ -48,7 +48,7 @@ def number_of(value: Any, name: str) -> float:
     ok = NUMBER.fullmatch(value.strip()) if is_text else isinstance(value, int | float | Decimal)
     if not ok or isinstance(value, bool):
         hint = "; decimals have a point" if is_text and NUMBER.fullmatch(value.strip().replace(",", ".", 1)) else ""
-        what = ", several: name a column for each number" if isinstance(value, list) else ", not a number"
+        what = ", a list: each number needs a column" if isinstance(value, list) else ", not a number"
         raise BadRow(f"{name} holds {value!r:.40}{what}{hint}")
     if not abs(value := float(value)) <= MOST:  # nor is NaN
         raise BadRow(f"{name} holds {value}, not a number up to {MOST:.2g}")
