@@ -181,7 +181,7 @@ def test_a_launch_on_slurm_is_shown(monkeypatch):
     assert "job 2 is not known to Slurm any more" in seen.answer.text
     (attempt,) = seen.history.attempts
     assert (seen.state, seen.progress.step, attempt.nodes) == ("stopped", 1, ["n1", "n2"])
-    assert (attempt.outcome, attempt.exit_code, attempt.checkpoint) == ("stopped", 143, 1)
+    assert (attempt.outcome, attempt.exit_code, attempt.checkpoint) == ("stopped", 1, 1)
     assert record.job().nodes == 2 and cluster_of(record.job()).kind == "slurm"
 
 
