@@ -330,7 +330,7 @@ import os, sys
 from train import loop
 from train.config import InputError
 if os.environ["RANK"] == "1":
-    def reject(*_):
+    def reject(*_, **__):
         raise InputError("this rank has no data")
     loop.run = reject
 from train.__main__ import main
