@@ -387,6 +387,14 @@ VARIANTS = {
 }
 
 
+RIGHT = {  # of the values that BAD has for settings of several types
+    "data.columns.label": ("text", "1", "[a]", "[2,1]"),
+    "task.class_weights": ("[2,1]", "null"),
+    "task.positive_weights": ("[2,1]", "null"),
+    "task.threshold": (),
+}
+
+
 def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, object, bool]]:
     """Each setting and section: its name, its type, and whether it may be null."""
     hints = typing.get_type_hints(type(config))
@@ -412,7 +420,8 @@ def made_rows(command: str, given: list[str], known: set[tuple[str, object]]) ->
         if (key, kind) not in known:
             known.add((key, kind))
             bad = [*BAD[kind], *([] if optional or kind is type else ["null"])]
-            yield from (f"{key}={value}" for value in bad if not (key in ANY_NUMBER and value == "-1"))
+            right = RIGHT.get(key, ()) if kind is Any else ("-1",) if key in ANY_NUMBER else ()
+            yield from (f"{key}={value}" for value in bad if value not in right)
 
 
 # ---- running them --------------------------------------------------------------------------------------------------

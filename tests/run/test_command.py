@@ -65,7 +65,7 @@ def test_comments_of_settings_are_read_from_the_source():
 
 
 def test_groups_are_those_of_the_configuration_and_have_no_schemas():
-    assert groups("train")["task"] == ("mlm", ["classify", "mlm", "ner", "qa"])
+    assert groups("train")["task"] == ("mlm", ["classify", "mlm", "multilabel", "ner", "qa", "regress"])
     assert groups("train")["experiment"][0] is None and list(groups("prepare")) == ["corpus"]
 
 

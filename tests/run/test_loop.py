@@ -276,7 +276,7 @@ def large(self, *, build=ToyTask.build_model):
     [
         ({"backend": TF32_ON_A_CPU}, None, "tf32 needs a CUDA device"),
         ({"backend": BackendConfig(name="neuron")}, None, "needs native PyTorch"),
-        ({"preempt": {"notices": "on", "block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
+        ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
         ({}, unloadable, "lacks weights"),
         ({"backend": BackendConfig(device="cpu")}, large, "that is more than this machine or container has"),
     ],
