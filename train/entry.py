@@ -68,11 +68,12 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says
     # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
-    from train import loop  # late: torch takes seconds to import, and rejections come before
-    from train.parallel.ranks import AGREED
-    from train.run.attempt import ENDS, kind_of
-
     with StopRequest() as stop:
+        # Late: torch takes seconds to import, and rejections come before. `loop.run` obeys a signal that comes meanwhile.
+        from train import loop
+        from train.parallel.ranks import AGREED
+        from train.run.attempt import ENDS, kind_of
+
         try:
             reason, step = loop.run(cfg, stop, collects=collects)
         except InputError:

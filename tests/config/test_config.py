@@ -76,7 +76,7 @@ def test_a_recipe_may_name_norwegian(tmp_path, monkeypatch):
 
 def test_a_wrong_setting_is_named_under_a_debugger_too(monkeypatch):
     monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does where sys.settrace is in use
-    with pytest.raises(InputError, match="^model.hidden_sise is not a setting; did you mean hidden_size"):
+    with pytest.raises(InputError, match="^model.hidden_sise is not a setting; did you mean model.hidden_size"):
         load("model.hidden_sise=1")
 
 

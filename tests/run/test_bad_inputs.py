@@ -91,6 +91,8 @@ TYPED = [
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
     ("optm.lr=1", "did you mean optim?"),
+    ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
+    ("lr=1", "lr is not a setting; did you mean optim.lr?"),
     ("a=${a}", "a is not a setting"),
     ("optim.lr.x=1", "optim.lr must be a number"),
     ("max_steps.a=1", "max_steps.a=1"),

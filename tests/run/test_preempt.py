@@ -314,6 +314,28 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_call():
     assert process.returncode == 128 + signal.SIGTERM
 
 
+IMPORTING = """
+import signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "train.loop":
+            signal.raise_signal(signal.SIGTERM)
+
+sys.meta_path.insert(0, Finder)
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_signal_while_torch_is_imported_is_a_request_as_later_ones_are(prepared, tmp_path):
+    words = [sys.executable, "-c", IMPORTING, *train_overrides(tmp_path / "run", prepared)]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    said = "stopped on SIGTERM before there was anything to save; the same command starts it again"
+    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (75, [said]), ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_path):
     arguments = train_overrides(
         tmp_path / "run", prepared, "max_steps=100000", "max_epochs=null", "eval_every=null", "data.num_workers=1"

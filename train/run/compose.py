@@ -205,10 +205,12 @@ def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
-def close_to(name: str, names: Sequence[str]) -> str:
-    """A hint for an unknown name: the known one that is closest to it."""
-    close = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
-    return f"did you mean {close[0]}?" if close else "--cfg job lists all"
+def close_to(name: str, keys: Sequence[str]) -> str:
+    """A hint for an unknown name: the known key whose last word is closest to its own, of the same section if equal."""
+    section, _, word = name.rpartition(".")
+    last = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda key: key.rpartition(".")[0] == section)}
+    close = difflib.get_close_matches(word, list(last), n=1)
+    return f"did you mean {last[close[0]]}?" if close else "--cfg job lists all"
 
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
@@ -225,8 +227,8 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
     if "missing mandatory value" in first.lower():
         return f"{full_key} is not set: give {full_key}=... on the command line"
     if " not in '" in first or "is not in struct" in first:
-        name, names = full_key.rsplit(".", 1)[-1], known_keys(schema)
-        if name in names:
+        name, keys = full_key.rsplit(".", 1)[-1], known_keys(schema)
+        if name in {key.rpartition(".")[2] for key in keys}:
             group = full_key.rpartition(".")[0]
             where = f"of the {group} chosen here" if group else "by itself but one of a group"
             options = ((f"{kind}={option}", fields(node)) for kind, option, node in SCHEMAS if kind == group)
@@ -234,7 +236,7 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
             return (
                 f"{full_key} is not a setting {where}; {f'it is one of {others}' if others else '--cfg job lists all'}"
             )
-        return f"{full_key} is not a setting; {close_to(name, names)}"
+        return f"{full_key} is not a setting; {close_to(full_key, keys)}"
     seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
     if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
         return f"{seen}: {full_key} must be {KINDS.get(match[1] or match[2], match[1] or match[2])}"
@@ -256,13 +258,11 @@ def is_of(override: str, full_key: str) -> bool:
 
 
 def known_keys(schema: type) -> list[str]:
-    """All names in the schema, for "did you mean"."""
-    names = []
-    for item in fields(schema):
-        names.append(item.name)
-        if callable(item.default_factory) and is_dataclass(item.default_factory):
-            names += [inner.name for inner in fields(item.default_factory)]
-    return [*names, *(item.name for _, _, kind in SCHEMAS for item in fields(kind))]
+    """All settings of the schema, those of its groups' options too, for "did you mean"."""
+    sections = [(item.name, item.default_factory) for item in fields(schema)]
+    sections += [(group, kind) for group, _, kind in SCHEMAS if group in {name for name, _ in sections}]
+    inner = [f"{name}.{item.name}" for name, kind in sections if is_dataclass(kind) for item in fields(kind)]
+    return [*(item.name for item in fields(schema)), *inner]
 
 
 def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str]) -> Parser:
