@@ -6,7 +6,8 @@ in every epoch from the same. A machine therefore fetches the shards of its lane
 the data and the global batch, not on the number of ranks: any number of ranks and machines sees the same batches.
 
 Within a lane each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of a window by a
-computed permutation, which holds no table. So the only state of the data is the number of sequences consumed, a resume
+computed permutation, which holds no table. So the only state of the data is the number of sequences consumed, beside
+the number of lanes and the shards of a window, which a run chooses at its start and its checkpoints keep: a resume
 seeks in no time, and any world size that divides the global batch continues exactly. What does not fill a batch is left
 out, in each epoch other sequences.
 
