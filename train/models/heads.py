@@ -23,8 +23,8 @@ from train.models.network import Network
 
 logger = logging.getLogger("train")
 
-# The names of a head's dropout in the configurations of transformers.
 SCALE = "target_scale"  # of a configuration of transformers, while a model learns
+# The names of a head's dropout in the configurations of transformers.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
