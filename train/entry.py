@@ -69,7 +69,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
     # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with StopRequest() as stop:
-        # Late: torch takes seconds to import, and rejections come before. `loop.run` obeys a signal that comes meanwhile.
+        # Late: importing torch takes seconds, and rejections come before. `loop.run` obeys a signal of that time.
         from train import loop
         from train.parallel.ranks import AGREED
         from train.run.attempt import ENDS, kind_of

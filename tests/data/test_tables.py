@@ -477,7 +477,10 @@ def test_any_number_of_labels_for_a_row(plain, tmp_path):
     made = open_tables(cfg, Several())
     facts = made.facts["splits"]["train"]
     assert made.facts["labels"] == ["art", "fun"] and facts["label_counts"] == {"art": 3, "fun": 1}
-    assert "train.jsonl:5: label holds 'fun', not a list; data.label_separator splits a text into labels" in facts["bad_examples"][0]
+    assert (
+        "train.jsonl:5: label holds 'fun', not a list; data.label_separator splits a text into labels"
+        in facts["bad_examples"][0]
+    )
     drawn = TokenRows(made.features("train"), pad_id=0, lengths=[SEQ_LEN], columns={"labels": "labels"})
     drawn = drawn.draw(np.array([[0, 1, 2, 3, PADDING]]))
     assert drawn["inputs"]["labels"][0, :4].tolist() == [[1, 1], [0, 0], [1, 0], [1, 0]] and drawn["count"] == [8.0]

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import LaunchedRun, settings_of_run
-from running import ROOT, eventually
+from running import ROOT
 
+from launch import local
 from launch.__main__ import main
 from train.config import S3Config
 from train.data.shards.format import read_manifest
@@ -45,11 +46,9 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
 ):
     hold.before(25, 45, 65)
     monkeypatch.chdir(prepared.parent)
-    given = words(launched, Path(prepared.name), "processes_per_node=2")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-m", "launch", *given], env=environ) as command:
-        eventually(lambda: launched.exists() and launched.of_kind("submitted"))
-        command.kill()
+    with monkeypatch.context() as patch:  # the command is killed as soon as it has submitted
+        patch.setattr(local.Scheduler, "attend", lambda *_, **__: DONE)
+        assert main(words(launched, Path(prepared.name), "processes_per_node=2")) == DONE
     assert launched.state.is_active  # the command has gone, the run continues
     monkeypatch.chdir(tmp_path)  # where the data have another name
     step = launched.wait_for_checkpoint()

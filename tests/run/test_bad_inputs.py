@@ -455,12 +455,15 @@ def filled(text: str, places: dict[str, str]) -> str:
     return re.sub(r"\b(DATA|TEXT|BLANK|EMPTY|CSV|BROKEN|RUN)\b", lambda result: places[result[0]], text)
 
 
+NOTICES = ("[transformers]", "... ", "starting ", "validation has only ")  # lines before the one that counts
+
+
 def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> str | None:
     """What is wrong with the answer to a bad command line; None if nothing is."""
     capsys.readouterr()
     code = MAINS[command](arguments)
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if not line.startswith(("[transformers]", "... ", "starting "))]
+    lines = [line for line in captured.err.splitlines() if not line.startswith(NOTICES)]
     ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
     ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
     ok = ok and not any(Path.cwd().iterdir())
