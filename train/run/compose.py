@@ -259,7 +259,7 @@ def is_of(override: str, full_key: str) -> bool:
 
 def known_keys(schema: type) -> list[str]:
     """All settings of the schema, those of its groups' options too, for "did you mean"."""
-    sections = [(item.name, item.default_factory) for item in fields(schema)]
+    sections: list[tuple[str, Any]] = [(item.name, item.default_factory) for item in fields(schema)]
     sections += [(group, kind) for group, _, kind in SCHEMAS if group in {name for name, _ in sections}]
     inner = [f"{name}.{item.name}" for name, kind in sections if is_dataclass(kind) for item in fields(kind)]
     return [*(item.name for item in fields(schema)), *inner]
