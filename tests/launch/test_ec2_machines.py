@@ -120,7 +120,11 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         def make(*cluster: str, content: bytes = bundle, python: str = sys.executable, **changes: Any) -> Cloud:
             _, job = plan([*OWN, *cluster], of_run)
             own = [each for each in job.overrides if not each.startswith("instance")]
-            held = {HELD: str(hold.folder), "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254"}
+            held = {
+                HELD: str(hold.folder),
+                "AWS_EC2_METADATA_DISABLED": "",
+                "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254",
+            }
             job = replace(job, code=packed, python=python, overrides=own, environment=held, s3=s3, processes_per_node=1)
             record, inner = Record(job.run_dir, bucket.config()), Record(job.run_dir, S3Config(**s3), job.sha256)
             more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}
