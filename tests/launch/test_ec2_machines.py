@@ -113,6 +113,7 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         for name, value in {**keys, "AWS_ENDPOINT_URL_EC2": fake.endpoint}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("AWS_ENDPOINT_URL")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")  # the machines read notices
         s3 = {"endpoint": f"http://{address}", "region": bucket.config().region, "path_style": True}
         of_run = ["lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
         of_run = settings_of_run(bucket.location("runs/mine"), prepared, *of_run)
@@ -122,7 +123,7 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
             own = [each for each in job.overrides if not each.startswith("instance")]
             held = {
                 HELD: str(hold.folder),
-                "AWS_EC2_METADATA_DISABLED": "",
+                "AWS_EC2_METADATA_DISABLED": "false",
                 "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254",
             }
             job = replace(job, code=packed, python=python, overrides=own, environment=held, s3=s3, processes_per_node=1)
