@@ -65,7 +65,7 @@ def synthetic_data(folder: Path, shape: Shape) -> None:
             write_shard(home, f"{split}-00000.safetensors", Rows(tokens, pivot, np.ones(NUM_ROWS, np.uint8)))
         ]
     tokenizer = write_tokenizer(home, shape.vocab_size)
-    counts = {"unigram_entropy": float(np.log(shape.vocab_size))}
+    counts = {"unigram_entropy": float(np.log(shape.vocab_size)), "neighbour_accuracy": 1 / shape.vocab_size}
     write_manifest(
         home, seq_len=shape.seq_len, dtype="uint16", splits=splits, tokenizer=tokenizer, counts=counts, config={}
     )
