@@ -177,7 +177,7 @@ def ours(run: Run) -> Result:
 
     output = run.folder / f"ours_{os.getpid()}.json"
     words = ["backend=ddp", f"backend.device={run.device}", "backend.precision=bf16", f"max_steps={LONG_RUN}"]
-    words += [f"steps={run.timed}", f"warmup={run.skipped}", "windows=3", f"output={output}"]
+    words += [f"steps={run.timed}", f"warmup={run.skipped}", f"output={output}"]
     if code := main([*run.work.settings(run.folder), *words]):
         raise RuntimeError(f"train.bench ended with {code}")
     result = json.loads(output.read_text())
