@@ -12,10 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import IO, cast
 
-import ami
-import conf
 import launch
-import train
 from launch.record import Code
 from train.config import check
 from train.system.atomic_io import made_once
@@ -24,7 +21,7 @@ from train.system.environment import commit
 from train.system.folders import sha256_bytes
 from train.system.schema import FileName, RelativePath, Sha256
 
-PACKAGES = (train, conf, launch, ami)  # of ami, train.system.versions reads versions.yaml
+PACKAGES = ["train", "conf", "launch", "ami"]  # side by side; of ami, train.system.versions reads versions.yaml
 START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
 START_CODE = b"""import os, runpy, sys
 
@@ -41,9 +38,9 @@ def pack() -> tuple[bytes, Code]:
     """
     files = dict[str, Path]()
     for package in PACKAGES:
-        top = Path(package.__file__ or "").parent
+        top = Path(launch.__file__).parent.parent / package
         found = (path for path in sorted(top.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
-        files |= {f"{top.name}/{path.relative_to(top).as_posix()}": path for path in found}
+        files |= {f"{package}/{path.relative_to(top).as_posix()}": path for path in found}
     sizes = {path: path.stat().st_size for path in files.values()}
     largest = max(sizes, key=sizes.__getitem__)
     check(

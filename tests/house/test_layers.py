@@ -39,6 +39,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "transformers": "data/text/tokenizer models/encoder models/network models/heads models/pretrained models/source",
 }
 MAX_FILE, MAX_FUNCTION = 350, 60  # lines
+MAX_BOXES, MAX_LEVELS = 30, 12  # of the picture of imports
 
 
 def name_of(path):
@@ -103,6 +104,31 @@ def test_no_modules_import_one_another_in_a_circle():
     for name in graph:  # a package's own file is named by every import from the package
         graph[name] -= {".".join(name.split(".")[:count]) for count in range(1, name.count(".") + 1)}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+def box(module):
+    """The folder of train/, launch/ or ami/ that a module is in, or the module if it stands in train/ itself."""
+    parts = module.split(".")
+    if parts[0] == "train" and parts[-1] == "__main__":
+        return ".".join(parts[1:])
+    return parts[0] if parts[0] != "train" else ".".join(parts[1:2])
+
+
+def test_the_picture_of_imports_in_contributing_is_true():
+    graph = {}
+    for name, path in MODULES.items():
+        boxes = {box(each) for each in imports(path) if each in MODULES} - {box(name), ""}
+        graph.setdefault(box(name), set()).update(boxes)
+    del graph[""]  # train/__init__.py
+    levels = {}
+    for each in graphlib.TopologicalSorter(graph).static_order():  # raises CycleError, with the circle
+        levels[each] = 1 + max((levels[below] for below in graph[each]), default=0)
+    picture = "\n".join(
+        f"{level:>2}  {'  '.join(sorted(each for each in levels if levels[each] == level))}"
+        for level in sorted(set(levels.values()), reverse=True)
+    )
+    assert len(levels) <= MAX_BOXES and max(levels.values()) <= MAX_LEVELS
+    assert f"```\n{picture}\n```" in (ROOT / "CONTRIBUTING.md").read_text(), picture
 
 
 TORCH_FREE = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("launch", "ami")]
