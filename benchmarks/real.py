@@ -75,7 +75,7 @@ def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator)
     def some(least: int, most: int) -> list[str]:
         return [words[n] for n in rng.integers(0, len(words), rng.integers(least, most + 1))]
 
-    rows = []
+    rows: list[Result] = []
     for number in range(count):
         if task == "multilabel":
             topics = [topic for topic in range(6) if rng.random() < 0.3]
@@ -89,7 +89,8 @@ def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator)
             rows.append({"text": " ".join(first), "text_pair": " ".join(second), "label": 5 * len(kept) / len(first)})
         elif task == "ner":
             parts = [("who", some(1, 2), "PER"), ("in", some(1, 2), "LOC"), ("for", some(1, 3), "ORG")]
-            tokens, tags = [], []
+            tokens: list[str] = []
+            tags: list[str] = []
             for before, name, kind in (parts[n] for n in rng.permutation(3)[: rng.integers(0, 4)]):
                 tokens += [*some(0, 3), before, *name]
                 tags += ["O"] * (len(tokens) - len(tags) - len(name)) + [f"B-{kind}", *[f"I-{kind}"] * (len(name) - 1)]

@@ -32,7 +32,13 @@ if importlib.util.find_spec("torch_xla") is not None:
     torch_xla.device()
 
 # Tests that use one of these fixtures need a service, as all tests of the modules do whose names begin so.
-SERVICE_FIXTURES = {"s3_server", "shared_slurm", "machines", "mlflow_server"}
+SERVICE_FIXTURES = {
+    "s3_server",
+    "shared_slurm",
+    "machines",
+    "mlflow_server",
+    "real_encoder",
+}  # the last: a package index
 SERVICE_MODULES = ("test_ec2_", "test_ami", "test_browser")
 SLOWEST = """test_launch_local test_xla test_compiled test_docs test_fsdp test_ec2_machines test_ami_provision
     test_launch_slurm""".split()

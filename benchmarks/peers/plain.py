@@ -142,7 +142,8 @@ def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tup
     auto = getattr(transformers, f"AutoModelFor{HEADS.get(task, 'SequenceClassification')}")
     model = auto.from_pretrained(export, dtype=torch.float32, trust_remote_code=False).eval()
     names = model.config.id2label
-    found, scores = [], []
+    found: list[Any] = []
+    scores: list[Any] = []
     for row in rows:
         tokens = encoded(task, row, tokenizer, seq_len)
         batch = {
@@ -218,7 +219,7 @@ def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
         return {"f1_macro": float(f1_score(truth, found, average="macro"))}
     if task == "regress":
         ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (truth, found)]
-        return {"spearman": float(np.corrcoef(*ranks)[0, 1])}
+        return {"spearman": float(np.corrcoef(ranks[0], ranks[1])[0, 1])}
     labels = sorted({label for row in truth for label in row})
     flags = [[[label in row for label in labels] for row in side] for side in (truth, found)]
     return {"f1_macro": float(f1_score(np.array(flags[0]), np.array(flags[1]), average="macro", zero_division=0))}

@@ -102,6 +102,14 @@ def test_a_mistake_of_the_program_has_its_traceback_and_a_line(capsys):
     assert lines[0].startswith("Traceback") and "report it" in lines[-1]
 
 
+def test_a_flag_that_is_given_twice_is_rejected_where_its_first_value_would_be_lost(capsys):
+    assert MAINS["predict"](["runs/a", "--text=one", "--batch-size=32", "--text=two"]) == REJECTED
+    says = (
+        "error: --text: it is given twice, the second time with two; give it once; see python -m train.predict --help\n"
+    )
+    assert capsys.readouterr().err == says
+
+
 def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):
     assert MAINS["train"](["--cfg", "job", "seed=7"]) == DONE
     text = capsys.readouterr().out

@@ -28,6 +28,18 @@ INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells rep
 EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REJECTED: "arguments or input rejected"}
 
 
+class Once(argparse.Action):
+    """A flag that has one value. argparse itself keeps the last of several and says nothing."""
+
+    is_given = False
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if option_string and self.is_given:
+            raise argparse.ArgumentError(self, f"it is given twice, the second time with {values}; give it once")
+        self.is_given = True
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """Parser of a command's flags, which cannot be abbreviated; it raises InputError for wrong ones."""
 
@@ -37,6 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.details = details
         for kind in (int, float):
             self.register("type", kind, number_flag(kind))
+        self.register("action", None, Once)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
