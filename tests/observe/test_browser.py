@@ -62,6 +62,20 @@ UNDRAWN = "return [...document.images].filter(each => !(each.complete && each.na
 FROM_ELSEWHERE = """
 return performance.getEntriesByType("resource").map(each => each.name).filter(each => !each.startsWith(location.origin))
 """
+# A page wider than the screen, a key that breaks inside, code that is cut off, and ways in that do not stand in a line.
+SITE_FAULTS = """
+const faults = [];
+const width = document.documentElement.clientWidth;
+if (document.scrollingElement.scrollWidth > width) faults.push("the page is wider than the screen");
+for (const each of document.querySelectorAll("td code"))
+  if (/^[\\w.]+$/.test(each.textContent) && each.getClientRects().length > 1) faults.push("broken: " + each.textContent)
+for (const each of document.querySelectorAll("pre > code"))
+  if (each.scrollWidth > each.clientWidth && getComputedStyle(each).overflowX != "auto")
+    faults.push("cut off: " + each.textContent.slice(0, 40));
+const tops = new Set([...document.querySelectorAll(".grid.cards li")].map(each => each.getBoundingClientRect().top));
+if (tops.size > 1 && width > 1000) faults.push("the ways in stand in several lines");
+return faults;
+"""
 FOUND = "return [...document.querySelectorAll('.md-search-result__item h1')].map(each => each.textContent)"
 # The contrast of each text with what lies behind it: WCAG 2.2, "relative luminance" and criterion 1.4.3.
 FAINT = """
@@ -152,10 +166,12 @@ def test_the_site_of_the_pages(chromium: Any, site: str) -> None:
     names = {page.stem for page in (ROOT / "docs").glob("*.md")}
     assert {page.stem for page in (ROOT / "build" / "site" / "docs").glob("*.html")} == names
     for page in ("index", *(f"docs/{name}" for name in sorted(names))):
-        browser.show(chromium, f"{site}/{page}.html", width=1280)
-        assert chromium.get_log("browser") == [], page
-        assert chromium.execute_script(FROM_ELSEWHERE) == [], page
-        assert chromium.execute_script(UNDRAWN) == [], page
+        for width in WIDTHS:
+            browser.show(chromium, f"{site}/{page}.html", width=width)
+            assert chromium.get_log("browser") == [], page
+            assert chromium.execute_script(FROM_ELSEWHERE) == [], page
+            assert chromium.execute_script(UNDRAWN) == [], page
+            assert chromium.execute_script(SITE_FAULTS) == [], (page, width)
 
 
 def test_the_site_is_searched_and_turns_dark(chromium: Any, site: str) -> None:
