@@ -38,7 +38,7 @@ from benchmarks import harness
 from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
 
 SIDES = ("ours", "trainer", "trainer best")
-TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 800, 400, 4000  # of a made set; of --tweets, a fifth of them for validation
+TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = 1600, 400, 4000  # of a made set; of --tweets, a fifth of them for validation
 BATCH, SEQ_LEN = 32, 128
 
 
