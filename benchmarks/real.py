@@ -108,9 +108,9 @@ def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator)
 
 
 def tweets(path: Path) -> list[Result]:
-    """Return the rows of a file in which every field is quoted, with a backslash before quotes."""
+    """Return the rows of a file in which every field is quoted, with a backslash before quotes or two of them."""
     with path.open(newline="") as file:
-        rows = csv.DictReader(file, escapechar="\\", doublequote=False)
+        rows = csv.DictReader(file, escapechar="\\")
         return [{"text": row["text"], "label": row["labels"]} for row in rows][:MOST_TWEETS]
 
 
