@@ -1,1 +1,1 @@
-"""What machine this is, how this process was started, and where files lie: disk, S3, run folders. No torch here."""
+"""Facts about the machine and how this process was started, and access to files on disk and in S3. No torch here."""

@@ -20,9 +20,9 @@ from train.system.atomic_io import open_whole
 from train.system.folders import Folder
 from train.system.schema import BadContent
 
-PART_BYTES = 2**18  # uploaded at each save at most, as long as fewer are written between two of them
+PART_BYTES = 2**18  # uploaded at each save at most, unless more was written since the previous one
 BLOCK_BYTES = 2**16  # read at a time, backwards
-MAX_PARTS = 10**6  # of a writer
+MAX_PARTS = 10**6  # per writer
 MARK = b'{"kind": "parts", '
 
 
@@ -30,12 +30,12 @@ MARK = b'{"kind": "parts", '
 class Parts:
     """The parts of a file, in the order of their lines."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # by writer: 8 digits, of its lease
-    num_bytes: int = 0  # of all
+    counts: dict[str, int] = field(default_factory=dict)  # per writer, named by the 8 digits of its lease
+    num_bytes: int = 0  # the sum over all parts
 
     @property
     def head(self) -> bytes:
-        """The first line of the file that follows on them."""
+        """The first line of the file that continues these parts."""
         values = {"kind": "parts", "parts": self.counts, "bytes": self.num_bytes}
         return json.dumps(values).encode() + b"\n" if self.counts else b""
 
@@ -43,9 +43,7 @@ class Parts:
         return [of(name, writer, part) for writer, count in self.counts.items() for part in range(1, count + 1)]
 
     def next_of(self, writer: str, num_bytes: int) -> tuple[str, int, Parts]:
-        """Return writer and number of one more part, and the parts with it. No lease comes before an earlier one, not
-        even if the leases were deleted.
-        """
+        """Return writer and number of the next part, and the parts with it. No lease comes before an earlier one."""
         writer = max([writer, *self.counts])
         number = self.counts.get(writer, 0) + 1
         return writer, number, Parts({**self.counts, writer: number}, self.num_bytes + num_bytes)
@@ -58,9 +56,7 @@ def of(name: str, writer: str, number: int) -> str:
 
 
 def read_head(file: BinaryIO, where: str) -> Parts:
-    """Read the parts that a file follows on, and leave it where its lines begin. Raises InputError if its first line
-    names parts in another form.
-    """
+    """Read which parts a file continues, and leave it where its lines begin. Raises InputError if line 1 is bad."""
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
@@ -86,9 +82,7 @@ def open_part(folder: Folder, name: str) -> BinaryIO:
 
 
 def rows(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file and its parts without their ends, the oldest first. Raises FileNotFoundError if there
-    is no such file.
-    """
+    """Yield the lines of a file and its parts without line ends, oldest first. Raises FileNotFoundError without it."""
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
             with open_part(folder, part) as file:
@@ -97,7 +91,7 @@ def rows(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the same lines, the newest first, read in blocks as they are asked for."""
+    """Yield the lines that `rows` yields, newest first, read in blocks as they are asked for."""
     with folder.open(name) as newest:
         parts = read_head(newest, f"{folder.location}/{name}").names(name)
         yield from back(newest, newest.tell())
@@ -107,9 +101,7 @@ def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def back(file: BinaryIO, first: int) -> Iterator[bytes]:
-    """Yield the lines from the byte `first` on without their ends, the newest first: what follows the last line end,
-    which is empty unless a line is half written, and so on.
-    """
+    """Yield the lines from the byte `first` on without their ends, newest first; the first is empty or half written."""
     pieces: list[bytes] = []
     end = file.seek(0, 2)
     while end > first:
@@ -132,9 +124,7 @@ class Mirrored:
         self.path, self.name, self.parts = path, name, Parts()
 
     def upload(self, folder: Folder, replace: Callable[[str, bytes], None], writer: str) -> None:
-        """Write what S3 does not hold yet: parts to `folder`, the newest lines by `replace`. The last line may be half
-        written: the next attempt cuts it off.
-        """
+        """Write the parts that S3 lacks to `folder`, and the newest lines by `replace`; the last may be unfinished."""
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self.parts.num_bytes)
@@ -150,8 +140,10 @@ class Mirrored:
             replace(self.name, self.parts.head + file.read())
 
     def download(self, folder: Folder) -> None:
-        """Copy the file from S3. An older copy stays only if it continues that file by whole lines: since it was
-        written the run may have been on another machine, or have been removed from S3 for a new one.
+        """Copy the file from S3.
+
+        An older local copy is kept only if it continues that file by whole lines: the run may have been on another
+        machine since, or have been removed from S3 for a new one.
         """
         self.parts = Parts()
         try:

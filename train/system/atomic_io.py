@@ -1,8 +1,8 @@
 """Files and folders of this machine that are whole or absent, also after a kill or a power cut.
 
-Each is made under a temporary name beside its own, synced, and renamed. What is new is as private as the folder that it
-is in; the umask may take away more. Whoever opens a run folder to others so opens what comes later too.
-No work fails because something cannot be removed.
+Each is made under a temporary name in the same folder, synced, and renamed. A new file is as private as its folder; the
+umask may take away more. A user who opens a run folder to others so opens later files too. A file that cannot be
+removed never makes work fail.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the name in it
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename to a name that something else has
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of a link on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # of a folder's fsync there
-said = set[object]()  # what was warned of, once in a process
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # of a folder's fsync on such file systems
+said = set[object]()  # warnings that this process has given
 
 
 def temporary_for(path: Path) -> Path:
-    """A name beside `path` that no other thread, process or machine uses."""
+    """Return a name beside `path` that no other thread, process or machine uses."""
     return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
 
 
@@ -37,8 +37,9 @@ def is_temporary(path: Path) -> bool:
 
 
 def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[str]:
-    """Remove what killed processes left of files and folders whose names match the regular expression `name`. The
-    caller knows that nobody is making one of them now. Returns their names; with `dry` it removes nothing.
+    """Remove temporary files and folders of killed processes whose names match the regular expression `name`.
+
+    The caller knows that nobody is making one of them now. Returns their names; with `dry` it removes nothing.
     """
     matches = [match for path in folder.glob(".*.tmp-*") if (match := TEMPORARY.fullmatch(path.name))]
     names = sorted(match[0] for match in matches if re.fullmatch(name, match[1]))
@@ -48,8 +49,9 @@ def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[st
 
 
 def discard(path: Path) -> None:
-    """Remove a file, or a folder with all in it, that nobody needs any more. What cannot be removed, because it is open
-    on NFS or belongs to another user, is left with one warning.
+    """Remove a file, or a folder with all its files, that nobody needs any more.
+
+    If it cannot be removed, because it is open on NFS or belongs to another user, it is left with one warning.
     """
     failures = list[OSError]()
 
@@ -83,13 +85,13 @@ def bits_of(folder: Path) -> int:
 
 
 def open_alike(path: Path, mode: str) -> BinaryIO:
-    """Open a file; a new one can be read by those alone who can read its folder."""
+    """Open a file; only those who can read its folder can read a new one."""
     bits = bits_of(path.parent) & 0o666
     return cast("BinaryIO", open(path, mode, opener=lambda name, flags: os.open(name, flags, bits)))
 
 
 def make_alike(folder: Path) -> None:
-    """Make a folder and the parents that are missing, each as private as the one that it is in."""
+    """Make a folder and its missing parents, each as private as its parent."""
     if not folder.is_dir():
         make_alike(folder.parent)
         folder.mkdir(bits_of(folder.parent), exist_ok=True)  # another process may have made it
@@ -100,7 +102,7 @@ def make_alike(folder: Path) -> None:
 
 @contextmanager
 def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the name `path` when the block ends. An error leaves nothing of it."""
+    """Open a file that takes the name `path` when the block ends. After an error nothing of it is left."""
     temporary = temporary_for(path)
     try:
         with open_alike(temporary, "wb") as file:
@@ -120,7 +122,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def create_atomic(path: Path, content: bytes) -> bool:
-    """Write a whole file unless the name is taken; False if it is. Only one of several writers gets True."""
+    """Write a whole file unless the name is taken, and return whether it did: only one of several writers gets True."""
     try:
         with open_whole(path, publish=link) as file:
             file.write(content)
@@ -130,8 +132,10 @@ def create_atomic(path: Path, content: bytes) -> bool:
 
 
 def link(temporary: Path, path: Path) -> None:
-    """Give a file a second name. Unlike a rename, it raises FileExistsError if the name is taken. On a disk without
-    links the name is first taken by an empty file, which a reader may see for a moment.
+    """Give a file a second name.
+
+    Unlike a rename, it raises FileExistsError if the name is taken. On a disk without links the name is first taken by
+    an empty file, which a reader may see for a moment.
     """
     try:
         os.link(temporary, path)
@@ -162,9 +166,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """An empty folder to fill, which takes the name `path` when the block ends. An error leaves nothing of it.
+    """Make an empty folder to fill, which takes the name `path` when the block ends. After an error nothing is left.
 
-    Raises FileExistsError if something has that name by then, unless it `replaces` it.
+    Raises FileExistsError if something has that name by then, unless `replaces` is set.
     """
     temporary = begin_folder(path)
     try:
@@ -188,8 +192,8 @@ def begin_folder(path: Path) -> Path:
 def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> None:
     """Rename a folder from `begin_folder` to its name, once all files in it are synced.
 
-    Raises FileNotFoundError if somebody has removed it, FileExistsError if the name is taken, unless it `replaces` what
-    has it.
+    Raises FileNotFoundError if somebody has removed it, and FileExistsError if the name is taken and `replaces` is not
+    set.
     """
     try:
         temporary.rename(path)
@@ -203,7 +207,7 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name at once.
+    """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name immediately.
 
     A folder that may not be changed stays whole under its name, with one warning: somebody may have protected it.
     """
@@ -214,12 +218,12 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
     path.rename(doomed)
     if instead is not None:
         instead.rename(path)
-    sync(path.parent)  # or a power cut would bring the name back without its files
+    sync(path.parent)  # otherwise a power cut could bring the name back without its files
     discard(doomed)
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync what is in a folder, and make what libraries have written there as private as the folder."""
+    """Sync all files below a folder, and make those that libraries have written as private as the folder."""
     for path in (*folder.rglob("*"), folder):  # a folder comes before what is in it
         bits = path.stat().st_mode & 0o777
         if path != folder and bits & ~bits_of(path.parent):
@@ -228,7 +232,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """The folder `path`, which `make` fills if it is absent. Processes that ask at the same time wait for the first."""
+    """Return the folder `path`, filled by `make` if it is absent. Processes that ask meanwhile wait for the first."""
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.is_dir():

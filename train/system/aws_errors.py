@@ -1,4 +1,4 @@
-"""What an error of AWS means and what to do about it, in one line: one table for S3, EC2, SSM and IAM."""
+"""A table of the errors of S3, EC2, SSM and IAM: the meaning of each and the cure, in one line."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ UNKNOWN = ["InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "AuthFa
 UNKNOWN += ["UnrecognizedClientException"]
 NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "UnauthorizedOperation"]
 DISABLED = ["AllAccessDisabled", "AccountProblem", "InvalidPayer", "NotSignedUp"]
-KMS = "KMS."  # begins the codes of S3 for what AWS's service of keys has answered it
+KMS = "KMS."  # prefix of the codes that S3 passes on from AWS's key service
 TEMPORARY_CODES = ["RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded"]
 TEMPORARY_CODES += ["InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable"]
-# With status 400: a body that came late, or damaged, by several names.
+# S3 answers with status 400 and one of several codes if a body came late or damaged.
 TEMPORARY_CODES += ["RequestTimeout", "IncompleteBody", "BadDigest"]
 TEMPORARY_CODES += ["XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"]
 TEMPORARY_STATUS = (429, 500, 502, 503, 504)
 NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
 NO_CREDENTIALS = ["NoCredentialsError", "PartialCredentialsError"]
 NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
-CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, *NO_CREDENTIALS]  # codes that say nothing about what was asked for
+CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, *NO_CREDENTIALS]  # codes that say nothing about the request itself
 SAID = "{service} answers {answer}: {text}"  # in AWS's own words
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere aws configure sso makes a profile, which AWS_PROFILE=... chooses"
 WHOSE = "aws sts get-caller-identity shows the user"
-ROWS: list[tuple[list[str], str, str]] = [  # codes of AWS, or classes of botocore's errors: what is wrong, what to do
+ROWS: list[tuple[list[str], str, str]] = [  # codes of AWS or classes of botocore's errors, the problem, the cure
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
     (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
     (UNKNOWN, "{service} does not know these credentials ({code})", f"{WHOSE}, aws configure sets others"),
@@ -61,7 +61,7 @@ TABLE = {code: (problem, cure) for codes, problem, cure in ROWS for code in code
 
 
 class Rejected(InputError):
-    """An answer of AWS that says no, with its code."""
+    """An answer of AWS that rejects a request, with its code."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Rejected(InputError):
 
 
 class BadCredentials(Rejected):
-    """Credentials that are absent, expired or unknown: nothing can be asked."""
+    """Credentials that are absent, expired or unknown, so that no request can succeed."""
 
 
 def one_line(error: object) -> str:
@@ -77,14 +77,14 @@ def one_line(error: object) -> str:
 
 
 def code_of(error: BaseException) -> str:
-    """Code of AWS's answer; of an error without one, the name of its class or base class that TABLE has, or ""."""
+    """Return the code of AWS's answer; without one, the name of the error's class or base class in TABLE, or ""."""
     if isinstance(error, ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return next((each.__name__ for each in type(error).__mro__ if each.__name__ in TABLE), "")
 
 
 def is_temporary(status: int, code: str | None) -> bool:
-    """Whether the same request may succeed later. EC2 answers 500 for a lack of capacity too, which is no such case."""
+    """Return whether the same request may succeed later. EC2's status 500 for a lack of capacity does not count."""
     return (code or "").removeprefix(KMS) in TEMPORARY_CODES or (
         status in TEMPORARY_STATUS and "Capacity" not in (code or "")
     )
@@ -93,7 +93,7 @@ def is_temporary(status: int, code: str | None) -> bool:
 def problem_and_cure(
     code: str, text: str = "", *, status: int = 0, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """What a code, with AWS's own text, means, and what to do ("" if nothing is known). `cures` go before TABLE's."""
+    """Return the meaning of a code, with AWS's text, and the cure ("" if none is known). `cures` override TABLE's."""
     problem, cure = TABLE.get(KMS if code.startswith(KMS) else code, (SAID if code or status else "{text}", ""))
     answer = f"{status or ''} {code}".strip()
     if is_temporary(status, code):
@@ -105,7 +105,7 @@ def problem_and_cure(
 def explain(
     error: BaseException, where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> Exception:
-    """Rejected, BadCredentials or Unreachable for an error of boto3: one line that begins with `where`."""
+    """Return Rejected, BadCredentials or Unreachable for an error of boto3: one line that begins with `where`."""
     code, text, status, times = code_of(error), one_line(error), 0, 1
     if isinstance(error, ClientError):
         metadata = error.response.get("ResponseMetadata", {})
@@ -125,7 +125,7 @@ def explain(
 
 @contextmanager
 def explained(where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raise errors of boto3 as `explain` has them."""
+    """Raise errors of boto3 as `explain` translates them."""
     try:
         yield
     except (BotoCoreError, ClientError) as error:

@@ -1,4 +1,4 @@
-"""Folders of compiled graphs and kernels, which later runs load as code: this user's alone. No torch here."""
+"""Folders of compiled graphs and kernels, private to this user because later runs load them as code. No torch here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from train.system import machine
 from train.system.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # of root, on an image that was built with compile_cache (ami/provision)
-NOBODY = 65534  # the owner of what is root's outside, in a container whose users are mapped (user_namespaces(7))
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # owned by root, on an image built with compile_cache (ami/provision)
+NOBODY = 65534  # the owner that a container with mapped users shows for root's files (user_namespaces(7))
 
 
 def unshared_folder(path: Path, name: str) -> Path:
-    """Make a folder of mode 0700, or take one that is there; returns its path without links.
+    """Make a folder of mode 0700, or take an existing one; return its path without links.
 
-    Raises InputError, which says that `name` decides where it is, if another user could put something into it.
+    Raises InputError, which says that `name` decides where it is, if another user could write to it.
     """
     real = Path(os.path.realpath(path.expanduser()))
     try:
@@ -42,14 +42,14 @@ def unshared_folder(path: Path, name: str) -> Path:
 
 
 def private_folder(path: Path, name: str) -> Path:
-    """Make or take a folder as `unshared_folder` does, and close it to others: they may write to folders in it."""
+    """Make or take a folder as `unshared_folder` does, and close it to others, who might write to folders in it."""
     real = unshared_folder(path, name)
     real.chmod(0o700)
     return real
 
 
 def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
-    """Return how others could change what is in a folder, or replace the folder that it is a parent of."""
+    """Return how others could change files in a folder, or replace it if it is a parent; None if they cannot."""
     if not stat.S_ISDIR(status.st_mode):
         return "is a link or a file of somebody"
     if status.st_uid != os.geteuid() and not (is_parent and status.st_uid in (0, NOBODY)):
@@ -63,7 +63,7 @@ def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
 def place_kernels() -> None:
     """Set where TorchInductor and Triton keep kernels, unless the user has. Call it before Inductor is imported.
 
-    Raises InputError for a folder into which others could put some.
+    Raises InputError if others could write to that folder.
     """
     root = machine.compile_root()
     for variable, folder in KERNELS.items():
@@ -75,9 +75,7 @@ def place_kernels() -> None:
 
 
 def headers_folder() -> Path:
-    """Return where TorchInductor keeps compiled C++ headers whatever the variable says: below the folder that is its
-    default for everything (_HEADER_DIR in torch/_inductor/codecache.py).
-    """
+    """Return where TorchInductor keeps compiled C++ headers, whatever its variable says: below its default folder."""
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     return Path(tempfile.gettempdir(), f"torchinductor_{user}")
 
@@ -85,7 +83,7 @@ def headers_folder() -> Path:
 def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, str]:
     """Return the variable that names Neuron's cache, with its folder, which begins as a copy of the image's graphs.
 
-    Raises InputError for a folder into which others could put some. A bucket is left as it is.
+    Raises InputError if others could write to that folder. A bucket is left as it is.
     """
     name = machine.NATIVE_CACHE if is_native else "NEURON_COMPILE_CACHE_URL"
     location = machine.native_cache(environ) if is_native else machine.cache_location(environ)

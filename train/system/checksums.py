@@ -1,4 +1,4 @@
-"""Checks of files against their manifest, and of a manifest against its own checksum."""
+"""Comparison of files with their manifest, and of a manifest with its checksum."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from train.system.folders import Folder, at_once, sha256_bytes, sha256_file, sha
 from train.system.schema import BadContent, FileEntry, shown
 
 Item = TypeVar("Item")
-SHOWN_DIGITS = 12  # of a sha256, in a message
+SHOWN_DIGITS = 12  # digits of a sha256 in a message
 
 
 def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
-    """The difference from the manifest, as text that follows the name of the file; None if there is none.
+    """Return the difference from the manifest, as text that follows the name of the file; None if there is none.
 
-    `size` is the length in bytes, None for a file that is missing; `sha256` computes the checksum; with None only the
-    length is compared.
+    `size` is the length in bytes, or None if the file is missing; `sha256` computes the checksum; if it is None only
+    the length is compared.
     """
     if size is None:
         return "is missing"
@@ -32,23 +32,19 @@ def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | Non
 
 
 def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None:
-    """The same as `fault_of`, for a file of this machine."""
+    """Return what `fault_of` returns, for a file of this machine."""
     size = path.stat().st_size if path.is_file() else None
     return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
 
 
 def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) -> str | None:
-    """What is wrong with the first item that `examine` finds at fault, in their order; None if all are well. Several
-    are examined at once.
-    """
+    """Return the fault that `examine` finds in the first faulty item, in order; None without one. Works in threads."""
     with closing(at_once(examine, items)) as faults:
         return next(filter(None, faults), None)
 
 
 def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: bool) -> None:
-    """InputError for the first file of a local folder that is missing or has another length or, with `checksums`,
-    another checksum than its entry.
-    """
+    """Raise InputError if a file is missing or does not have its entry's length or, with `checksums`, checksum."""
 
     def examine(name: str) -> str | None:
         fault = fault_of_file(folder / name, entries[name], checksum=checksums)
@@ -59,10 +55,11 @@ def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: 
 
 
 def read_verified(
-    source: Folder, name: str, sha256: str | None, *, advice: str, fault: str = "is damaged: its sha256 is another one"
+    source: Folder, name: str, sha256: str | None, *, advice: str, fault: str = "is damaged: its sha256 differs"
 ) -> bytes:
-    """A file that a manifest names; `sha256` is None if its checksum is unknown. InputError if it is missing, or with
-    `fault` if it has another checksum; `advice` says what to do.
+    """Read a file that a manifest names; `sha256` is None if its checksum is unknown.
+
+    Raises InputError if it is missing, or with `fault` if its checksum differs; `advice` says what to do.
     """
     try:
         content = source.read(name)
@@ -74,12 +71,12 @@ def read_verified(
 
 
 def sealed(body: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
-    """The content of a manifest with its own checksum under `key`."""
+    """Return the content of a manifest with its checksum under `key`."""
     return {**body, key: sha256_json(body)}
 
 
 def unsealed(content: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
-    """The content without its checksum. BadContent if the checksum is wrong."""
+    """Return the content without its checksum. Raises BadContent if the checksum is wrong."""
     body = {name: value for name, value in content.items() if name != key}
     try:
         seen = sha256_json(body)

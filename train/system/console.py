@@ -1,4 +1,4 @@
-"""Standard output and error that cannot end a run: what cannot be written (a full disk, `| head`) is dropped."""
+"""Standard output and error that cannot end a run: text that cannot be written (full disk, `| head`) is dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class Console:
-    """A stream whose writes always succeed, and whose flush at exit does, which would change the exit code."""
+    """A stream whose writes and flushes always succeed: a failed flush at exit would change the exit code."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -30,9 +30,7 @@ class Console:
 
 
 def use_console(*names: str) -> None:
-    """Make writes to these streams ("stdout", "stderr") always succeed. Programs whose purpose is more than their
-    output call it when they begin.
-    """
+    """Make writes to these streams ("stdout", "stderr") always succeed, for programs that do more than print."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream was closed: no file may get its number
         pass
     os.close(handle)
@@ -43,7 +41,7 @@ def use_console(*names: str) -> None:
 
 @contextmanager
 def without_stdout() -> Iterator[None]:
-    """Drop what is printed on standard output meanwhile, by C++ libraries too, and by all threads."""
+    """Drop all that this process prints on standard output in the block, from any thread and from C++ libraries."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -20,7 +20,7 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit, folders of the code, and machine. Environment variables are left out: they may be secret."""
+    """Return versions, commit, code folders, and machine. Environment variables may be secret and are left out."""
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),
@@ -37,19 +37,19 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of PACKAGES; None for one that is not installed."""
+    """Return the versions of PACKAGES; None for one that is not installed."""
     installed = installed_versions(*PACKAGES)
     return {package: installed.get(package) for package in PACKAGES}
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """The maker's name of this machine's processors; None where Linux has none."""
+    """Return the maker's name of this machine's processors; None if Linux does not say."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def commit() -> str | None:
-    """The git commit of the code, with a plus sign if it was changed; None outside a checkout."""
+    """Return the git commit of the code, with a plus sign if it was changed; None outside a checkout."""
     if shutil.which("git") is None:
         return None
     folder = Path(train.__file__).parent

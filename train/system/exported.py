@@ -1,4 +1,4 @@
-"""RUN/export/: a run's model for transformers, whole, with the step at which it was written: a run may resume."""
+"""RUN/export/, a run's model for transformers, with the step at which it was written, since a run may resume later."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from train.system.run_folder import RunFolder
 from train.system.schema import read_object
 
 MARK = "baretrain.json"  # in export/: {"step": reached by the run, "weights": step of the weights}
-NO_STEP = -1  # in S3, while files are on their way
+NO_STEP = -1  # in S3, while files are being uploaded
 
 
 @contextmanager
 def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterator[Path]:
-    """An empty folder for the model of a run at `step`, with the weights of that step or of an earlier one, `weights`.
+    """Yield an empty folder for the model of a run at `step`, with the weights of step `weights` if that is earlier.
+
     When the block ends, it replaces export/ on this machine; after an error the old export stays. Only the owner of the
     run folder calls it.
     """
@@ -42,13 +43,13 @@ def mirror(folder: RunFolder) -> None:
 
 
 def is_outdated(run: Folder) -> bool:
-    """Whether a run has trained on since it wrote its export, or is writing it now."""
+    """Return whether a run has trained on since it wrote its export, or is writing it now."""
     step = marked(run, "step")
     return step is None or step < max(saved_steps(run), default=0)  # damaged: a checkpoint is better
 
 
 def marked(run: Folder, key: str) -> int | None:
-    """One of the steps that an export says. None if there is none, it is damaged, or it is of before it said this."""
+    """Return one of the steps in an export's mark; None if there is no mark, or if it is damaged or lacks this step."""
     try:
         return int(read_object(run.read(f"export/{MARK}"))[key])
     except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
@@ -56,7 +57,7 @@ def marked(run: Folder, key: str) -> int | None:
 
 
 def saved_steps(run: Folder) -> dict[int, str]:
-    """The manifest's name of each checkpoint, by its step."""
+    """Return the manifest's name of each checkpoint, by its step."""
     names = run.names("checkpoints/")
     matches = (re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name) for name in names)
     return {int(match[1]): match[0] for match in matches if match}

@@ -1,5 +1,6 @@
-"""Folders that hold the files of a run or a data set, on this machine or in S3. A file is whole or absent:
-atomic_io.py writes it on disk, and S3 shows an object when all of it has arrived.
+"""Folders that hold the files of a run or a data set, on this machine or in S3.
+
+A file is whole or absent: atomic_io.py writes it on disk, and S3 shows an object when all of it has arrived.
 """
 
 from __future__ import annotations
@@ -22,66 +23,65 @@ from train.system.atomic_io import create_atomic, discard, is_temporary, make_al
 from train.system.schema import Head, RelativePath
 from train.system.torchrun import file_of_start, has_rejected
 
-CHUNK_BYTES = 2**20  # read at once to be hashed
-NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
-# What was meant to be a URL: a name with ":/", or a known one with ":" alone.
+CHUNK_BYTES = 2**20  # read at a time for hashing
+NAME_MAX, PATH_MAX = 255, 4096  # bytes, the limits of Linux
+# A name with ":/", or with a known scheme and ":", was meant to be a URL.
 NO_URL = re.compile(
     r"\s*([a-z][a-z0-9+.-]*:/|(s3[an]?|gs|gcs|hdfs|abfss?|az|wasbs?|https?|file|hf|dbfs):)", re.IGNORECASE
 )
-PRIVATE = 0o700  # mode of a new folder; one that is there keeps its own
+PRIVATE = 0o700  # mode of a new folder; an existing one keeps its mode
 SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
-AT_ONCE = 16  # hashing runs outside of Python's lock, requests to S3 and shared disks wait for the network
+AT_ONCE = 16  # hashing runs outside of Python's lock; requests to S3 and to shared disks wait for the network
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Folder(Protocol):
-    """Files by relative names with slashes: `tokenizer/tokenizer.json`. What the user can fix is an InputError."""
+    """Files by relative names with slashes: `tokenizer/tokenizer.json`. Faults that a user can mend are InputErrors."""
 
     location: str  # as the user writes it
 
     def read(self, name: str) -> bytes:
-        """A whole file; FileNotFoundError if there is none."""
+        """Return the content of a file. Raises FileNotFoundError if there is none."""
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read it at any place; FileNotFoundError if there is none. One from S3 is held in memory."""
+        """Open a file for random access; one from S3 is held in memory. Raises FileNotFoundError if there is none."""
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a whole file, or replace one."""
+        """Write a whole file, replacing an earlier one."""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a whole file unless there is one; False if there is. Only one of several writers gets True."""
+        """Write a whole file unless there is one, and return whether it did: only one of several writers gets True."""
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
-        """Write a whole file if it still has this version (None: any), and return the new version. Raises
-        FileExistsError or FileNotFoundError if it has another one. Only S3 compares and writes in one step.
+        """Write a whole file if it still has this version (None: any), and return the new version.
+
+        Raises FileExistsError or FileNotFoundError if the version differs. Only S3 compares and writes in one step.
         """
 
     def upload(self, name: str, path: Path) -> None:
-        """Write a whole file, or replace one, with the content of a file of this machine."""
+        """Write a whole file, replacing an earlier one, with the content of a file of this machine."""
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file to `path` on this machine; FileNotFoundError if there is none. The caller verifies it."""
+        """Copy a file to `path`, for the caller to verify. Raises FileNotFoundError if there is none."""
 
     def head(self, name: str) -> Head | None:
-        """Length and version of a file; None if there is no such file."""
+        """Return length and version of a file; None if there is no such file."""
 
     def size(self, name: str) -> int | None:
-        """Bytes; None if there is no such file."""
+        """Return the length in bytes; None if there is no such file."""
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there. NotPermitted if it cannot be removed."""
+        """Remove a file if it exists. Raises NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Files whose names begin with `prefix`, in order, also in subfolders. Objects in S3 whose names are no
-        RelativePath are left out.
-        """
+        """Return the files whose names begin with `prefix`, sorted, also in subfolders, if they are RelativePaths."""
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
-        """The files that `names` returns. One request to S3 asks for 1,000."""
+        """Return length and version of the files that `names` returns. One request to S3 asks for 1,000."""
 
     def names_here(self) -> set[str]:
-        """Names of the files and subfolders directly in this folder."""
+        """Return the names of the files and subfolders directly in this folder."""
 
 
 def is_s3(location: str) -> bool:
@@ -89,10 +89,10 @@ def is_s3(location: str) -> bool:
 
 
 def open_folder(location: str, s3: S3Config) -> Folder:
-    """The folder at a path, a file:// or an s3:// URL; it need not exist. InputError for another kind of URL."""
+    """Return the folder at a path, a file:// or an s3:// URL, which need not exist. Raises InputError on other URLs."""
     check_place(location)
     if is_s3(location):
-        from train.system.s3 import S3Folder  # boto3 takes long to import
+        from train.system.s3 import S3Folder  # late: boto3 takes long to import
 
         return S3Folder(location, s3)
     return LocalFolder(local_path(location))
@@ -105,7 +105,7 @@ class LocalFolder:
         self.path, self.location = path, str(path)
 
     def at(self, name: str) -> Path:
-        """The path of a file. BadContent for a name that would lead out of the folder."""
+        """Return the path of a file. Raises BadContent if the name would lead out of the folder."""
         return self.path / RelativePath(name)
 
     def read(self, name: str) -> bytes:
@@ -117,7 +117,7 @@ class LocalFolder:
     def open(self, name: str) -> BinaryIO:
         path = self.at(name)
         with disk_errors("read", path):
-            if not path.is_file():  # nor a pipe, which would be waited for
+            if not path.is_file():  # nor a pipe, on which a reader would wait
                 raise FileNotFoundError(path)
             return path.open("rb")
 
@@ -155,7 +155,7 @@ class LocalFolder:
 
     def head(self, name: str) -> Head | None:
         path = self.at(name)
-        with suppress(FileNotFoundError):  # another process may remove it after the first question
+        with suppress(FileNotFoundError):  # another process may remove it after the check
             return head_of(path) if path.is_file() else None
         return None
 
@@ -190,8 +190,9 @@ def head_of(path: Path) -> Head:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """The files of a folder and of those below it, but not of temporary ones. A folder that another process removes
-    meanwhile is left out; InputError for one that cannot be read.
+    """Yield the files of a folder and of those below it, without temporary ones.
+
+    A folder that another process removes meanwhile is left out. Raises InputError if one cannot be read.
     """
 
     def stop(error: OSError) -> None:
@@ -205,7 +206,7 @@ def files_below(top: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(action: str, path: Path) -> Iterator[None]:
-    """Raise the disk's errors as InputError, except FileNotFoundError for a file to read."""
+    """Raise the disk's errors as InputError, but FileNotFoundError if a file to read is missing."""
     try:
         yield
     except OSError as error:
@@ -217,18 +218,18 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
 
 
 def check_place(location: str) -> None:
-    """Raise InputError for a path or URL with control characters, or with a variable that no shell has looked up."""
+    """Raise InputError if a path or URL has control characters, or a variable that no shell has expanded."""
     check_printable(location)
     if variable := re.search(r"\$[A-Za-z_]\w*", location):
         raise InputError(f"{location}: {variable[0]} is not looked up here; let the shell do it, without single quotes")
 
 
 def local_path(location: str) -> Path:
-    """The path of a local folder given by the user, with "~" written out. InputError if it cannot be one."""
+    """Return the path of a local folder given by the user, with "~" expanded. Raises InputError if it cannot be one."""
     check_place(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
-    if "://" not in location and NO_URL.match(location):  # a library for paths has made one slash of two
+    if "://" not in location and NO_URL.match(location):  # a library for paths has reduced two slashes to one
         raise InputError(f"{location} is neither a URL, s3://bucket/name, nor a usual path; a local one begins with ./")
     if not location.removeprefix("file://"):
         raise InputError("a path is empty (a variable that is not set?); name a file or folder")
@@ -242,16 +243,16 @@ def local_path(location: str) -> Path:
             f"{location[:40]}... is too long for a path: {NAME_MAX} bytes is the longest name, {PATH_MAX - 1} the "
             "longest path"
         )
-    check_printable(str(path.absolute()))  # a relative one begins in a folder that has a name as well
+    check_printable(str(path.absolute()))  # a relative path is checked with the folder that it begins in
     return path
 
 
 def make_folder(path: Path) -> Path:
-    """Create `path`, for this user alone, and its parents; show that it can be written to, InputError if not."""
+    """Create `path`, for this user alone, and its parents. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # a name that no other rank takes
-        os.close(handle)  # before it is removed: NFS renames files that are open
+        os.close(handle)  # before it is removed: NFS renames open files
         discard(Path(probe))
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
@@ -260,8 +261,9 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def empty_folders_removed(*paths: Path) -> Iterator[None]:
-    """Remove those of some folders and of their parents that the block makes and leaves empty, if it is rejected. Ranks
-    that torchrun has started on this machine make them together, and the last one to leave removes them.
+    """Remove folders and parents that the block makes and leaves empty, if it is rejected.
+
+    Ranks that torchrun has started on this machine make them together, and the last one to leave removes them.
     """
     all_paths = {folder for path in paths for folder in (path, *path.parents)}
     made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # the innermost first
@@ -282,7 +284,7 @@ def empty_folders_removed(*paths: Path) -> Iterator[None]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Remove the folder, and raise OSError, unless its disk has space for `num_bytes`."""
+    """Remove the folder and raise OSError unless its disk has space for `num_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes * SPACE_FACTOR:
         discard(folder)
@@ -293,8 +295,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
 def at_once(
     action: Callable[[Item], Result], items: Iterable[Item], threads: int = AT_ONCE
 ) -> Generator[Result, None, None]:
-    """Yield the result of an action for each of many files, in their order. Several are under way at the same time. The
-    first failure is raised, and what has not begun by then never does.
+    """Yield the result of an action for each of many files, in order, with several under way at the same time.
+
+    The first failure is raised, and actions that have not begun by then never begin.
     """
     pool = ThreadPoolExecutor(threads)
     try:
@@ -305,7 +308,7 @@ def at_once(
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder in TMPDIR, removed when the block ends. InputError if its disk gets full."""
+    """Make a folder in TMPDIR, removed when the block ends. Raises InputError if its disk gets full."""
     with tempfile.TemporaryDirectory(prefix="baretrain-", ignore_cleanup_errors=True) as folder:
         try:
             yield Path(folder)
@@ -329,12 +332,12 @@ def sha256_bytes(content: bytes) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Readable JSON, the same bytes for the same value."""
+    """Return readable JSON, the same bytes for the same value."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file that this program wrote; None if there is none."""
+    """Return the content of a JSON file that this program wrote; None if there is none."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

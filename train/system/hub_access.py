@@ -1,6 +1,6 @@
-"""Access to the Hugging Face Hub. It is asked once whether it answers, so that no library retries for minutes.
+"""Access to the Hugging Face Hub, probed only once, so that no library retries for minutes.
 
-If it does not answer, the libraries are switched to offline: they use their cache, or fail at once.
+If it does not answer, the libraries are switched to offline: they use their cache, or fail immediately.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def hub_or_path(source: str) -> str:
-    """A Hub id or a folder as a library takes it, with the home folder written out."""
+    """Return a Hub id or a folder as a library takes it, with "~" expanded."""
     return str(local_path(source)) if source.startswith(("~", "file://")) else source
 
 
 def is_at_hub(source: str) -> bool:
-    """Whether `source` can only be a Hub id, because nothing of that name is on this machine."""
+    """Return whether `source` can only be a Hub id, because nothing of that name is on this machine."""
     return HUB_ID.fullmatch(source) is not None and not local_path(source).exists()
 
 
 @cache
 def silence() -> str | None:
-    """The reason why the Hub does not answer, for an error message; None if it does."""
+    """Return why the Hub does not answer, for an error message; None if it does."""
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HTTPError
 
@@ -45,7 +45,7 @@ def silence() -> str | None:
 
 @contextmanager
 def asking_hub(source: str) -> Iterator[None]:
-    """A block of calls that may ask the Hub for `source`. If the Hub does not answer, they use their cache alone."""
+    """Let calls in the block ask the Hub for `source`. If the Hub does not answer, they use their cache alone."""
     if not is_at_hub(source) or silence() is None:
         yield
         return
@@ -60,7 +60,7 @@ def asking_hub(source: str) -> Iterator[None]:
 
 
 def fetched(source: str, patterns: Sequence[str]) -> Path:
-    """Return a folder itself, or the one in the Hub's cache with these files of a model, which are fetched into it."""
+    """Return a folder itself, or the folder in the Hub's cache into which these files of a model are fetched."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -69,11 +69,11 @@ def fetched(source: str, patterns: Sequence[str]) -> Path:
 
 
 def why_missing(source: str, error: BaseException) -> str:
-    """The meaning of a library's error about `source` ("": files that are here), in one line."""
+    """Return the meaning of a library's error about `source` ("": local files), in one line."""
     if "trust_remote_code" in str(error):
         return "it holds code of its own, which is never executed here"
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if is_at_hub(source):  # or the name of a folder with a mistake in it
+    if is_at_hub(source):  # or the misspelt name of a folder
         why = why if silence() is None else f"it is not in the Hub's cache, and {silence()}"
         return f"there is no such file or folder here, and at the Hub: {why}"
     return why if not source or local_path(source).exists() else "there is no such file or folder"

@@ -1,7 +1,7 @@
-"""Which run a folder belongs to: the settings that a resume keeps, and the files by which a run folder is known.
+"""The identity of a run: the settings that a resume keeps, and the files by which a run folder is recognised.
 
-A folder without environment.json, which describes the run, and without a lease is a run folder only if it is empty.
-No torch here.
+A folder without environment.json, which describes the run, and without a lease is a run folder only if it is empty. No
+torch here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger("train")
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
-WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # in place; others are replaced
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # written in place; others are replaced
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
-# Files that ranks other than 0 write before rank 0 has taken the folder, and the files of a new disk.
+# These files are written by other ranks before rank 0 has taken the folder, or exist on every new disk.
 NEUTRAL = re.compile(
     rf"{LEASE_FILE.pattern}|log/(rank|exit_rank|stacks_rank)_\d{{4,}}\.(txt|json)|\.write-test-\w+|lost\+found"
 )
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[int] | None) -> dict[str, Any]:
-    """The settings that must stay the same for a run to resume, as one flat table."""
+    """Return the settings that must stay the same for a run to resume, as one flat table."""
     plain = to_dict(cfg)
     sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
     return {
@@ -41,23 +41,23 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[in
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
-        **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order is by them
+        **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order of rows depends on them
     }
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """ "key: old -> new" for each key of two flat tables that differs."""
+    """Return "key: old -> new" for each key that differs between two flat tables."""
     now = json.loads(canonical_json(now))
     keys = sorted({**before, **now})
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 
 def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
-    """InputError with all differences if `before`, read from `source`, is another run's; a warning if forced."""
-    known = {key: value for key, value in identity.items() if key in before or value}  # without settings new and off
+    """Raise InputError with all differences if `before`, read from `source`, is another run's; warn if `force`."""
+    known = {key: value for key, value in identity.items() if key in before or value}  # omits new settings that are off
     changed = differences(before, known)
     if changed and force:
-        logger.warning("resume.force=true: resuming another run than %s: %s", source, ", ".join(changed))
+        logger.warning("resume.force=true: resuming although the run differs from %s: %s", source, ", ".join(changed))
         return
     lengths = ",".join(map(str, before.get("data.lengths") or ()))
     is_same = not any(each.startswith("data.lengths: ") for each in changed)
@@ -73,9 +73,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
 
 
 def check_layout(location: str) -> None:
-    """InputError for a folder with links instead of files to which a run appends lines, for a file, folder or pipe that
-    has the name of another kind, and for what this user may not write.
-    """
+    """Raise InputError if the folder has links or wrong kinds of files, or if this user may not write them."""
     path = local_path(location)
     for file in path.iterdir() if path.is_dir() else ():
         is_right = {**dict.fromkeys(FILES, file.is_file), **dict.fromkeys(FOLDERS, file.is_dir)}.get(file.name)
@@ -92,7 +90,7 @@ def check_layout(location: str) -> None:
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
-    """The identity of the run that the folder belongs to; None without environment.json, or if that is not a run's."""
+    """Return the identity of the run in the folder; None without environment.json, or if that is not a run's."""
     with suppress(FileNotFoundError, BadContent):
         identity = read_object(folder.read(ENVIRONMENT)).get("identity")
         if isinstance(identity, dict) and identity.keys() >= IDENTITY_KEYS:
@@ -106,8 +104,9 @@ def is_owned(folder: Folder) -> bool:
 
 
 def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
-    """The identity of the run that the folder, which holds these names, belongs to; empty if no run has described
-    itself there. InputError if the folder is neither a run's nor empty.
+    """Return the identity of the run that the folder, with these names, belongs to; {} without environment.json.
+
+    Raises InputError if the folder is neither a run's nor empty.
     """
     identity = find_identity(folder) if ENVIRONMENT in names else None
     if identity is not None:

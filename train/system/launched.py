@@ -1,4 +1,4 @@
-"""How this process was started: by torchrun, by Slurm or by itself, as the environment says."""
+"""The launcher of this process (torchrun, Slurm or none) and its ranks, from the environment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Launched:
 def launched(environ: Mapping[str, str] = os.environ) -> Launched:
     """Read how this process was started; an empty variable counts as unset.
 
-    Raises InputError for variables that contradict each other: ranks would train apart, or wait for ever.
+    Raises InputError if variables contradict each other: ranks would train apart, or wait for ever.
     """
     given = {name: value for name, value in environ.items() if value}
     is_distributed = "RANK" in given
@@ -78,12 +78,12 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or a process without a launcher. No other variable is checked."""
+    """Return whether this is rank 0, or a process without a launcher. No other variable is checked."""
     return os.environ.get("RANK", "") in ("", "0")
 
 
 def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = 2**31) -> int:
-    """The number that a variable holds; InputError if it holds none in the range."""
+    """Return the integer in a variable. Raises InputError if it is not one in the range."""
     text = given.get(name, str(default))
     ok = text.isascii() and text.isdigit() and least <= int(text) <= most
     check(ok, f"{name}={text} must be a whole number from {least} to {most}; {FIX}")
@@ -91,7 +91,7 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
 
 
 def check_launch(instance: InstanceConfig, launch: Launched) -> None:
-    """Raise InputError for a number of ranks that the instance cannot run, and for tasks that torchrun did not start.
+    """Raise InputError if the instance cannot run this number of ranks, or torchrun did not start the tasks.
 
     Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are rejected by the runtime.
     """

@@ -1,4 +1,4 @@
-"""The files of leases, one for each owner of a run folder; ownership.py says what follows. No torch here.
+"""The files of leases, one for each owner of a run folder; ownership.py has the rules. No torch here.
 
 lease/00000007.json   see KINDS; the highest number is the owner's
 """
@@ -21,7 +21,7 @@ LEASES = "lease/"
 LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
 KINDS: dict[str, Any] = {
     "number": int,
-    "owner": str,  # a new one for every lease
+    "owner": str,  # unique to every lease
     "host": str,
     "pid": int,
     "process_start": int | None,  # clock ticks after the boot; None: not Linux
@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
     "step": int,
     "released": bool,
 }
-MAX_PID, MAX_TTL_S = 2**31, 1e6  # of a lease that this program can have written
+MAX_PID, MAX_TTL_S = 2**31, 1e6  # limits of a lease that this program can have written
 
 
 def name_of(number: int) -> str:
@@ -42,12 +42,12 @@ def name_of(number: int) -> str:
 
 
 def numbers(folder: Folder) -> list[int]:
-    """The lease numbers that are there."""
+    """Return the numbers of the leases in the folder."""
     return [int(match[1]) for name in folder.names(LEASES) if (match := LEASE_FILE.fullmatch(name))]
 
 
 def newest(folder: Folder) -> tuple[int, bytes]:
-    """The highest number, 0 if there is none, and the content of its file, empty if it was removed meanwhile."""
+    """Return the highest number (0: none) and the content of its file, which is empty if it was just removed."""
     number = max(numbers(folder), default=0)
     try:
         return number, folder.read(name_of(number)) if number else b""
@@ -56,7 +56,7 @@ def newest(folder: Folder) -> tuple[int, bytes]:
 
 
 def parse(content: bytes) -> dict[str, Any] | None:
-    """The fields of a lease file, see KINDS; None if it is damaged or another program's."""
+    """Return the fields of a lease file, see KINDS; None if it is damaged or another program's."""
     with suppress(BadContent):
         lease = read_object(content)
         fits = all(name in lease and isinstance(lease[name], kind) for name, kind in KINDS.items())
@@ -66,7 +66,7 @@ def parse(content: bytes) -> dict[str, Any] | None:
 
 
 def describe(content: bytes) -> str:
-    """The owner, for a message."""
+    """Return the owner, for a message."""
     lease = parse(content)
     if lease is None:
         return "an owner whose lease file cannot be read"
@@ -75,7 +75,7 @@ def describe(content: bytes) -> str:
 
 
 def identity() -> dict[str, Any]:
-    """The process and the job of this lease, as far as the system says."""
+    """Return the process and the job of this lease, as far as the system names them."""
     process, run_id = read_process(os.getpid()), launched().run_id
     boot_id: str | None = None
     pid_namespace: str | None = None
@@ -95,6 +95,6 @@ def identity() -> dict[str, Any]:
 
 
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether process ids mean the same to both. The host counts too: copies of a virtual machine have one boot id."""
+    """Return whether process ids mean the same to both. Hosts count, as copies of a virtual machine share a boot id."""
     keys = ("host", "boot_id", "pid_namespace")
     return all(one[key] is not None and one[key] == other[key] for key in keys)

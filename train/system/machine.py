@@ -25,8 +25,8 @@ from train.config.backend import NEURON_TIMEOUT_S
 from train.system.versions import read_versions, release
 
 NATIVE = ("trn2", "trn3")  # the beginnings of types with native PyTorch
-NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # names the folder of compiled operators of native PyTorch
-LOCAL_ROOT = "/var/tmp/baretrain-{}"  # of a user whose home is on the network; see compile_root
+NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # names the folder of native PyTorch's compiled operators
+LOCAL_ROOT = "/var/tmp/baretrain-{}"  # for a user whose home is on the network; see compile_root
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 ROOT_COMM_PORT = 62182  # of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
 
@@ -55,7 +55,7 @@ KNOBS = (
 
 
 def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
-    """The variables of KNOBS that are set to anything but an empty text or 0."""
+    """Return the variables of KNOBS that are set to anything but an empty text or 0."""
     return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
 
 
@@ -63,13 +63,13 @@ def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
 
 
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
-    """Append the `wanted` options to NEURON_CC_FLAGS; an option that the user gave already stays as it is."""
+    """Append the `wanted` options to NEURON_CC_FLAGS; an option that the user gave already is kept."""
     given = {part.split("=")[0] for part in split_flags(flags)}
     return " ".join([*([flags] if flags.strip() else []), *(f for f in wanted if f.split("=")[0] not in given)])
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Return where compiled graphs are kept: --cache_dir wins over NEURON_COMPILE_CACHE_URL over a folder of ours."""
+    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else this project's folder."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
@@ -77,12 +77,12 @@ def cache_location(environ: Mapping[str, str]) -> str:
 
 
 def native_cache(environ: Mapping[str, str]) -> str:
-    """Return where native PyTorch keeps compiled operators: its own default is a fixed folder in /tmp."""
+    """Return where native PyTorch keeps compiled operators: its default is a fixed folder in /tmp."""
     return environ.get(NATIVE_CACHE) or str(compile_root() / "neff")
 
 
 def split_flags(flags: str) -> list[str]:
-    """The options in NEURON_CC_FLAGS; InputError if its quotes are not closed."""
+    """Return the options in NEURON_CC_FLAGS. Raises InputError if its quotes are not closed."""
     try:
         return shlex.split(flags)
     except ValueError as error:
@@ -90,7 +90,7 @@ def split_flags(flags: str) -> list[str]:
 
 
 def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
-    """Type of the file system that holds a path, or will once it is made ("ext4", "nfs4", "lustre"); "" if unknown."""
+    """Return the type of file system that a path is, or will be, on ("ext4", "nfs4", "lustre"); "" if unknown."""
     real_path, best, kind = Path(os.path.realpath(Path(path).expanduser().absolute())), -1, ""
     for point, type_, source in mounts(mountinfo):
         if real_path.is_relative_to(point) and len(point.parts) >= best:  # later mounts hide earlier ones
@@ -100,9 +100,7 @@ def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo
 
 
 def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
-    """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux. Names are of
-    any bytes.
-    """
+    """Yield mount point, type and source of each file system, as in proc(5). Names may be any bytes."""
     for line in filter(None, os.fsdecode(mountinfo.read_bytes()).split("\n")) if mountinfo.is_file() else ():
         left, _, right = line.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])  # \040 is a space
@@ -111,7 +109,7 @@ def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def cache_fault(environ: Mapping[str, str]) -> str | None:
-    """Reason why the compile cache has to be elsewhere; None if there is none."""
+    """Return why the compile cache has to be elsewhere; None if it need not."""
     location = cache_location(environ)
     if "://" in location:
         is_usable = location.startswith("s3://")
@@ -126,7 +124,7 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
 
 
 def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
-    """The graphs of a local compile cache that have a file of this name; None for a cache in S3.
+    """Return the graphs of a local compile cache that have a file of this name; None for a cache in S3.
 
     Names are model.done (compiled), model.log (failed), *.lock (being compiled, or left by a killed process), in
     folders neuronxcc-<version>/MODULE_<graph>+<flags> (optimum-neuron's cache guide).
@@ -139,10 +137,10 @@ def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
 
 
 def runtime_environment(environ: Mapping[str, str], *, nodes: int, timeout_s: float) -> dict[str, str]:
-    """Variables that the Neuron runtime reads at its start, under PyTorch/XLA and native PyTorch; the user's stay."""
+    """Return the variables that the Neuron runtime reads when it starts; those that the user has set are kept."""
     wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
     if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # without it a process that is a rank by itself takes all cores
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # without it a process that is the only rank takes all cores
     if nodes > 1:
         wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -151,10 +149,12 @@ def runtime_environment(environ: Mapping[str, str], *, nodes: int, timeout_s: fl
 def neuron_environment(
     environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool, timeout_s: float = NEURON_TIMEOUT_S
 ) -> dict[str, str]:
-    """Variables to set before the Neuron runtime starts. Those of the user stay; compiler flags are added to theirs.
+    """Return the variables to set before the Neuron runtime starts.
 
-    An execution waits for the peers of its collectives, so it has their `timeout_s`: in the 600 s of AWS's samples no
-    other machine could compile. Where nothing compiles, the watchdog ends a hang sooner.
+    The user's variables are kept; compiler flags are added to theirs.
+
+    An execution waits for the other ranks of its collectives, so it gets their `timeout_s`: in the 600 s of AWS's
+    samples no other machine could compile. Where nothing compiles, the watchdog ends a hang sooner.
 
     Raises InputError if a variable of the user would round silently, or give the ranks an address that is in use.
     """
@@ -190,7 +190,7 @@ def neuron_environment(
 
 
 def first_slurm_host(environ: Mapping[str, str]) -> str | None:
-    """Host name of node 0 of a Slurm job; None outside Slurm."""
+    """Return the host name of node 0 of a Slurm job; None outside Slurm."""
     scontrol, hosts = shutil.which("scontrol", path=environ.get("PATH")), environ.get("SLURM_JOB_NODELIST")
     if scontrol is None or not hosts:
         return None
@@ -202,7 +202,7 @@ def first_slurm_host(environ: Mapping[str, str]) -> str | None:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Versions of those packages that are installed."""
+    """Return the versions of those packages that are installed."""
     versions = {}
     for name in names:
         try:
@@ -213,7 +213,7 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 
 def package_faults(versions: Mapping[str, str]) -> list[str]:
-    """Conflicts between the installed torch, torch-xla, torch-neuronx and neuronx-cc, each with its fix."""
+    """Return conflicts between the installed torch, torch-xla, torch-neuronx and neuronx-cc, each with its fix."""
     faults, install = [], read_versions().sdk.install
     torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
     if xla and release(torch) != release(xla):
@@ -239,7 +239,7 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
 
 
 def neuron_devices() -> list[str]:
-    """Device files of the Neuron driver, one for each chip."""
+    """Return the device files of the Neuron driver, one for each chip."""
     return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
 
 
@@ -254,7 +254,7 @@ class Chip:
 
 
 def read_neuron_ls(text: str) -> list[Chip]:
-    """Parse `neuron-ls -j`, whose older versions have fewer fields; ValueError if it is not as documented."""
+    """Parse `neuron-ls -j`, whose older versions have fewer fields. Raises ValueError if it is not as documented."""
     chips = []
     try:
         for number, entry in enumerate(json.loads(text)):
@@ -271,7 +271,7 @@ def read_neuron_ls(text: str) -> list[Chip]:
 
 
 def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
-    """PCI addresses of NVIDIA's display and 3D controllers (vendor 10de, class 03), with or without a driver."""
+    """Return PCI addresses of NVIDIA's display and 3D controllers (vendor 10de, class 03), with or without a driver."""
     gpus = []
     for device in sorted(bus.glob("*")):
         vendor, kind = device / "vendor", device / "class"
@@ -281,30 +281,30 @@ def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 
 
 def is_ec2(kind: str) -> bool:
-    """Whether the name of a machine is that of an EC2 instance, family.size."""
+    """Return whether the name of a machine is that of an EC2 instance, family.size."""
     return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
 
 
 def is_native(*types: str) -> bool:
-    """Whether one of these instance types has native PyTorch, without XLA."""
+    """Return whether one of these instance types has native PyTorch, without XLA."""
     return any(each.startswith(NATIVE) for each in types)
 
 
 def instance_names() -> list[str]:
-    """Names of the known instance types: those of conf/instance/*.yaml."""
+    """Return the names of the known instance types, those of conf/instance/*.yaml."""
     folder = resources.files("conf") / "instance"
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
-    """EC2's name of this machine ("trn1.32xlarge"); for other machines the maker's name, or an empty text."""
+    """Return EC2's name of this machine ("trn1.32xlarge"); for other machines the maker's name, or an empty text."""
     return product.read_text().strip() if product.is_file() else ""
 
 
 def instance_stores(
     *, mountinfo: Path = Path("/proc/self/mountinfo"), sys_block: Path = Path("/sys/class/block")
 ) -> list[Path]:
-    """Writable mount points of this EC2 machine's own NVMe disks, or of a RAID of them.
+    """Return the writable mount points of this EC2 machine's local NVMe disks, or of a RAID of them.
 
     They are recognised by the disk's model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store
     volumes").
@@ -333,9 +333,9 @@ def cache_root() -> Path:
     stores = instance_stores()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     check_printable(home, "XDG_CACHE_HOME=")
-    # An instance store may be that of several users.
+    # Several users may share an instance store.
     root = stores[0] / f"baretrain-{os.geteuid()}" if stores else Path(home).expanduser() / "baretrain"
-    with suppress(OSError):  # who writes to it says what is wrong
+    with suppress(OSError):  # the first write to it reports the error
         root.mkdir(0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
     return root

@@ -1,6 +1,4 @@
-"""Memory and processors that this process may use, in a container those of its cgroup; its peak, and how many
-processes the kernel killed for lack of memory. No torch here.
-"""
+"""Memory and processors that this process or its container may use, its peak, and the kernel's count of OOM kills."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pathlib import Path
 
 
 def own_peak_bytes() -> int:
-    """Peak of this process, without its loaders."""
+    """Return the peak memory of this process, without its loaders."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, getrusage(2)
 
 
@@ -19,14 +17,16 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 def total_memory_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Memory that this process can have: the machine's, or the limit of its container."""
+    """Return the memory that this process can have: the machine's, or the limit of its container."""
     limits = [limit for _, limit in memory_limits(cgroups, proc)]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Memory that programs can still take without swapping: MemAvailable of proc(5), or what a container's
-    limit leaves beside what its processes hold (files that the kernel can drop are not counted).
+    """Return the memory that programs can still take without swapping.
+
+    It is MemAvailable of proc(5) or, in a container, its limit less the memory that its processes hold (files that the
+    kernel can drop are not counted).
     """
     lines = (proc / "meminfo").read_text().splitlines() if (proc / "meminfo").is_file() else []
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
@@ -40,9 +40,7 @@ def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
 
 
 def memory_limits(cgroups: Path, proc: Path) -> list[tuple[Path, int]]:
-    """The cgroups that limit this process's memory, each with its bytes; without a limit, version 1 has a number near
-    2**63.
-    """
+    """Return the cgroups that limit this process's memory, with bytes; near 2**63 in version 1 if there is no limit."""
     found = []
     for folder in cgroup_folders("memory", cgroups, proc):
         limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
@@ -51,9 +49,7 @@ def memory_limits(cgroups: Path, proc: Path) -> list[tuple[Path, int]]:
 
 
 def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Return how many processors this process can keep busy: those it may run on, and no more than the quota of its
-    container.
-    """
+    """Return how many processors this process can keep busy: those it may run on, within its container's quota."""
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders("cpu", cgroups, proc):
         path = folder / "cpu.max"
@@ -66,15 +62,16 @@ def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
 
 
 def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
-    """The folders of this process's cgroup and of all that it is in, the innermost first. In a container the process's
-    cgroup may be mounted as the root, so that only that is there.
+    """Return the folders of this process's cgroup and its ancestors, innermost first.
+
+    In a container the process's cgroup may be mounted as the root, so that only that is there.
     """
     found: list[Path] = []
     file = proc / "self/cgroup"
-    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names are of any bytes
+    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names may be any bytes
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all
+        if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all controllers
             root = cgroups / controller if controllers else cgroups
             inside = Path("" if ".." in path else path.lstrip("/"))  # above the container's root
             found += [root / each for each in (inside, *inside.parents)]
@@ -82,22 +79,20 @@ def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
 
 
 def read_number(path: Path) -> int | None:
-    """The number in a file of the kernel; None if there is none that limits: no file, "max" or -1."""
+    """Return the number in a file of the kernel; None if nothing is limited: no file, "max" or -1."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None
 
 
 def limit_allocations(most_bytes: int) -> None:
-    """Have this process, and those that it starts from now on, fail to allocate more than this: RLIMIT_DATA counts
-    private writable memory since Linux 4.7 (getrlimit(2)).
-    """
+    """Limit allocations of this process and its later children (RLIMIT_DATA: private writable memory, getrlimit(2))."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or most_bytes < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
 
 
 def find_oom_counter(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> Path | None:
-    """The file that counts processes killed for lack of memory: of this process's cgroup, or of the machine."""
+    """Return the file that counts processes killed for lack of memory: of this process's cgroup, or of the machine."""
     names = ("memory.events", "memory.oom_control")  # of version 2, and of 1
     paths = (folder / name for folder in cgroup_folders("memory", cgroups, proc) for name in names)
     files = (path for path in (*paths, proc / "vmstat") if path.is_file())
@@ -105,7 +100,7 @@ def find_oom_counter(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> Path | No
 
 
 def count_oom_kills(counter: Path | None) -> int:
-    """The value of the counter; 0 if there is none."""
+    """Return the value of the counter; 0 if there is none."""
     if counter is None:
         return 0
     return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))

@@ -26,21 +26,22 @@ class Metadata:
         self.token, self.renew_at_s = "", 0.0
 
     def get(self, path: str) -> Any:
-        """The JSON of a category below /latest/meta-data/; None if there is none. Raises OSError, HTTPException or
-        ValueError if the service does not answer as it should.
+        """Return the JSON of a category below /latest/meta-data/; None if there is none.
+
+        Raises OSError, HTTPException or ValueError if the service does not answer as it should.
         """
         content = self.content(path)
         return None if content is None else json.loads(content)
 
     def text(self, path: str) -> str:
-        """The text of a category that every machine has. It raises what `get` raises."""
+        """Return the text of a category that every machine has. Raises the errors that `get` raises."""
         content = self.content(path)
         if content is None:
             raise OSError(f"{path} is answered with status 404")
         return content.decode("ascii")
 
     def content(self, path: str) -> bytes | None:
-        for _ in range(2):  # the service may have forgotten its tokens
+        for _ in range(2):  # a second time, because the service may have forgotten its tokens
             if time.monotonic() >= self.renew_at_s:
                 self.renew()
             status, body = self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
@@ -75,6 +76,6 @@ class Metadata:
 
 
 def metadata_endpoint(environ: Mapping[str, str]) -> str:
-    """The service's address, from the variables that botocore reads."""
+    """Return the service's address, from the variables that botocore reads."""
     mode = environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
     return environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or ENDPOINTS.get(mode, ENDPOINTS["ipv4"])

@@ -1,5 +1,6 @@
-"""The JSON files of a model or tokenizer from elsewhere, read here before transformers sees the folder: it takes the
-names of classes, of further files and of code from them.
+"""The JSON files of a model or tokenizer from elsewhere, checked before transformers sees the folder.
+
+transformers takes the names of classes, of further files and of code from them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 from train.config import shortlist
 from train.system.schema import BadContent, of_type, read_object, shown
 
-# Encoders of text whose code in transformers loads nothing else: no kernels of the Hub, no model within the model.
+# The code of these encoders of text in transformers loads nothing else: no kernels of the Hub, no inner model.
 ENCODERS = """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert flaubert
     fnet funnel ibert jina_embeddings_v3 longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert
     nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod
 """
-# Keys by which a file names code to load, or a file of weights or settings that is not looked at here.
+# By these keys a file names code to load, or a file of weights or settings that this module does not check.
 LOADS = re.compile(
     "auto_map|trust_remote_code|_?(attn|experts)_implementation.*|quantization_config|use_kernels|kernel_config|"
     "transformers_weights|configuration_files|fast_tokenizer_files|gguf_file|_auto_class"
@@ -25,18 +26,20 @@ LOADS = re.compile(
 WAS_SET = "_attn_implementation_autoset"  # true or false, which transformers 4.46 to 4.50 wrote into every config.json
 FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer has
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # of another machine; transformers replaces them
-LARGEST, DEEPEST = 10**9, 1000  # a size; layers: each is an object, so that a number alone could keep a machine busy
-MOST_NAMED = 5  # folders in an error
-MOST_LABELS = 10**6  # transformers makes a name of each
+LARGEST, DEEPEST = 10**9, 1000  # a size; layers: each is an object, so that a large number could keep a machine busy
+MOST_NAMED = 5  # folders named in an error
+MOST_LABELS = 10**6  # transformers makes a name for each
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
 DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
-ADAPTER = "adapter_config.json"  # names another model, which transformers would load instead
+ADAPTER = "adapter_config.json"  # it names another model, which transformers would load instead
 
 
 def read_model_json(folder: Path) -> dict[str, Any] | None:
-    """Return what config.json holds; None without the file. Raises BadContent for a model that is no encoder known
-    here, for keys that make transformers load something else, and for sizes that no model has.
+    """Return the content of config.json; None without the file.
+
+    Raises BadContent if the model is not an encoder known here, if a key makes transformers load something else, or if
+    a size is one that no model has.
     """
     if (folder / ADAPTER).exists():
         raise BadContent(f"{folder} holds an adapter ({ADAPTER}) of another model; give that model, merged with it")
@@ -72,8 +75,9 @@ def models_below(folder: Path) -> str:
 
 
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json holds, {} without the file. Raises BadContent for keys of it, or of
-    special_tokens_map.json, by which transformers would read files from elsewhere.
+    """Return the content of tokenizer_config.json; {} without the file.
+
+    Raises BadContent if a key of it, or of special_tokens_map.json, makes transformers read files from elsewhere.
     """
     path = folder / "tokenizer_config.json"
     values = read_checked(path) or {}
@@ -89,7 +93,7 @@ def read_tokenizer_json(folder: Path) -> dict[str, Any]:
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file, None without the file. Raises BadContent if a key at any depth loads something."""
+    """Return the object in a file; None without the file. Raises BadContent if a key at any depth loads something."""
     if not path.is_file():
         return None
     try:
@@ -97,7 +101,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
     except BadContent as error:
         raise BadContent(f"{path}: {error}") from error
     inner: list[Any] = [values]
-    for value in inner:  # which grows
+    for value in inner:  # `inner` grows in this loop
         if isinstance(value, dict):
             for key, item in value.items():
                 if key == "model_type":
@@ -113,7 +117,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
 
 
 def check_encoder(path: Path, kind: object) -> None:
-    """Raise BadContent for a model_type, of a model or within it, that is none of ENCODERS."""
+    """Raise BadContent if a model_type, of a model or within it, is not one of ENCODERS."""
     if not isinstance(kind, str) or kind not in ENCODERS.split():
         what = f"model_type {shown(kind)} is not an encoder of text that is known here"
         raise BadContent(f"{path}: {what}; choose albert, bert, modernbert, roberta, ...")

@@ -1,4 +1,4 @@
-"""outcome.json: how an attempt ended, for launchers and for a restart by torchrun. No torch here."""
+"""outcome.json, the record of how an attempt ended, for launchers and for a restart by torchrun. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.system.schema import BadContent, read_object
 
 NAME = "outcome.json"
 STOP_FILE = "STOP"  # in the run folder: the run stops at its next step, with a checkpoint
-ENDS = ("done", "early_stop")  # reasons for which a run is over
+ENDS = ("done", "early_stop")  # reasons for which a run is complete
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_memory")
 
@@ -24,7 +24,7 @@ class Outcome:
     outcome: str  # done | stopped | failed | refused
     kind: str  # an identifier, for programs
     reason: str
-    step: int | None  # reached
+    step: int | None  # that the run has reached
     checkpoint: int | None  # the newest step that is known to be committed; nothing up to there is lost
     goes_on: bool  # whether the same command may succeed
     launch: list[str] = field(default_factory=lambda: launched().torchrun)  # the identity of torchrun
@@ -35,8 +35,9 @@ KEYS = {each.name for each in fields(Outcome)}
 
 
 def may_continue(kind: str, previous: str) -> bool:
-    """Whether the same command may succeed after a failure of this kind that followed one of the kind `previous`. It is
-    tried once more after memory ran out, as another program may have taken it.
+    """Return whether the same command may succeed after a failure of this `kind` that followed one of `previous`.
+
+    After memory ran out it is tried once more, as another program may have taken the memory.
     """
     return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)
 
@@ -44,8 +45,9 @@ def may_continue(kind: str, previous: str) -> bool:
 def write_outcome(
     folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
 ) -> bool:
-    """Write the outcome unless there is one. An outcome of a kind in `replaces` is replaced, except its checkpoint.
-    Returns whether it was written.
+    """Write the outcome unless there is one, and return whether it was written.
+
+    An outcome of a kind in `replaces` is replaced, except its checkpoint.
     """
     if replaces_all:
         folder.write(NAME, canonical_json(asdict(outcome)))
@@ -59,7 +61,7 @@ def write_outcome(
 
 
 def read_outcome(folder: Folder) -> dict[str, Any]:
-    """How the last attempt ended; empty if it left no outcome, or if another program wrote the file."""
+    """Return how the last attempt ended; {} if it left no outcome, or if another program wrote the file."""
     with suppress(FileNotFoundError, BadContent):
         outcome = read_object(folder.read(NAME))
         if outcome.keys() >= KEYS:
@@ -68,9 +70,10 @@ def read_outcome(folder: Folder) -> dict[str, Any]:
 
 
 def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:
-    """The last outcome (empty if there is none) if it is of this torchrun and final, so that a restart cannot help;
-    else empty. torchrun takes every exit code but 0 for a failure and starts the run again. A stop by SIGTERM is not
-    final: torchrun itself sends it to ranks that it starts again because a rank elsewhere failed.
+    """Return the last outcome if it is final and of this torchrun, so that a restart cannot help; otherwise {}.
+
+    torchrun takes every exit code but 0 for a failure and starts the run again. A stop by SIGTERM is not final:
+    torchrun itself sends it to ranks that it starts again because a rank elsewhere failed.
     """
     if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
         return {}

@@ -1,18 +1,18 @@
-"""Who may write a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
+"""The right to write a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
 
-    lease/00000007.json   a file for each owner, see lease.py; the highest number is the owner's, its fencing number
+lease/00000007.json   a file for each owner, see lease.py; the highest number is the owner's, its fencing number
 
-A job takes the folder by creating the file of the next number, which only one of several jobs can do, and leaves the
-two newest files. The owner writes its file again and again, with one heartbeat more. No clocks are compared: a job that
-cannot ask the owner's kernel watches the heartbeats.
+A job takes the folder by creating the file of the next number, which only one of several jobs can do, and removes all
+but the two newest files. The owner rewrites its file regularly, with its count of heartbeats raised by one. Clocks are
+not compared: a job that cannot ask the owner's kernel watches the heartbeats.
 
-The owner is always the one that wrote the highest file in a listing: a process that was suspended and asked for the
-next number alone would not see the owners after that one.
+We list the folder to find the owner: probing only the next number would miss later owners if this process was
+suspended.
 
-All that changes the folder asks `Ownership` first: `OwnedFolder` for each file, metrics.jsonl by `may_append`, a save
-before it commits, and what removes or renames checkpoints. Logs end with the heartbeat that finds the folder `lost`. A
-change that was allowed may come late: then S3 itself rejects a commit (train/checkpoints/store_s3.py), and metrics and
-settings (`RunFolder.replace`).
+Every change to the folder asks `Ownership` first: `OwnedFolder` for each file, metrics.jsonl by `may_append`, a save
+before it commits, and code that removes or renames checkpoints. Logs end with the heartbeat that finds the folder
+`lost`. A change that was allowed may come late: then S3 itself rejects a commit (train/checkpoints/store_s3.py), and
+metrics and settings (`RunFolder.replace`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from train.system.processes import is_alive
 from train.system.schema import Head
 
 logger = logging.getLogger("train")
-HEARTBEATS, LOOKS = 6, 12  # of the owner, and of a job that watches it, in `ttl_s`
+HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`, of the owner, and of a job that watches it
 
 
 class LeaseLost(Failure):
-    """Another job owns the run folder now: nothing more may be written there."""
+    """An error because another job owns the run folder now: nothing more may be written there."""
 
 
 class Ownership:
-    """The right of this process to write a run folder. One process of a job, rank 0, takes the folder (a context
-    manager, or `take` and `release`), and a thread renews the lease; the other ranks `follow` it. Other programs write
-    at their own risk.
+    """The right of this process to write a run folder.
+
+    One process of a job, rank 0, takes the folder (a context manager, or `take` and `release`), and a thread renews the
+    lease; the other ranks `follow` it. Other programs write at their own risk.
 
     `check` is to be called before each change: without a heartbeat for `ttl_s` (suspended, cut off, or in a call that
     holds Python's lock) a job may lose the folder to another one.
@@ -61,17 +62,15 @@ class Ownership:
         self.ended_below = 1  # owners of lower numbers have certainly ended; the last owner may only be silent
         self.claim: dict[str, Any] = {}
         self.heartbeats = 0
-        self.is_withdrawn = False  # whether nothing came of this job: then its lease is removed
+        self.is_withdrawn = False  # whether this job is rejected: then its lease is removed
         self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
 
     def follow(self, owner: str) -> None:
-        """Write for the job whose rank 0 has the lease `owner`, or if that is empty to a folder of this rank alone."""
+        """Write for the job whose rank 0 has the lease `owner`; if that is empty, to a folder of this rank alone."""
         self.owner = owner
 
     def check(self) -> None:
-        """Raise LeaseLost if another job owns the folder by now. This takes two requests to S3, and raises their
-        errors.
-        """
+        """Raise LeaseLost if another job owns the folder by now. Takes two requests to S3, and raises their errors."""
         if self.owner:
             number, content = newest(self.folder)
             lease = parse(content)
@@ -103,8 +102,9 @@ class Ownership:
         self.release()
 
     def take(self) -> None:
-        """Take the folder, after waiting up to `ttl_s` if nothing else can show that the owner has ended. InputError if
-        the owner is alive, or if two jobs could own the folder.
+        """Take the folder, after waiting up to `ttl_s` if nothing else can show that the owner has ended.
+
+        Raises InputError if the owner is alive, or if two jobs could own the folder.
         """
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self.claim = {**identity(), "owner": uuid.uuid4().hex, "ttl_s": self.ttl_s, "started": started}
@@ -123,7 +123,7 @@ class Ownership:
         self.thread.start()
 
     def check_creates_once(self) -> None:
-        """InputError, without a lease, if the folder lets a file be created twice: then two jobs could own it."""
+        """Raise InputError, without a lease, if the folder lets a file be created twice: then two jobs could own it."""
         if self.folder.create(name_of(self.number), self.content()):
             self.folder.remove(name_of(self.number))
             raise InputError(
@@ -132,7 +132,7 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Let the next job take the folder at once. This never raises: if it fails, the next job waits."""
+        """Let the next job take the folder immediately. This never raises: if it fails, the next job waits."""
         self.stop.set()
         if self.thread.ident is None:  # never taken
             return
@@ -178,9 +178,7 @@ class Ownership:
     # ---- is the owner gone? -----------------------------------------------------------------------------------------
 
     def is_over(self, number: int, content: bytes) -> bool:
-        """Whether this lease has ended; False if its file has changed and must be read again. InputError if its owner
-        is alive.
-        """
+        """Return whether this lease has ended; False if its file changed. Raises InputError if its owner is alive."""
         lease = parse(content)
         if lease is not None:
             alive = is_alive(lease["pid"], lease["process_start"]) if same_machine(lease, self.claim) else None

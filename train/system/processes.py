@@ -1,4 +1,4 @@
-"""Processes of this machine: whether one still runs, and children that end with their parent. Standard library only."""
+"""Processes of this machine: a check if one still runs, and children that end with their parent. Standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
 POLL_S, ORPHANS_POLL_S = 1.0, 0.1
 ENDING_S = 10.0  # for a process to end after SIGTERM
-TIMED_OUT = 124  # as timeout(1) exits
+TIMED_OUT = 124  # the exit code of timeout(1)
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,12 +35,12 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """A process as /proc shows it; None if it shows none."""
+    """Return a process as /proc shows it; None if it shows none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
     return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
 
 
@@ -54,7 +54,7 @@ def age_s(pid: int) -> float:
 
 
 def is_alive(pid: int, started: int | None) -> bool | None:
-    """Whether the process with this number and start still runs; None if the kernel does not say."""
+    """Return whether the process with this number and start still runs; None if the kernel does not say."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # the latter for a number that no process has
@@ -68,13 +68,13 @@ def is_alive(pid: int, started: int | None) -> bool | None:
 
 
 def owner_name(pid: int) -> str:
-    """NODE-PID-STARTED: no other process has this name, also on machines with a common folder."""
+    """Return NODE-PID-STARTED, a name that no other process has, also on machines with a common folder."""
     process = read_process(pid)
     return f"{platform.node()}-{pid}-{process.started if process else 0}"
 
 
 def is_gone(owner: str) -> bool:
-    """Whether the process with this owner_name has ended. False where this machine cannot know it."""
+    """Return whether the process with this owner_name has ended. False where this machine cannot know it."""
     match = re.fullmatch(r"(.+)-(\d+)-(\d+)", owner)
     return match is not None and match[1] == platform.node() and is_alive(int(match[2]), int(match[3])) is False
 
@@ -102,8 +102,10 @@ def start(
 def exit_code(
     process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None] = lambda: None, limit_s: float = math.inf
 ) -> int:
-    """Wait for a process, and call `meanwhile` every POLL_S; its exit code as shells report it. After `limit_s` it is
-    ended, and left to itself if that does not help, as in a driver that never answers: TIMED_OUT.
+    """Wait for a process, call `meanwhile` every POLL_S, and return its exit code as shells report it.
+
+    After `limit_s` it is ended, and the code is TIMED_OUT. If it does not end, as in a driver that never answers, it is
+    left alone.
     """
     until_s = time.monotonic() + limit_s
     while True:
@@ -122,14 +124,15 @@ def exit_code(
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends: of ranks whose torchrun was killed."""
+    """Become the parent of every process below this one whose parent ends: of ranks whose torchrun was killed."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(limit_s: float) -> None:
-    """Wait for the processes that this one adopted, which may be saving, and kill those that take longer. Call it while
-    no child of its own runs.
+    """Wait for the adopted processes, which may be saving, and kill those that take longer than `limit_s`.
+
+    Call it while this process has no child that it started itself.
     """
     until_s = time.monotonic() + limit_s
     with suppress(ChildProcessError):  # all have ended
@@ -141,7 +144,7 @@ def end_orphans(limit_s: float) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """All processes below one, parents first."""
+    """Yield all processes below one, parents first."""
     running = {int(path.name): read_process(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     parents = [pid]
     for parent in parents:

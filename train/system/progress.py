@@ -42,13 +42,13 @@ def begin(phase: Phase) -> None:
 
 
 def advance(count: int) -> None:
-    """Add `count` to what is done of the current phase."""
+    """Add `count` to the amount done of the current phase."""
     _phase.done += count
 
 
 @contextmanager
 def reported(*, speaks: bool = True) -> Iterator[None]:
-    """Print every few seconds the current phase and how far it is, if this process `speaks`."""
+    """Print every few seconds the current phase and its progress, if this process `speaks`."""
     ends = threading.Event()
 
     def report() -> None:

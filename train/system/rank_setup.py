@@ -1,6 +1,6 @@
-"""What a rank sets on its machine before it joins the others: network card, open files, EFA, processors. No torch here.
+"""The settings of a rank's machine before ranks join: network card, open files, EFA, processors. No torch here.
 
-What the user or the launcher has set stays as it is. Not run on EFA or Neuron hardware, nor on several GPUs.
+Settings of the user or the launcher are kept. Not run on EFA or Neuron hardware, nor on several GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from train.system.machine import read_neuron_ls
 logger = logging.getLogger("train")
 SYSFS = Path("/sys")
 AMAZON = "0x1d0f"  # PCI vendor
-OPEN_FILES = 65_535  # as AWS's scripts for Trainium have it; the hard limit of a container may be a billion
+OPEN_FILES = 65_535  # the number in AWS's scripts for Trainium; the hard limit of a container may be a billion
 OWN_FILES = 1024  # open files of a rank besides its sockets, one for each other rank: Linux's usual limit
 OUTSIDE = "192.0.2.1"  # an address of documentation (RFC 5737): the way to it is the default route
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -51,23 +51,23 @@ def prepare(launch: Launched, *, forks: bool) -> None:
 def rank_environment(
     environ: Mapping[str, str], launch: Launched, *, forks: bool, sysfs: Path = SYSFS
 ) -> dict[str, str]:
-    """The variables to set, without those that the user has set.
+    """Return the variables to set, without those that the user has set.
 
     NCCL over EFA needs one since libfabric 1.18 and aws-ofi-nccl 1.7, against forks that fail for want of huge pages
     (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
     """
     wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(sysfs) else {}
     if not launch.is_one_machine and (card := network_card(launch.master_addr)):
-        # gloo takes the address of the host name else, which Debian and Ubuntu map to 127.0.1.1; NCCL and Neuron's
-        # collectives take the first card that they see. "=" is NCCL's sign for the whole name.
+        # Otherwise gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
+        # Neuron's collectives take the first card that they see. "=" tells NCCL to compare the whole name.
         wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
-    elif launch.is_one_machine and launch.is_distributed:  # no other machine reaches what they listen on
+    elif launch.is_one_machine and launch.is_distributed:  # no other machine reaches the ports on which they listen
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
 def network_card(master: str) -> str | None:
-    """Name of the network card by which this machine reaches the master; None if there is none.
+    """Return the network card by which this machine reaches the master; None if there is none.
 
     The master may know itself by a loopback address; then it is the card of the default route.
     """
@@ -77,18 +77,18 @@ def network_card(master: str) -> str | None:
 
 
 def source_address(host: str) -> str:
-    """This machine's address in packets to a host, by the kernel's routes; empty if there is no way to it."""
+    """Return the address of this machine in packets to a host, by the kernel's routes; empty without a route."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as unused:
-            unused.connect(address)  # of UDP: nothing is sent
+            unused.connect(address)  # UDP: nothing is sent
             return str(unused.getsockname()[0])
-    except OSError:  # joining the ranks says why a master is out of reach
+    except OSError:  # joining the ranks reports why a master is out of reach
         return ""
 
 
 def efa_devices(sysfs: Path = SYSFS) -> list[str]:
-    """Names of the EFA interfaces."""
+    """Return the names of the EFA interfaces."""
     vendors = sorted(sysfs.glob("class/infiniband/*/device/vendor"))
     return [file.parts[-3] for file in vendors if file.read_text().strip() == AMAZON]
 
@@ -97,7 +97,7 @@ def efa_devices(sysfs: Path = SYSFS) -> list[str]:
 
 
 def pin(address: str | None, sysfs: Path = SYSFS) -> None:
-    """Keep this thread, and those it starts from now on, on the processors next to a PCI device, if they are known."""
+    """Keep this thread, and those it starts later, on the processors next to a PCI device, if they are known."""
     if address is None or not PCI_ADDRESS.fullmatch(address) or sys.platform != "linux":
         return
     near = near_cpus(address, os.sched_getaffinity(0), sysfs)
@@ -107,9 +107,9 @@ def pin(address: str | None, sysfs: Path = SYSFS) -> None:
 
 
 def near_cpus(address: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
-    """The processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
+    """Return the processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
 
-    It is empty where they are all processors, or where the launcher has allowed this process a part of the machine.
+    It is empty if these are all processors, or if the launcher has allowed this process a part of the machine.
     """
     files = sysfs / "devices/system/cpu/online", sysfs / "bus/pci/devices" / address / "local_cpulist"
     if not all(file.is_file() for file in files):
@@ -125,12 +125,12 @@ def read_cpus(text: str) -> set[int]:
 
 
 def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
-    """PCI address of the chip with the core of a local rank, by neuron-ls; None if it does not say."""
+    """Return the PCI address of the chip with the core of a local rank, by neuron-ls; None if it does not say."""
     tool = shutil.which("neuron-ls", path=os.pathsep.join([environ.get("PATH", ""), NEURON_TOOLS]))
     if tool is None or environ.get("NEURON_RT_VISIBLE_CORES") or environ.get("NEURON_RT_NUM_CORES"):
         return None  # the user has given the ranks other cores
     if "TORCHELASTIC_RUN_ID" not in environ:
-        return None  # a process by itself takes any core that is free
+        return None  # a process without a launcher takes any core that is free
     try:
         done = subprocess.run([tool, "-j"], capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S)
         chips = sorted(read_neuron_ls(done.stdout), key=lambda chip: chip.number)

@@ -63,12 +63,13 @@ GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 
 
 class RunFolder:
-    """The files of a run. A run writes to `folder`, which checks before every change that the run's job is still the
-    owner, and raises LeaseLost if not. `storage` is the same folder without the checks, for the lease itself.
+    """The files of a run.
+
+    A run writes to `folder`, which checks before every change that the run's job is still the owner, and raises
+    LeaseLost if not. `storage` is the same folder without the checks, for the lease itself.
     """
 
     def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
-        """`ttl_s`: see `Ownership`."""
         self.location, self.s3 = location, s3 or S3Config()
         if is_s3(location):
             name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
@@ -81,9 +82,9 @@ class RunFolder:
         self.folder: Folder = OwnedFolder(self.storage, self.ownership)
         self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
-        self.previous: dict[str, Any] = {}  # how the last attempt ended, once open
+        self.previous: dict[str, Any] = {}  # the previous attempt's outcome, set by `open`
         self.removed: dict[str, bytes] = {}  # the records that `open` has removed, without exit records in S3
-        self.local_outcome: bytes | None = None  # of them, an outcome on this machine of a run in S3
+        self.local_outcome: bytes | None = None  # the removed outcome on this machine of a run in S3
         self.log_bytes: int | None = None  # of this rank's log before this attempt; None: there was none
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of each file that was uploaded to S3
         self.versions: dict[str, str] = {}  # the versions of these files there
@@ -100,7 +101,7 @@ class RunFolder:
         self.staging = self.path / "staging"  # files on their way to and from S3
 
     def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
-        """InputError for a folder that is another run's, or is no run folder, before anything is written to it."""
+        """Raise InputError if the folder is another run's, or not a run folder, before anything is written to it."""
         if not self.is_remote:
             check_layout(self.location)
         names = self.storage.names_here()
@@ -109,8 +110,9 @@ class RunFolder:
             check_same_run(before, identity, source=self.location, force=force)
 
     def open(self) -> None:
-        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended, of
-        which an outcome on this machine is older than one by another. `take_back` undoes it.
+        """Make the folder, or this machine's copy of it; rank 0 removes the records of how earlier attempts ended.
+
+        An outcome on this machine is older than one in S3. `take_back` undoes it.
         """
         make_alike(self.log)
         self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
@@ -127,7 +129,7 @@ class RunFolder:
             self._take_away(NAME)
             list(at_once(self._take_away, self.folder.names("log/exit_rank_")))
         except NotPermitted:
-            self.folder.write(NAME, b"{}")  # this counts as none
+            self.folder.write(NAME, b"{}")  # an empty environment counts as none
         if self.is_remote:
             discard(self.path / NAME)
             for name in MIRRORED:
@@ -139,9 +141,7 @@ class RunFolder:
                 each.download(self.folder)
 
     def _take_away(self, name: str) -> None:
-        """Remove a record of the attempt before, and keep it for `take_back`; not exit records in S3, which would be
-        many requests.
-        """
+        """Remove a record of the previous attempt; keep it for `take_back`, except exit records in S3 (too many)."""
         if name == NAME or not self.is_remote:
             with suppress(FileNotFoundError):
                 self.removed[name] = self.folder.read(name)
@@ -181,18 +181,18 @@ class RunFolder:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """What environment.json said before this attempt; empty if this is the first."""
+        """The content of environment.json before this attempt; empty if this is the first."""
         return json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
 
     @cached_property
     def run_id(self) -> str:
-        """32 hexadecimal digits, the same in all attempts, by which trackers know the run."""
+        """32 hexadecimal digits, the same in all attempts, by which trackers identify the run."""
         known = self.described.get("run_id")
         return known if isinstance(known, str) and re.fullmatch("[0-9a-f]{32}", known) else uuid.uuid4().hex
 
     @cached_property
     def first_started_unix_s(self) -> float:
-        """When the first attempt began, by its machine's clock."""
+        """The time at which the first attempt began, by its machine's clock."""
         first = self.described.get("first_started_unix_s")
         return float(first) if isinstance(first, int | float) else time.time() - age_s(os.getpid())
 
@@ -200,13 +200,11 @@ class RunFolder:
         return time.monotonic() - self.began_s
 
     def run_s(self) -> float:
-        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempt_s`."""
+        """Return the seconds since the first attempt began, at least `attempt_s`, since machines' clocks differ."""
         return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:
-        """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
-        checked the owner.
-        """
+        """Upload what rank 0 has written to S3, or sync local metrics. The caller has just checked the owner."""
         with self.mirroring:
             if not self.is_remote and self.metrics.is_file():
                 sync(self.metrics)
@@ -251,9 +249,10 @@ class RunFolder:
                 self.folder.write(f"log/{self.exit_path.name}", content)
 
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
-        """Write how the attempt ended; launchers take a missing outcome for a kill. The outcome of the rank that failed
-        first stays. With `is_of_all`, all ranks ended in order, and an outcome that is there is another attempt's. If
-        S3 is away it is written on this machine.
+        """Write how the attempt ended; launchers take a missing outcome for a kill.
+
+        The outcome of the rank that failed first is kept. With `is_of_all`, all ranks ended in order, and an outcome
+        that is there is another attempt's. If S3 cannot be reached it is written on this machine.
         """
         if self.log.is_dir():
             with self.logging_failures():
@@ -277,7 +276,7 @@ class RunFolder:
             logger.error("the end of this attempt cannot be recorded in %s: %s", self.location, error)
 
     def last_outcome(self) -> dict[str, Any]:
-        """How the last attempt ended; empty if it left no outcome, neither in S3 nor on this machine."""
+        """Return how the last attempt ended; {} if it left no outcome, neither in S3 nor on this machine."""
         return read_outcome(self.storage) or read_outcome(self.local)
 
 
@@ -299,7 +298,7 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Print above the progress bar instead of through it."""
+    """A handler that prints above the progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm

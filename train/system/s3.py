@@ -1,7 +1,7 @@
 """S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/download.py.
 
-boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py says. An error that remains is raised
-with a message of one line.
+boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py says. An error that remains is raised with
+a message of one line.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from train.system.schema import Head, is_path
 logger = logging.getLogger("train")
 
 METADATA_ATTEMPTS = 5  # at getting credentials
-CONNECTIONS = 32  # that are kept open
+CONNECTIONS = 32  # connections that are kept open
 PART_BYTES = 16 * 2**20  # of a multipart upload
 UPLOAD_THREADS = 4
 TRANSFER = TransferConfig(
     multipart_threshold=PART_BYTES,
     multipart_chunksize=PART_BYTES,
     max_concurrency=UPLOAD_THREADS,
-    preferred_transfer_client="classic",  # AWS's other one has errors of its own
+    preferred_transfer_client="classic",  # AWS's other client has errors of its own
 )
 TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
 BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
-MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no text
+MISSING = ("NoSuchKey", "NotFound", "404")  # the last one is for HEAD, whose answers have no text
 UNSAID = " (or it is missing, which S3 says only to users that may list the bucket; or a bucket whose requester pays:"
 UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
-WRITER = "writer"  # metadata of a created object: a mark of the call that created it
-DEFAULT_REGION = "us-east-1"  # as AWS's tools have it; compatible servers accept it
+WRITER = "writer"  # metadata of a created object, which marks the call that created it
+DEFAULT_REGION = "us-east-1"  # the default of AWS's tools; compatible servers accept it
 
 
 def split(location: str) -> tuple[str, str]:
-    """Bucket and prefix (without slashes at its ends) of s3://bucket/prefix. InputError if there is no bucket."""
+    """Split s3://bucket/prefix into bucket and prefix, without outer slashes. Raises InputError if it has no bucket."""
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
     check(
@@ -77,10 +77,11 @@ def split(location: str) -> tuple[str, str]:
 
 
 def open_session(s3: S3Config) -> Any:
-    """boto3's session, which finds credentials and renews them."""
+    """Return boto3's session, which finds credentials and renews them."""
     try:
         session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
-        # Many ranks of a machine ask its metadata service at once; boto3 alone asks once, and may find no credentials.
+        # Many ranks of a machine ask its metadata service at the same time; by default boto3 asks once, and may find no
+        # credentials.
         session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
         return session
     except ProfileNotFound as error:
@@ -102,7 +103,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
     try:
         client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
     except (BotoCoreError, ValueError) as error:
-        reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
+        reason = re.sub(r"\S*@", "", one_line(error))  # without the credentials of a URL
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
     retries.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", reject_another_region)
@@ -113,13 +114,14 @@ def open_client(session: Any, s3: S3Config) -> Any:
 def renew_credentials(
     session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
 ) -> float | None:
-    """Retry at once, signed with what ~/.aws holds now, if S3 does not accept the credentials of the first attempt:
+    """Retry immediately, signed with the keys that ~/.aws holds now, if S3 rejects those of the first attempt.
+
     boto3 renews all kinds but these, which it reads once.
     """
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
     if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
         return None
-    with suppress(InputError, BotoCoreError):  # a file that is gone or half written: the answer of S3 is the error
+    with suppress(InputError, BotoCoreError):  # the file is missing or half written: report the answer of S3 instead
         present = open_session(s3).get_credentials()
         if present is not None:
             held.access_key, held.secret_key, held.token = present.access_key, present.secret_key, present.token
@@ -127,7 +129,7 @@ def renew_credentials(
 
 
 def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
-    """boto3 would silently go to the bucket's own region; the connector cannot, so the first shard would fail."""
+    """Reject a bucket of another region: boto3 would follow it silently, but the connector's first shard would fail."""
     if response is None:
         return
     parsed = response[1]
@@ -137,7 +139,7 @@ def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation
 
 
 class S3Folder:
-    """See `train.system.folders.Folder`."""
+    """A bucket's folder. See `train.system.folders.Folder`."""
 
     def __init__(self, location: str, s3: S3Config) -> None:
         self.bucket, self.prefix = split(location)
@@ -149,13 +151,13 @@ class S3Folder:
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         s3_route.check_route(endpoint, self.session._session)
-        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
+        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's endpoint of the region
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def address(self, name: str) -> dict[str, str]:
-        """Bucket and key, as boto3 takes them."""
+        """Return bucket and key, as boto3 takes them."""
         return {"Bucket": self.bucket, "Key": self.key(name)}
 
     def read(self, name: str) -> bytes:
@@ -171,12 +173,10 @@ class S3Folder:
         return io.BytesIO(self.read(name))
 
     def write(self, name: str, content: bytes) -> None:
-        """A large file goes in parts, several at a time; readers see the whole or nothing."""
         with self.explained("write", name):
             self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=TRANSFER)
 
     def upload(self, name: str, path: Path) -> None:
-        """It takes the memory of UPLOAD_THREADS parts."""
         with self.explained("write", name), path.open("rb") as file:
             self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
 
@@ -212,7 +212,7 @@ class S3Folder:
         return head and head.size
 
     def _head(self, name: str) -> Any:
-        """The answer of boto3 about a file; None if there is none."""
+        """Return the answer of boto3 about a file; None if there is none."""
         try:
             with self.explained("read", name):
                 try:
@@ -227,7 +227,6 @@ class S3Folder:
             return None
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there. NotPermitted, with a warning the first time: a run continues without it."""
         try:
             with self.explained("delete", name):
                 self.client.delete_object(**self.address(name))
@@ -256,7 +255,7 @@ class S3Folder:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
 
     def _list(self, prefix: str, **options: str) -> dict[str, Head]:
-        """Names of objects, with a Delimiter also of what has objects below it."""
+        """Return the objects; with a Delimiter also the prefixes that have objects below them."""
         paginator = self.client.get_paginator("list_objects_v2")
         with self.explained("list", prefix):
             pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
@@ -279,7 +278,7 @@ class S3Folder:
             raise aws_errors.explain(error, url, service="S3") from error
 
     def explain(self, error: ClientError, action: str, url: str) -> Exception:
-        """The exception for an answer of S3; `action` is what was tried: read, write, delete or list."""
+        """Return the exception for an answer of S3; `action` is what was tried: read, write, delete or list."""
         code, answer = code_of(error), error.response.get("ResponseMetadata", {})
         if code in MISSING:
             return FileNotFoundError(url)

@@ -1,4 +1,4 @@
-"""How long a request to S3 is retried: one deadline for all its attempts, hooked into a boto3 client.
+"""The deadline of a request to S3 for all its attempts, hooked into a boto3 client.
 
 boto3 makes the attempts; this module decides whether there is another one, and after which pause.
 """
@@ -16,19 +16,19 @@ from train.system.aws_errors import is_temporary
 from train.system.launched import is_first
 
 logger = logging.getLogger("train")
-ATTEMPTS = 7  # at most, of a request that fails at once; the pauses between them take some 30 s
+ATTEMPTS = 7  # at most, of a request that fails immediately; the pauses between them take some 30 s
 SILENT_ATTEMPTS = 6  # of a request that gets no answer, within s3.timeout_s
 FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # of waiting, before a warning is logged
 
 
 class NotAnswered(BotoCoreError):
-    """No attempt of a request was answered."""
+    """An error because no attempt of a request was answered."""
 
     fmt = "{error} ({attempts} attempts in {seconds:.0f} s; s3.timeout_s={timeout_s:g})"
 
 
 class RetryPolicy:
-    """Decides on retries for one client."""
+    """The decision on retries for one client."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.attempt_s = timeout_s, timeout_s / SILENT_ATTEMPTS
@@ -50,8 +50,9 @@ class RetryPolicy:
         request_dict: dict[str, Any],
         **_: object,
     ) -> float | None:
-        """Return the pause before the next attempt, or None if boto3 is to take the answer or error as it is. Raises
-        the error that ends the request, where boto3 would retry.
+        """Return the pause before the next attempt, or None if boto3 is to take the answer or error as it is.
+
+        Raises the error that ends the request, where boto3 would retry.
         """
         parsed = response[1] if response else {}
         status, code = parsed.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), parsed.get("Error", {}).get("Code")

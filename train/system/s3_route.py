@@ -14,14 +14,12 @@ from botocore.utils import get_environ_proxies
 from train.config import check
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-AUTHORITIES = "SSL_CERT_FILE"  # where OpenSSL and what follows it look for them
+AUTHORITIES = "SSL_CERT_FILE"  # the variable that names their file, for OpenSSL and its users
 PORTS = {"http": 80, "https": 443}
 
 
 def proxy_to(endpoint: str) -> str | None:
-    """Return the URL of the proxy through which boto3 reaches a server, or None. Raises InputError if boto3 cannot use
-    the proxy.
-    """
+    """Return the URL of the proxy by which boto3 reaches a server, or None. Raises InputError if it is unusable."""
     scheme = urlsplit(endpoint).scheme
     given = get_environ_proxies(endpoint).get(scheme)
     if not given:
@@ -50,17 +48,19 @@ def check_route(endpoint: str, session: Any) -> None:
 
 
 def variables(endpoint: str, session: Any) -> dict[str, str | None]:
-    """Return the variables by which the connector of shards goes the same way. Those that it must not find are None:
-    it knows no NO_PROXY. Raises InputError for a password that it cannot send.
+    """Return the variables by which the connector of shards goes the same way.
+
+    The connector must not see those that are None: it does not know NO_PROXY. Raises InputError if it cannot send the
+    password.
     """
     proxy = proxy_to(endpoint)
     if proxy is not None:
         parts = urlsplit(proxy)
         user, at, host = parts.netloc.rpartition("@")
-        is_plain = not re.search("[@/?]", unquote(user))  # the connector decodes nothing
+        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode them
         check(
             is_plain, f"the proxy {host}: shards cannot be fetched through one whose user or password holds @, / or ?"
         )
-        port = "" if parts.port else f":{PORTS[parts.scheme]}"  # it knows no default
+        port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector knows no default port
         proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"
     return {**dict.fromkeys(PROXIES, proxy), AUTHORITIES: authorities(session)}

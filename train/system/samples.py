@@ -13,8 +13,8 @@ from train.system.folders import Folder, canonical_json
 from train.system.schema import BadContent, read_object, record
 
 NAME = "samples.json"
-MOST_ANSWERS, MOST_GUESSES = 8, 3  # of a sample, of an answer
-MOST_CHARS, MOST_BYTES = 200, 2**20  # of a text, of the file
+MOST_ANSWERS, MOST_GUESSES = 8, 3  # per sample, per answer
+MOST_CHARS, MOST_BYTES = 200, 2**20  # per text, per file
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Guess:
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's answer where the right one is known."""
+    """The model's answer to a question whose right answer is known."""
 
     truth: str  # empty: there is no answer
     guesses: list[Guess]  # the answer first
-    score: float  # of the answer: 1 is right, 0 is wrong
+    score: float  # of the first guess: 1 is right, 0 is wrong
 
     def __post_init__(self) -> None:
         check_limits(self.score, self.truth)
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model read and what it answered."""
+    """A text that the model read, with its answers."""
 
     text: str
     answers: list[Answer]  # one, or that of each blank [1], [2], ... of the text
@@ -64,8 +64,8 @@ class Samples:
 
 
 def check_limits(share: float, *texts: str) -> None:
-    """BadContent for a number that is none from 0 to 1 and for a text that is too long."""
-    if not 0 <= share <= 1:  # nor is NaN
+    """Raise BadContent if a number is not from 0 to 1 or a text is too long."""
+    if not 0 <= share <= 1:  # rejects NaN too
         raise BadContent(f"{share} is no number from 0 to 1")
     for text in texts:
         if len(text) > MOST_CHARS:
@@ -78,7 +78,7 @@ def check_number(items: Sequence[object], least: int, most: int) -> None:
 
 
 def write(folder: Folder, samples: Samples) -> None:
-    """Write the samples. Those of an earlier export go if there are none."""
+    """Write the samples, replacing those of an earlier export. Without samples, remove the file."""
     if samples.samples:
         folder.write(NAME, canonical_json(asdict(samples)))
     elif folder.size(NAME) is not None:
@@ -86,7 +86,7 @@ def write(folder: Folder, samples: Samples) -> None:
 
 
 def read(folder: Folder) -> Samples | None:
-    """The samples of a run folder; None if there are none. BadContent for a file that `write` did not write."""
+    """Read the samples of a run folder; None if there are none. Raises BadContent if `write` did not write the file."""
     size = folder.size(NAME)
     if size is None:
         return None
@@ -96,7 +96,7 @@ def read(folder: Folder) -> Samples | None:
 
 
 def excerpt(text: str, at: int = 0) -> str:
-    """As much of a text as a sample may show, with the character `at` in its middle, in one line."""
+    """Return a part of a text, as long as a sample may show, with the character `at` in its middle, in one line."""
     first = max(0, min(at - MOST_CHARS // 2, len(text) - MOST_CHARS))
     last = first + MOST_CHARS
     head, tail = "..." if first else "", "..." if last < len(text) else ""

@@ -18,23 +18,23 @@ import yaml
 
 from train.config import InputError
 
-MAX_NAME_BYTES = 200  # file systems take 255; temporary names are made of a name and up to 54 bytes more
+MAX_NAME_BYTES = 200  # file systems take 255; temporary names add up to 54 bytes
 MAX_PATH_BYTES = 1000  # S3 takes keys of 1024
 MAX_COUNT = 2**63 - 1
-SHOWN_CHARS = 80  # of a value, in an error
+SHOWN_CHARS = 80  # per value, in an error
 
 T = TypeVar("T")
 
 
 class BadContent(InputError, ValueError):
-    """A file from elsewhere holds something that no file of its kind holds. The message is one line.
+    """An error because a file from elsewhere holds something that no such file holds. The message is one line.
 
     This is a ValueError too, so that code around a parser takes it for damage.
     """
 
 
 class FileName(str):
-    """The name of a file in a folder: printable, without slashes, not hidden, and no option of a command."""
+    """The name of a file in a folder: printable, without slashes, not hidden, and not an option of a command."""
 
     def __new__(cls, name: object) -> FileName:
         ok = isinstance(name, str) and name.isprintable() and not re.search(r"[/\\]|^[.-]|^$", name)
@@ -67,7 +67,7 @@ class Sha256(str):
 
 
 def is_path(name: str) -> bool:
-    """Whether a file can have this name below a folder."""
+    """Return whether a file can have this name below a folder."""
     try:
         RelativePath(name)
     except BadContent:
@@ -76,12 +76,12 @@ def is_path(name: str) -> bool:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path is below a folder once symbolic links are followed."""
+    """Return whether a path is below a folder once symbolic links are followed."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def shown(value: object) -> str:
-    """A value for an error message: short, and without control characters."""
+    """Return a value for an error message: short, and without control characters."""
     text = ascii(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
@@ -94,17 +94,17 @@ class FileEntry(TypedDict):
 
 
 class Head(NamedTuple):
-    """What a folder says of a file without reading it."""
+    """Length and version of a file, which a folder tells without reading it."""
 
     size: int  # bytes
-    version: str  # another one for other content: in S3 the ETag
+    version: str  # differs if the content differs: in S3 the ETag
 
 
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """The JSON object that a file holds. BadContent if it holds anything else."""
+    """Return the JSON object in a file. Raises BadContent if the file holds anything else."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -115,7 +115,7 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without references, by which a short file can stand for an endless one."""
+    """A loader of YAML without references, by which a short file can stand for an endless one."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -124,7 +124,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(content: bytes) -> Any:
-    """The plain values of a YAML file. BadContent if it is none."""
+    """Return the plain values of a YAML file. Raises BadContent if it is none."""
     try:
         return PlainLoader(content).get_single_data()
     except BadContent:
@@ -134,8 +134,10 @@ def read_yaml(content: bytes) -> Any:
 
 
 def record(kind: type[T], values: object, where: str = "") -> T:
-    """Make a dataclass or a TypedDict of what JSON held. BadContent for the first field that is missing or unknown, or
-    that has another type. An `int` is a count, 0 or more; a `float` may be any number.
+    """Make a dataclass or a TypedDict from parsed JSON.
+
+    Raises BadContent for the first field that is missing, unknown or of another type. An `int` is a count, 0 or more; a
+    `float` may be any number.
     """
     if not isinstance(values, dict):
         raise BadContent(f"{where or 'it'} holds {shown(values)}, not an object")
@@ -153,7 +155,7 @@ def record(kind: type[T], values: object, where: str = "") -> T:
 
 
 def of_type(hint: Any, value: object, where: str) -> Any:
-    """Return `value` with its names and records converted to the type `hint`. BadContent if it is of another type."""
+    """Return `value` with its names and records converted to the type `hint`. Raises BadContent if the type differs."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or hint is object:
         return value
@@ -169,7 +171,7 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, FileName | RelativePath | Sha256):
         return checked(hint, value, where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    kinds = {  # by type: whether the value is of it, and its name in an error
+    kinds = {  # for each type: a check if the value is of it, and its name in an error
         int: (is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT, "a count"),
         float: (is_number, "a number"),
         bool: (isinstance(value, bool), "true or false"),

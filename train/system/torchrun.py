@@ -1,4 +1,4 @@
-"""This process and the torchrun that started it: the process ends with torchrun, and can end torchrun.
+"""The link of this process to the torchrun that started it: it ends with torchrun, and can end torchrun.
 
 It imports the standard library only, since it is called before everything that takes seconds to import.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from train.system.processes import end_with_parent, read_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-REJECTION = "rejected.txt"  # in torchrun's folder of a start of its ranks: what they rejected
+REJECTION = "rejected.txt"  # in torchrun's folder of a start of its ranks: the errors that rejected it
 
 
 def is_under_torchrun() -> bool:
@@ -25,8 +25,8 @@ def is_under_torchrun() -> bool:
 def die_with_torchrun() -> None:
     """Get SIGTERM when torchrun ends: no orphan holds the device or the run folder, and it can still save.
 
-    The kernel sends it when the thread that started this process ends: torchrun's main thread, its last one.
-    Raises SystemExit if torchrun ended before this call: the rank would wait for torchrun's store until a timeout.
+    The kernel sends it when the thread that started this process ends: torchrun's main thread, its last one. Raises
+    SystemExit if torchrun ended before this call: the rank would wait for torchrun's store until a timeout.
     """
     if is_under_torchrun():
         end_with_parent(os.getppid())
@@ -35,14 +35,16 @@ def die_with_torchrun() -> None:
 
 
 def find_torchrun() -> int | None:
-    """The nearest Python process above this one: torchrun, perhaps with a user's script in between. None: it has ended.
-    It may be process 1 of a container; any other process 1 adopts those whose parent has ended.
+    """Return the nearest Python process above this one: torchrun, perhaps with a user's script in between.
+
+    Returns None if it has ended. It may be process 1 of a container; any other process 1 adopts those whose parent has
+    ended.
     """
     pid = os.getppid()
     while pid > 0:
         try:
             is_python = "python" in Path(f"/proc/{pid}/exe").readlink().name
-        except OSError:  # another user's, as process 1 mostly is
+        except OSError:  # another user's, as process 1 usually is
             is_python = pid != 1
         if is_python:
             return pid
@@ -52,34 +54,36 @@ def find_torchrun() -> int | None:
 
 
 def file_of_start(name: str) -> Path:
-    """The path of a file that the ranks of this machine have in common in this start: two folders above the error file
-    that torchrun names for each rank. Without torchrun it is a path at which no file can be made.
+    """Return the path of a file that the ranks of this machine share in this start.
+
+    It is two folders above the error file that torchrun names for each rank. Without torchrun it is a path at which no
+    file can be made.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
 
 
 def is_first(action: str) -> bool:
-    """Whether this rank is the first one of its machine, in this start, that asks to do something."""
+    """Return whether this rank is the first one of its machine, in this start, that asks to do something."""
     try:
         file_of_start(action).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # torchrun keeps no such files: what is done twice is better than what is not done
+    except OSError:  # torchrun keeps no such files: doing it twice is better than not at all
         pass
     return True
 
 
 def is_reported() -> bool:
-    """Whether another rank of this machine has reported an error, so that this one need not."""
+    """Return whether another rank of this machine has reported an error, so that this one need not."""
     return not is_first("reported")
 
 
 def leave_rejection(rejection: str) -> None:
-    """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure."""
+    """Write a rejection to a file for the program that started torchrun, whose exit code is 1 for every failure."""
     with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # or torchrun keeps no such files
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # the other ranks, one of which ends torchrun, wait until the line is sure
+            fcntl.flock(file, fcntl.LOCK_EX)  # other ranks, one of which ends torchrun, wait until the line is synced
         if os.fstat(file.fileno()).st_size == 0:
             file.write(rejection)
             file.flush()
@@ -91,9 +95,7 @@ def has_rejected() -> bool:
 
 
 def end_torchrun() -> None:
-    """End torchrun where it would start this machine's ranks again; the first rank that asks does it. Call it after
-    everything has been reported.
-    """
+    """End torchrun where it would restart this machine's ranks, by the first rank that asks. Call it after reports."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
     if pid is not None and is_first("ended"):
@@ -102,8 +104,10 @@ def end_torchrun() -> None:
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:
-    """Ignore signals in a loader worker: schedulers and terminals signal every process of a job, and a worker that died
-    of that would fail the rank before it has saved. Workers end when their rank does.
+    """Ignore signals in a loader worker.
+
+    Schedulers and terminals signal every process of a job, and a worker that died of that would fail the rank before it
+    has saved. Workers end when their rank does.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -15,9 +15,9 @@ TORCH = "2.9.0"  # the release of torch in the version of torch-neuronx
 
 
 def from_index(packages: str) -> str:
-    """Return the commands that install packages from Neuron's index, then what these need from the public one.
+    """Return the commands that install packages from Neuron's index, then their dependencies from the public one.
 
-    Were both asked for one name, whoever registers a name on the public one could put code beside Neuron's.
+    If both were asked for one name, anybody who registers it on the public one could put code beside Neuron's.
     """
     return f"pip install --no-deps --index-url {INDEX} {packages} && pip install {packages}"
 
@@ -44,7 +44,7 @@ class Sdk:
 
 @dataclass(frozen=True)
 class Native:
-    """What native PyTorch of trn2 and trn3 needs, by one release of the Neuron SDK."""
+    """The versions that native PyTorch of trn2 and trn3 needs, by one release of the Neuron SDK."""
 
     name: str
     ubuntu: str  # that its wheels are for
@@ -61,7 +61,7 @@ class Native:
         return f"{from_index(packages)} --extra-index-url https://download.pytorch.org/whl/cpu"
 
     def faults(self, versions: Mapping[str, str]) -> list[str]:
-        """Why native PyTorch cannot run with these installed packages, with the fix."""
+        """Return why native PyTorch cannot run with these installed packages, with the fix."""
         torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
         if release(neuronx) not in map(release, self.torch_neuronx):
             wanted, here = " or ".join(self.torch_neuronx), neuronx or "none"
@@ -75,7 +75,7 @@ class Native:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
+    """Return major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -104,7 +104,7 @@ class Versions:
         return next(sdk for sdk in self.sdks if sdk.name == self["neuron-sdk"])
 
     def python_packages(self) -> dict[str, str]:
-        """What a Trainium 1 needs from Neuron's index, and what these need exactly."""
+        """Return the packages that a Trainium 1 needs from Neuron's index, and their exact dependencies."""
         return {
             "libneuronxla": self.sdk.libneuronxla,
             "neuronx-cc": self.sdk.neuronx_cc,
@@ -114,7 +114,7 @@ class Versions:
         }
 
     def system_packages(self) -> dict[str, str]:
-        """Neuron's Debian packages and the beginnings of their versions."""
+        """Return Neuron's Debian packages and the beginnings of their versions."""
         return {
             "aws-neuronx-collectives": self.sdk.collectives,
             "aws-neuronx-dkms": self.sdk.dkms,
