@@ -138,7 +138,7 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypa
     save(saver, 6, trained)
     (skipped,) = saver.take()
     assert (skipped.step, skipped.num_bytes) == (6, 0)
-    assert "left out: the save before has been under way for 0 s" in skipped.failure
+    assert "left out: the previous save has been running for 0 s" in skipped.failure
     seen = [saver.failure]
     monkeypatch.setattr("train.checkpoints.saver.MAX_LOSS_S", 1e-9)
     for number in (9, 12, 15):
@@ -268,7 +268,7 @@ def test_a_failure_after_the_commit_is_reported_as_that(tmp_path):
 
     store = LocalStore(tmp_path)
     saver = saver_of(store, check_owner=check_owner)
-    assert "it is there, but" in saved(saver, 3, built())
+    assert "it is saved, but" in saved(saver, 3, built())
     assert saver.newest == 3 and newest_valid(store)[0].step == 3
 
 

@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: int | None) -> Iterator[str]:
-    """Lines on two verified steps, the second against the first. `limit`: tensors of each file; None: all of them."""
+    """Yield lines on two verified steps, the second against the first. `limit`: tensors of each file; None: all."""
     yield f"step {manifests[0].step} -> step {manifests[1].step}"
     names = ("identity", "settings", "progress", "versions")
     tables = {name: [vars(manifest)[name] for manifest in manifests] for name in names}
@@ -59,7 +59,7 @@ def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: in
 
 
 def differences_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """The differences of all tensors in two states, the largest relative ones first. Holds both in memory."""
+    """Return the differences of all tensors in two states, largest relative ones first. Holds both in memory."""
     first, second = (dict(named(state)) for state in (one, other))
     compared = [difference(name, first.get(name), second.get(name)) for name in {**first, **second}]
     return sorted(compared, key=lambda each: (each.is_equal, not math.isnan(each.relative), -each.relative))
@@ -80,5 +80,5 @@ def difference(name: str, one: Tensor | None, other: Tensor | None) -> Differenc
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """NaN is equal to itself, and -0.0 is not 0.0."""
+    """Return a tensor's bits, so that NaN equals NaN and -0.0 differs from 0.0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""A step of a run as a Hugging Face folder, as the run's own end would write it."""
+"""A step of a run as a Hugging Face folder, written as the end of the run would write it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from train.tasks import build_task, spec_of
 
 
 def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:
-    """Write the weights in `source`, a step that was verified, to `target`. InputError if data or configuration are not
-    those of the checkpoint.
+    """Write the weights in `source`, a verified step, to `target`.
 
-    The rest of an export is in the run folder, `run`, after a fine-tuning, and with the data after a pretraining:
-    InputError if the data cannot be read any more.
+    The rest of an export comes from the run folder, `run`, after a fine-tuning, and from the data after a pretraining.
+    Raises InputError if data or configuration are not the checkpoint's, or if the data cannot be read any more.
     """
     known = {key: value for key, value in manifest.identity.items() if key.startswith(("model.", "task."))}
     now = flat(cfg)
     changed = differences(known, {key: now.get(key) for key in known})
-    check(not changed, f"config.yaml is not of the run that wrote step {manifest.step}: {', '.join(changed)}")
+    check(not changed, f"config.yaml does not belong to the run that wrote step {manifest.step}: {', '.join(changed)}")
     data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
         identity = find_identity(run)

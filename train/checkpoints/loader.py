@@ -1,4 +1,4 @@
-"""Restores the newest valid checkpoint, the same on all ranks, whatever their number and backend."""
+"""The restoring of the newest valid checkpoint, the same on all ranks, whatever their number and backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("train")
 @dataclass
 class Loaded:
     progress: Progress = field(default_factory=Progress)
-    faults: list[str] = field(default_factory=list)  # on rank 0: what was wrong with newer checkpoints
+    faults: list[str] = field(default_factory=list)  # on rank 0: the faults of newer checkpoints
     ranks: list[State] = field(default_factory=list)  # the state of each rank of the saved run
 
 
@@ -43,12 +43,12 @@ def newest_valid(
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Fetch the newest checkpoint that matches its manifest: to each machine the files that `names` returns there. All
-    ranks of the `world` call it, None: this process alone. Returns its manifest, None if there never was a checkpoint,
-    and what is wrong with newer ones, which are put in quarantine after `check_owner`.
+    """Fetch the newest valid checkpoint: to each machine the files that `names` returns there.
 
-    Raises:
-        NoneValid: there are checkpoints, and none is valid. All stay as they are.
+    All ranks of the `world` call it; None: this process alone. Returns its manifest, None if there never was a
+    checkpoint, and the faults of newer ones, which are put in quarantine after `check_owner`.
+
+    Raises NoneValid if there are checkpoints and none is valid. All are left as they are.
     """
     world, faults = world or World(), dict[int, str]()
     while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
@@ -67,7 +67,7 @@ def newest_valid(
 
 
 def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
-    """The newest step that has no fault so far and whose files have their lengths; faults that are found are added."""
+    """Return the newest step that has no fault so far and whose files have their lengths; add faults that are found."""
     for step in reversed(store.steps()):
         if step not in faults:
             try:
@@ -90,8 +90,9 @@ def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
 def fetch_everywhere(
     store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
 ) -> str | None:
-    """Fetch these files of a step to each machine, and verify them. Returns what is wrong with one of them, on all
-    ranks. Raises Failure on all ranks if rank 0 finds what is damaged for another rank to be whole.
+    """Fetch these files of a step to each machine, and verify them; return a fault, on all ranks.
+
+    Raises Failure on all ranks if rank 0 finds a file valid that is damaged for another rank.
     """
 
     def fetch(names: Collection[str]) -> str | None:
@@ -107,7 +108,7 @@ def fetch_everywhere(
     if fault is None or rank == 0 or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None:
         return fault
     raise Failure(
-        f"checkpoint of step {manifest.step} is whole for rank 0 and damaged for rank {rank} ({fault}); the same "
+        f"checkpoint of step {manifest.step} is valid for rank 0 and damaged for rank {rank} ({fault}); the same "
         "command tries again"
     )
 
@@ -131,7 +132,7 @@ def load(
     here = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
 
     def of_ranks(manifest: Manifest, ranks: Iterable[int]) -> Manifest:
-        """The files that these ranks load."""
+        """Keep the files that these ranks load."""
         sources = [engine.sources(rank, manifest.world_size, manifest.settings) for rank in ranks]
         return manifest.of_ranks(None if None in sources else set().union(*filter(None, sources)))
 
@@ -152,7 +153,7 @@ def load(
             ranks = read(path / "ranks.pt")["ranks"]
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
-            # Copies: `ranks` may be mapped from the file, which is removed below.
+            # Copies, since `ranks` may be mapped from the file, which is removed below.
             return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
 
     plain = world.agree(restore)
@@ -161,7 +162,7 @@ def load(
     logger.info("resuming from the checkpoint of step %d", manifest.step)
     if not backend.continues_dropout and has_dropout(engine.model):
         logger.warning(
-            "dropout on a %s was never seen to continue where a checkpoint left it: losses may differ from those of a "
+            "dropout on a %s is not known to continue where a checkpoint left it: losses may differ from those of a "
             "run that did not stop, as between two seeds; without dropout a resume is exact",
             backend.device_name,
         )
@@ -174,7 +175,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raise Untrusted if what the block reads from a checkpoint's folder is not the state of this model."""
+    """Raise Untrusted if the data that the block reads from a checkpoint's folder is not the state of this model."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -190,14 +191,15 @@ def fitting(path: Path) -> Iterator[None]:
 
 
 def read_weights(folder: Path, manifest: Manifest, *, are_all: bool = True) -> Tensors:
-    """The weights of a verified checkpoint, from the files of all ranks that wrote some; or, unless the manifest names
-    all, from those it names. Called in `fitting`.
+    """Read the weights of a verified checkpoint from the files of all ranks that wrote some.
+
+    Unless `are_all`, the manifest names some of the files and only these are read. Called in `fitting`.
     """
     return Tensors({name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all)
 
 
 def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) -> State:
-    """The optimizer's state, the same way: its "state" has the tensors of each parameter, by number."""
+    """Read the optimizer's state in the same way: its "state" has the tensors of each parameter, by number."""
     contents = {name: read(folder / name) for name in manifest.files_of("optimizer")}
     first, *others = contents.values()
     by_number: dict[Any, dict[str, Any]] = {}
@@ -212,8 +214,10 @@ def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) ->
 
 
 def read(path: Path) -> State:
-    """The content of a checkpoint's file, whose checksum was compared before. Raises Untrusted for a file that holds
-    code, or tensors other than plain ones on the CPU, or that is missing because the manifest does not name it.
+    """Read a file of a checkpoint whose checksum was compared before.
+
+    Raises Untrusted if it holds code or tensors other than plain ones on the CPU, or is missing because the manifest
+    does not name it.
     """
     try:
         state = load_file(path)
@@ -224,12 +228,12 @@ def read(path: Path) -> State:
         raise Untrusted(f"{path} is rejected: it {fault}; who wrote it?") from error
     inner: list[Any] = [state]
     seen = set[int]()
-    for value in inner:  # which grows
+    for value in inner:  # `inner` grows in this loop
         if isinstance(value, torch.Tensor):
             plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
             if not plain or value.is_quantized or value.is_nested:
                 raise Untrusted(f"{path} is rejected: it holds a tensor that is not plain numbers; who wrote it?")
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may hold itself
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
             seen.add(id(value))
             inner += value.values() if isinstance(value, dict) else value
     return state

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, with how far its run had come, and whether files match it. No torch here."""
+"""The manifest of a checkpoint, with its run's progress, and the comparison of files with it. No torch here."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ from train.system.folders import canonical_json
 from train.system.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
-FORMAT_OF_PARTS = 5  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out
+FORMAT_OF_PARTS = 5  # some files are of other ranks than rank 0; versions that know only FORMAT would leave them out
 FILE = "manifest.json"
 LATEST = "LATEST"
-PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # what another rank than rank 0 has written
+PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that another rank than rank 0 has written
 
 
 class Damaged(RuntimeError):
-    """A checkpoint does not match its manifest, or has none that can be read."""
+    """An error because a checkpoint does not match its manifest, or has none that can be read."""
 
 
 class NoneValid(Failure):
-    """There are checkpoints, and none is valid."""
+    """An error because there are checkpoints, and none is valid."""
 
 
 class Untrusted(Failure):
-    """A checkpoint holds more than tensors and plain containers."""
+    """An error because a checkpoint holds more than tensors and plain containers."""
 
 
 class OtherVersion(Failure):
-    """A checkpoint has a format that this version does not read. It is left as it is."""
+    """An error because a checkpoint's format is of another version. The checkpoint is left as it is."""
 
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0  # optimizer steps done, skipped ones too
     examples: int = 0  # sequences drawn by all ranks, the position in the data; more than step * batch after a rollback
     lanes: int | None = None  # of the order of the data; None: not yet decided
-    window_shards: int | None = None  # of each lane, shuffled together; None: not yet decided
+    window_shards: int | None = None  # shuffled together in each lane; None: not yet decided
     best_loss: float | None = None  # best_metric of the evaluations so far, negated if more is better
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
-    owes_evaluation: bool = False  # at this step: the run was asked to stop, and had no time for it
+    owes_evaluation: bool = False  # at this step: the run was asked to stop, and had no time to evaluate
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
     productive_s: float = 0.0  # in steps that were not lost
     window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
 
     def advance(self, examples: int) -> None:
-        """Count a step of so many examples of all ranks."""
+        """Count a step with this number of examples of all ranks."""
         self.step += 1
         self.examples += examples
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
-        """Record an evaluation; returns whether it is better than all before by the same metric. Lower is better. Only
-        one that is better by `min_delta` resets the count for early stopping.
+        """Record an evaluation; return whether it is better than all before by the same metric. Lower is better.
+
+        An improvement resets the count for early stopping only if it is at least `min_delta`.
         """
         before = self.best_loss if metric == self.best_metric else None
         is_better = not math.isnan(score) and (before is None or score < before)
@@ -79,8 +80,8 @@ class Progress:
 class Manifest:
     step: int
     fence: int  # the number of the lease under which it was written
-    identity: dict[str, Any]  # of the run: what may not change when it resumes
-    settings: dict[str, Any]  # all of them, flat: "optim.lr"
+    identity: dict[str, Any]  # settings of the run that must not change when it resumes
+    settings: dict[str, Any]  # all settings, flat: "optim.lr"
     progress: dict[str, Any]
     world_size: int
     backend: str
@@ -94,16 +95,16 @@ class Manifest:
         return sum(entry["bytes"] for entry in self.files.values())
 
     def of_ranks(self, ranks: Collection[int] | None) -> Manifest:
-        """The same with the files of rank 0 and of these ranks alone; None: of all."""
+        """Return the manifest with the files of rank 0 and of these ranks alone; None: of all."""
         return self.only(None if ranks is None else [name for name in self.files if rank_of(name) in (0, *ranks)])
 
     def only(self, names: Collection[str] | None) -> Manifest:
-        """The same with these files alone; None: with all."""
+        """Return the manifest with these files alone; None: with all."""
         files = {name: entry for name, entry in self.files.items() if names is None or name in names}
         return replace(self, files=files)
 
     def files_of(self, content: str) -> list[FileName]:
-        """The files of "model" or "optimizer", that of rank 0 first, whether or not the manifest names that one."""
+        """Return the files of "model" or "optimizer", rank 0's first, whether or not the manifest names that one."""
         first = file_name(content, 0)
         return [first, *sorted(name for name in self.files if is_part(name) and name.startswith(f"{content}_"))]
 
@@ -113,9 +114,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes, *, step: int | None = None) -> Manifest:
-        """Raises Damaged for a manifest that was changed, holds what none holds, or is not of `step`; OtherVersion for
-        another format.
-        """
+        """Parse a manifest. Raises Damaged if it was changed or not of `step`, OtherVersion if of another format."""
         try:
             body = read_object(content)
             if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
@@ -145,7 +144,7 @@ def is_part(name: str) -> bool:
 
 
 def rank_of(name: str) -> int:
-    """The rank that has written a file."""
+    """Return the rank that has written a file."""
     match = PART.fullmatch(name)
     return int(match[1]) if match else 0
 
@@ -155,19 +154,19 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder's name says; None for other names."""
+    """Return the step in a folder's name; None for other names."""
     match = re.fullmatch("step_([0-9]{1,18})", name)
     return int(match[1]) if match else None
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raises Damaged unless all files in `folder` have their length and checksum."""
+    """Raise Damaged unless all files in `folder` have their length and checksum."""
     try:
-        for checksum in (False, True):  # lengths are compared at once, before the first file is read
+        for checksum in (False, True):  # all lengths are compared before the first file is read
             for name, entry in manifest.files.items():
                 if (fault := fault_of_file(folder / name, entry, checksum=checksum)) is not None:
                     raise Damaged(f"{name} {fault}")
     except OSError as error:
-        if error.errno != errno.EIO:  # of a disk that has lost the data; others, as a stale NFS handle, may pass
+        if error.errno != errno.EIO:  # EIO: the disk has lost the data; other errors, as a stale NFS handle, may pass
             raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best, the last two that are valid, and damaged ones. All others may go."""
+"""The choice of checkpoints to keep: the newest, the best, the last two valid ones, and damaged ones. Others may go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALWAYS_VALID = 2
 
 
 def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
-    """Remove the steps that need not stay, see `retention`, and return them. Raises NotPermitted."""
+    """Remove the steps that `retention` gives no reason for, and return them. Raises NotPermitted."""
     removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
     for step in removed:
         store.remove(step)
@@ -19,9 +19,10 @@ def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int
 
 
 def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
-    """Return the reason why each step stays, None for a step that may be removed; `keep`: the newest that stay, 0 for
-    all. A damaged step stays, since somebody may repair it. Each step is read once to verify it, unless S3 has compared
-    its files as it took them, and is added to `verified`.
+    """Return the reason to keep each step, None for a step that may be removed; `keep` newest stay, 0: all.
+
+    A damaged step is kept, since somebody may repair it. Each step is read once to verify it, unless S3 compared its
+    files when it took them, and is added to `verified`.
     """
     known: set[int] = set() if verified is None else verified
 
@@ -48,8 +49,9 @@ def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict
 
 
 def best(manifests: dict[int, Manifest]) -> int | None:
-    """The step with the best evaluation by the run's present metric, the first of equal ones; None if none was
-    evaluated. A step may be evaluated after it was saved: then only the newest checkpoint knows that it is the best.
+    """Return the step with the best evaluation by the run's present metric, the first of equals; None without one.
+
+    A step may be evaluated after it was saved: then only the newest checkpoint records that it is the best.
     """
     if not manifests:
         return None

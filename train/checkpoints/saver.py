@@ -1,7 +1,7 @@
-"""Saves beside the training, which waits for a copy to host memory only.
+"""Saves concurrent with the training, which waits only for a copy to host memory.
 
 A thread of each rank that has a part of the state writes and uploads that part, and rank 0's thread commits the step;
-the threads communicate in a group of their own. At most one save is pending. A save that fails is an alarm, several in
+the threads communicate in a separate group. At most one save is pending. A failed save is an alarm; several failures in
 a row end the run.
 """
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-UNSENT = (InputError, Unreachable)  # errors of a service that is away or rejects: it may take the files later
-MAX_WAIT_S = 10.0  # of a save for the one before, while the training stands still; then the save is left out
+UNSENT = (InputError, Unreachable)  # errors of a service that cannot be reached or rejects: it may take the files later
+MAX_WAIT_S = 10.0  # wait for the previous save while training stands still; after that the save is left out
 MAX_LOSS_S = 1800.0  # work that a fault may cost
 MAX_FAILURES = 3  # in a row, after which the run ends: a first one may be a service's bad moment
 LONGEST_PAUSE_S = 10.0  # between two attempts at a request of the last save
@@ -88,7 +88,7 @@ class AsyncSaver:
         self.newest: int | None = None  # committed, or the one that the run resumes from
         self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []
-        self.save_s = 0.0  # how long the last save took
+        self.save_s = 0.0  # the duration of the last save
         self.warming = self.pool.submit(lambda: None)
 
     # ---- all ranks -----------------------------------------------------------------------------------------------
@@ -103,9 +103,10 @@ class AsyncSaver:
         patience_s: float = 0.0,
         on_wait: Callable[[], None] = no_wait,
     ) -> None:
-        """Begin to save this step, with this rank's `own` small state. While the last save is pending, this waits for
-        `max_wait_s` and then leaves the step out; with `must` it waits as long as it takes. A request to S3
-        that fails is retried for `patience_s`.
+        """Begin to save this step, with this rank's small state `own`.
+
+        While the last save is pending, this waits for MAX_WAIT_S and then leaves the step out; with `must` it waits as
+        long as it takes. A request to S3 that fails is retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -147,14 +148,14 @@ class AsyncSaver:
         self.world.wait_until(lambda: self.pending is None or self.pending.done(), on_wait)
 
     def is_free(self, step: int, began_s: float) -> bool:
-        """Whether the last save has ended, on rank 0; waits for it a while."""
+        """Return whether the last save has ended, on rank 0; wait for it a while."""
         if self.pending is not None:
             wait_for([self.pending], timeout=max(0.0, self.max_wait_s - (time.monotonic() - began_s)))
             self.collect()
         if self.pending is None:
             return True
         now_s = time.monotonic()
-        why = f"left out: the save before has been under way for {now_s - self.pending_began_s:.0f} s"
+        why = f"left out: the previous save has been running for {now_s - self.pending_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
         # A slow save counts as a failure once more work is at risk than may be lost.
         if now_s - self.pending_began_s > MAX_LOSS_S:
@@ -175,7 +176,7 @@ class AsyncSaver:
             self.results.append(saved)
 
     def take(self) -> list[Saved]:
-        """The results of the saves that ended since the last call."""
+        """Return the results of the saves that ended since the last call."""
         self.collect()
         results, self.results = self.results, []
         return results
@@ -195,7 +196,7 @@ class AsyncSaver:
 
     @property
     def unsent_text(self) -> str:
-        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer one may have taken its place
+        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer one may have replaced it
             return ""
         step, folder = self.unsent
         return f"; step {step} is whole in {folder}; docs/faults.md says how to upload it"
@@ -217,10 +218,10 @@ class AsyncSaver:
                 try:
                     prune(self.store, self.keep, self.verified)
                 except NotPermitted:
-                    self.keep = 0  # all steps stay from now on
+                    self.keep = 0  # keep all steps from now on
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"
-            if isinstance(error, LeaseLost) and self.world.rank == 0:  # nobody else may come to remove what it has sent
+            failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is saved, but {error}"
+            if isinstance(error, LeaseLost) and self.world.rank == 0:  # nobody else may remove files that it has sent
                 with suppress(InputError, Failure):
                     self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
             level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0 names the rank that failed
@@ -230,10 +231,10 @@ class AsyncSaver:
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
     def _write(self, state: State, manifest: Manifest, until_s: float) -> int:
-        """Write this rank's files of a step; rank 0 commits it, or leaves nothing of it. Returns the bytes of all.
+        """Write this rank's files of a step; rank 0 commits it, or removes all of it. Returns the bytes of all.
 
-        Requests to S3 are retried until then, by time.monotonic(). A step that is whole on this machine and was not
-        taken by S3 stays there: `unsent`.
+        Requests to S3 are retried until `until_s`, by time.monotonic(). A complete step that S3 did not take is left on
+        this machine: `unsent`.
         """
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
@@ -256,7 +257,7 @@ class AsyncSaver:
                 return manifest.folder
 
             parts = self.writers.run_and_gather(write_files)
-            # Only rank 0's manifest names the files, of all ranks: the others need to know where theirs go.
+            # Only rank 0's manifest names the files of all ranks: the others only need the folder of their files.
             manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
             manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
             self.writers.run_and_gather(
@@ -277,12 +278,12 @@ class AsyncSaver:
                 discard(folder)
 
     def _prepare_folder(self) -> None:
-        """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
+        """Upload the metrics first, so that the run folder has the lines of all steps that a checkpoint covers."""
         self.folder.ownership.check()
         self.folder.mirror()
 
     def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:
-        """Take an action, again and again until then while the service does not answer or rejects it."""
+        """Take an action, repeatedly until `until_s` while the service does not answer or rejects it."""
         while True:
             try:
                 return action()
@@ -305,7 +306,7 @@ class AsyncSaver:
                 try:
                     self.backend.save(value, file)  # type: ignore[arg-type]
                 except RuntimeError as error:
-                    raise file.failure or error from None  # torch's own error is about its archive: "unexpected pos"
+                    raise file.failure or error from None  # torch's error is about its archive: "unexpected pos"
                 raw.flush()
                 os.fsync(raw.fileno())
             files[own] = FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
@@ -313,7 +314,7 @@ class AsyncSaver:
 
 
 class Hashing:
-    """A file that computes the checksum of the bytes it is given, whatever the disk then makes of them."""
+    """A file that computes the checksum of the bytes it is given, whatever the disk stores."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0

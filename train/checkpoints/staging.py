@@ -15,15 +15,16 @@ State = dict[str, Any]  # tensors and plain containers
 
 
 class Staging:
-    """Host memory that is kept from save to save, because the first touch of a page costs many times the copy
-    (benchmarks/notes.md). It is as large as the state, and one save at a time uses it.
+    """Host memory that is reused by all saves: first touching a page costs many times the copy (benchmarks/notes.md).
+
+    It is as large as the state, and one save at a time uses it.
     """
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []  # one for each tensor of the state, in its order
 
     def copy(self, state: State, backend: Backend) -> State:
-        """The same state, its tensors copied to the host. Waits for the device."""
+        """Return the state with its tensors copied to the host. Waits for the device."""
         tensors = self.laid_out(state, backend)
         backend.copy_to_host([tensor.detach() for tensor in tensors], self.buffers)
         copies = dict(zip(map(id, tensors), self.buffers, strict=True))
@@ -36,7 +37,7 @@ class Staging:
             buffer.zero_()
 
     def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
-        """The tensors, one for each buffer: tied weights are one parameter, and stay one."""
+        """Return the tensors, one for each buffer: tied weights share one."""
         tensors = list({id(tensor): tensor for _, tensor in named(state)}.values())
         if [(each.shape, each.dtype) for each in self.buffers] != [(each.shape, each.dtype) for each in tensors]:
             self.buffers = [
@@ -57,7 +58,7 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def first_not_finite(state: State) -> str | None:
-    """The name of a floating-point tensor that holds NaN or infinity; None if none does."""
+    """Return the name of a floating-point tensor that holds NaN or infinity; None if none does."""
     for name, tensor in named(state):
         is_number = tensor.is_floating_point() and tensor.numel()
         if is_number and not all(map(torch.isfinite, torch.aminmax(tensor))):  # many times faster than a norm
@@ -66,7 +67,7 @@ def first_not_finite(state: State) -> str | None:
 
 
 def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
-    """All tensors of a state, each with its name: "model.embeddings.weight"."""
+    """List all tensors of a state, each with its name: "model.embeddings.weight"."""
     if isinstance(value, Tensor):
         return [(prefix, value)]
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""Where checkpoints are: the protocol for a folder on disk and for S3, and the folder on disk.
+"""The protocol for checkpoints in a folder on disk or in S3, and its implementation on disk.
 
 On disk, which all ranks see, a step is a folder that gets its name by a rename. No torch here.
 """
@@ -25,59 +25,62 @@ class Store(Protocol):
     """The checkpoints of a run, by their steps. A broken one is put in quarantine under another name, never deleted.
 
     A save calls `begin`, on other ranks with a part of the state `join`, then `prepare`, `send` on every rank, and
-    `commit`; a load calls `look`, on each machine `fetch`, `path_of`, `release`. What a disk that all ranks see does
-    not need has a body here.
+    `commit`; a load calls `look`, on each machine `fetch`, `path_of`, `release`. Methods that a disk seen by all ranks
+    does not need have a body here.
     """
 
     location: str
-    compares_when_written: bool = False  # whether the service compares checksums as it takes files, as S3 does
+    compares_when_written: bool = False  # whether the service compares checksums when it takes files, as S3 does
 
     def steps(self) -> list[int]:
-        """The steps that are there by name, ascending, valid or not."""
+        """Return the steps that exist by name, ascending, valid or not."""
 
     def quarantined(self) -> list[str]:
-        """Names of the checkpoints in quarantine."""
+        """Return the names of the checkpoints in quarantine."""
 
     def manifest(self, step: int) -> Manifest:
-        """Raises Damaged."""
+        """Read a step's manifest. Raises Damaged."""
 
     def look(self, step: int) -> Manifest:
-        """The manifest, after comparing the length of each file. Raises Damaged."""
+        """Return the manifest, after comparing the length of each file. Raises Damaged."""
 
     def look_at_all(self) -> Looked:
-        """The manifests of the steps whose files are there with their lengths, and what is wrong with the others."""
+        """Return the manifests of the steps whose files have their lengths, and the faults of the others."""
         return looked(self.look, self.steps())
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
-        """A folder on this machine that holds these files of the step, None: all, each verified. Raises Damaged."""
+        """Return a folder on this machine with these files of the step (None: all), each verified. Raises Damaged."""
 
     def path_of(self, manifest: Manifest) -> Path:
-        """The folder to which this or another rank of this machine has fetched the step."""
+        """Return the folder to which this or another rank of this machine has fetched the step."""
 
     def release(self, fetched: Path) -> None:
         """Remove the files that `fetch` has copied."""
         return
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        """An empty folder of this machine for rank 0's files of a step. OSError if `num_bytes` do not fit."""
+        """Make an empty folder of this machine for rank 0's files of a step. Raises OSError if its disk is too full."""
 
     def join(self, name: str, num_bytes: int) -> Path:
-        """A folder of this machine for the files of another rank; `name` is that of rank 0's folder. OSError if
-        `num_bytes` do not fit, or rank 0's folder is gone.
+        """Make a folder on this machine for another rank's files; `name` is that of rank 0's folder.
+
+        Raises OSError if `num_bytes` do not fit, or if rank 0's folder was removed.
         """
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        """Return the manifest to commit, now that all files of the step are written on their machines. In S3 it says
-        where they go; if `scratch` has all of them, it is from now on a checkpoint that can be uploaded by hand.
+        """Return the manifest to commit, now that all files of the step are written on their machines.
+
+        In S3 it says where they go; if `scratch` has all of them, it is from now on a checkpoint that can be uploaded
+        by hand.
         """
         return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
-        """Bring a rank's files to where `commit` needs them. They are synced."""
+        """Bring a rank's files, which are synced, to the place where `commit` needs them."""
         return
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Make a step of the files that were sent. It exists when this returns, and not before."""
+        """Make a step of the files that were sent. It exists only once this returns."""
 
     def quarantine(self, step: int, why: str) -> str:
         """Rename a step so that it no longer counts, and return the new name, which says why."""
@@ -85,19 +88,18 @@ class Store(Protocol):
     def remove(self, step: int) -> None: ...
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        """Remove the files of saves of these leases, all of which have ended, that were not committed. Returns the
-        names of their folders; with `dry` it removes nothing. On disk a save that fails has removed them.
+        """Remove the files of uncommitted saves of these leases, all of which have ended; return their folders' names.
+
+        With `dry` it removes nothing. On disk a save that fails has removed them.
         """
         return []
 
     def leftovers(self) -> list[str]:
-        """Names of folders of saves that were not committed, whether under way or left."""
+        """Return the names of folders of uncommitted saves, whether running or abandoned."""
         return self.remove_uncommitted(range(sys.maxsize), dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove leftovers of killed saves of leases below this number, and return their names. Only the run folder's
-        owner calls it.
-        """
+        """Remove leftovers of killed saves of leases below this number; return their names. Only the owner calls it."""
 
 
 class LocalStore(Store):
@@ -114,12 +116,12 @@ class LocalStore(Store):
     def manifest(self, step: int) -> Manifest:
         try:
             return Manifest.from_json((self.path / step_name(step) / FILE).read_bytes(), step=step)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # others may pass
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # other errors may pass
             raise Damaged(f"{FILE}: {error.strerror}") from error
 
     def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)
-        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)  # a shared disk answers late
+        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)  # a shared disk answers slowly
         compare_sizes(manifest, dict(zip(manifest.files, sizes, strict=True)))
         return manifest
 
@@ -129,7 +131,7 @@ class LocalStore(Store):
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return self.path / step_name(manifest.step) / (manifest.folder or "")  # which a copy from S3 has
+        return self.path / step_name(manifest.step) / (manifest.folder or "")  # a step copied from S3 has one
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path / step_name(step))
@@ -138,10 +140,10 @@ class LocalStore(Store):
 
     def join(self, name: str, num_bytes: int) -> Path:
         check_space(self.path / name, num_bytes)
-        return self.path / name  # never made here: a new owner of the run folder may have removed it
+        return self.path / name  # not made here: a new owner of the run folder may have removed it
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Fails, and changes nothing, if a new owner of the run folder has removed `scratch`."""
+        # It fails, and changes nothing, if a new owner of the run folder has removed `scratch`.
         write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced
         path = self.path_of(manifest)
         try:
@@ -165,12 +167,12 @@ class LocalStore(Store):
         return remove_temporaries(self.path, TEMPORARIES, dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove the leftovers of all leases: a save whose folder was removed cannot be committed any more."""
+        # Leases do not matter: a save whose folder was removed cannot be committed any more.
         return remove_temporaries(self.path, TEMPORARIES)
 
 
 def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
-    """What `look_at_all` returns, by a look at each step."""
+    """Return the result of `look_at_all`, by a look at each step."""
     manifests: dict[int, Manifest] = {}
     damaged: dict[int, Damaged] = {}
     for step in steps:
@@ -182,7 +184,7 @@ def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
 
 
 def compare_sizes(manifest: Manifest, sizes: Mapping[FileName, int | None]) -> None:
-    """Raise Damaged unless all files of a step are there with their lengths."""
+    """Raise Damaged unless all files of a step exist with their lengths."""
     for name, entry in manifest.files.items():
         if (fault := fault_of(entry, sizes.get(name))) is not None:
             raise Damaged(f"{name} {fault}")

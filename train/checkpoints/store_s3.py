@@ -1,4 +1,4 @@
-"""Checkpoints in S3, which has no rename: files get names of their own, and the manifest is created last."""
+"""Checkpoints in S3, which has no rename: the names of files are unique, and the manifest is created last."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from train.system.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-SAVING, PARTS = "saving", "parts"  # in the folder of this machine; a save with a manifest is whole and not in S3
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
+SAVING, PARTS = "saving", "parts"  # in the folder of this machine; a save with a manifest is complete and not in S3
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # in the same place as the folder of a save
 
-DOWNLOADS = 8  # at the same time; each takes several connections for its parts
+DOWNLOADS = 8  # at the same time; each opens several connections for parts of a file
 READS = 3  # attempts before a file that does not match its checksum counts as damaged
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 
 class S3Store(Store):
-    """There is no LATEST: a hint is not worth a request that fails after the commit.
+    """Checkpoints in S3. There is no LATEST: a hint is not worth a request that fails after the commit.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: each save has its own
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
 
-    Only files that such a mark names are ever removed, so neither the files of a checkpoint whose manifest somebody
-    deleted nor objects of the user.
+    Only files that such a mark names are ever removed: never those of a checkpoint whose manifest somebody deleted,
+    nor the user's objects.
     """
 
     compares_when_written = True
@@ -49,7 +49,7 @@ class S3Store(Store):
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder, self.local = folder, scratch
         self.location = f"{folder.location}/checkpoints"
-        self.known: dict[int, tuple[str, Manifest]] = {}  # manifests that were read, with their version
+        self.known: dict[int, tuple[str, Manifest]] = {}  # manifests read before, with their version
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -58,7 +58,7 @@ class S3Store(Store):
         return self.key(manifest.step, below(manifest, name))
 
     def objects(self, prefix: str = "step_") -> dict[int, dict[str, Head]]:
-        """The objects of the steps, by the name below their step."""
+        """Return the objects of the steps, by the name below their step."""
         steps: dict[int, dict[str, Head]] = {}
         for name, item in self.folder.listing(PREFIX + prefix).items():
             head, _, below = name.removeprefix(PREFIX).partition("/")
@@ -85,14 +85,14 @@ class S3Store(Store):
         return self.compare(step, self.objects(f"{step_name(step)}/").get(step, {}))
 
     def look_at_all(self) -> Looked:
-        """One listing has the lengths of all files; manifests that were read before are not read again."""
+        # One listing has the lengths of all files; manifests that were read before are not read again.
         objects = self.objects()
         steps = sorted(step for step in objects if FILE in objects[step])
         self.known = {step: self.known[step] for step in steps if step in self.known}
         return looked(lambda step: self.compare(step, objects[step]), steps)
 
     def compare(self, step: int, objects: Mapping[str, Head]) -> Manifest:
-        """The manifest, after comparing the lengths of its files with these objects. A version of it is read once."""
+        """Return the manifest, once its files' lengths match these objects. Each version of it is read once."""
         version = objects[FILE].version if FILE in objects else ""
         known, manifest = self.known.get(step, ("", None))
         if manifest is None or known != version:
@@ -104,10 +104,10 @@ class S3Store(Store):
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
         manifest = self.look(step).only(names)
-        self.clear("fetched")  # the step of an earlier call, or what could not be verified
-        self.clear(PARTS)  # what killed saves have left: no step is loaded while another is saved
+        self.clear("fetched")  # the step of an earlier call, or files that could not be verified
+        self.clear(PARTS)  # leftovers of killed saves: no step is loaded while another is saved
         target = self.path_of(manifest)
-        target.mkdir(parents=True, exist_ok=True)  # what cannot be removed is written over
+        target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
         list(at_once(lambda name: self.download(manifest, name, target), manifest.files, DOWNLOADS))
         return target
@@ -148,7 +148,7 @@ class S3Store(Store):
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-        if not any(map(is_part, manifest.files)):  # which are on other machines
+        if not any(map(is_part, manifest.files)):  # parts of other ranks are on other machines
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
@@ -161,13 +161,13 @@ class S3Store(Store):
             self.folder.upload(self.file_key(manifest, name), folder / name)
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Raises LeaseLost, and commits nothing, if another job took the run folder during the upload."""
+        # It raises LeaseLost, and commits nothing, if another job took the run folder during the upload.
         self.check_fence(manifest.fence)
         if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-            self.check_fence(manifest.fence)  # a step of a newer owner stays
+            self.check_fence(manifest.fence)  # never replace a step of a newer owner
             self.quarantine(manifest.step, "replaced")
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
+                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job also writes it")
         self.remove_mark(manifest)
 
     def mark_of(self, manifest: Manifest) -> str:
@@ -196,19 +196,18 @@ class S3Store(Store):
         manifest = self.manifest(step)
         if manifest.folder:
             self.mark(manifest)
-        self.folder.remove(self.key(step, FILE))  # first: from here on there is no such checkpoint
+        self.folder.remove(self.key(step, FILE))  # first: without it there is no such checkpoint
         list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
         if manifest.folder:
             self.remove_mark(manifest)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove files that a mark names and no manifest does, unless their lease may not have ended."""
         self.clear("fetched")
         self.tidy_saving(max(self.steps(), default=0))
         return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        """Steps with a manifest in quarantine, which may be unreadable, and strange marks are left alone."""
+        # Steps with a manifest in quarantine, which may be unreadable, and strange marks are left alone.
         left = []
         found = self.objects()
         in_doubt = {step for step, objects in found.items() if any(map(in_quarantine, objects))}
@@ -222,12 +221,12 @@ class S3Store(Store):
                     files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
                 if not dry:
                     list(at_once(self.folder.remove, [self.key(step, f"{folder}/{file}") for file in files]))
-                    self.folder.remove(mark)  # last, so that what a kill leaves is found
+                    self.folder.remove(mark)  # last, so that a later call finds files that a kill leaves
                 left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 
     def tidy_saving(self, newest: int) -> None:
-        """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
+        """Remove files that killed saves have left on this machine, and copies of steps in S3; name other copies."""
         for folder in (self.local / SAVING).glob("*"):
             step = None  # of a manifest that cannot be read
             with suppress(Damaged, OtherVersion):
