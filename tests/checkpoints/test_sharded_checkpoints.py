@@ -200,7 +200,7 @@ def rejected(folder, contents, read):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2 on, the others end at 1"),
+        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2, the others end at 1"),
         (piece(ROWS[1:2], 1, 3), "model_00001.pt: 'w' ends at row 2 of 3"),
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
         (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' has another shape or type than in model.pt"),
@@ -210,7 +210,7 @@ def rejected(folder, contents, read):
         (piece([1.0, 2.0], 1, 3), "model_00001.pt: 'w' holds [1.0, 2.0], not rows"),
         ({"rows": ROWS[1:]}, "model_00001.pt: 'w'.first_row is missing"),
         (5, "model_00001.pt: 'w' holds 5, not an object"),
-        (ROWS, "model_00001.pt: 'w' is in model.pt as well"),
+        (ROWS, "model_00001.pt: 'w' is also in model.pt"),
     ],
 )
 def test_pieces_that_do_not_make_a_tensor_are_rejected(tmp_path, second, message):
@@ -243,7 +243,7 @@ def test_a_part_that_is_none_or_lacks_moments_is_rejected(tmp_path):
     contents = {"optimizer.pt": first, "optimizer_00001.pt": {"state": {}}}
     assert "optimizer_00001.pt: no moments of parameter 1" in rejected(tmp_path, contents, read_optimizer)
     contents["optimizer_00001.pt"] = {"state": {0: {"m": ROWS}, 1: {"m": ROWS}}}
-    assert "optimizer_00001.pt: 'm' is in optimizer.pt as well" in rejected(tmp_path, contents, read_optimizer)
+    assert "optimizer_00001.pt: 'm' is also in optimizer.pt" in rejected(tmp_path, contents, read_optimizer)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they
         here.store = store
         with pytest.raises(rendezvous.Absent):
             here.arrive()
-    with pytest.raises(InputError, match=f"^rank 2 on .* trains by {devices[2]}, but rank 0 by {devices[0]}; run"):
+    with pytest.raises(InputError, match=f"^rank 2 on .* trains with {devices[2]}, but rank 0 with {devices[0]}; run"):
         ranks[0].arrive()
 
 

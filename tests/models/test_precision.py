@@ -62,7 +62,7 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
 
 
 def test_norms_in_bf16_need_the_precision(toy):
-    rejects("backend.norms=bf16 is for backend.precision=bf16; here it is fp32", DDP, NARROW)
+    rejects("backend.norms=bf16 needs backend.precision=bf16; here it is fp32", DDP, NARROW)
 
 
 def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(toy, monkeypatch):

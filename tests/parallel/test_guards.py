@@ -441,7 +441,7 @@ def test_ranks_that_the_device_runtime_does_not_join_or_that_draw_alike_are_reje
     for result in ranks:
         assert "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and" in result["apart"]
         assert "they would train apart" in result["apart"]
-    assert "ranks share random states [101, 101]: they would drop out the same units" in ranks[0]["seeds"]
+    assert "ranks share random states [101, 101]: their dropout would be the same" in ranks[0]["seeds"]
 
 
 def test_sums_that_reach_nobody_are_rejected(ranks, monkeypatch):

@@ -144,7 +144,7 @@ def test_without_a_rate_of_its_own_the_head_learns_like_the_rest_and_without_a_h
     set_learning_rate(optimizer, 0.25)
     assert rates_of(optimizer, model.parameters()) == {0.25: 6}
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0, 0.01, 0.0]
-    with pytest.raises(InputError, match="optim.head_lr=0.005 is for tasks whose head begins with random weights"):
+    with pytest.raises(InputError, match="optim.head_lr=0.005 needs a task whose head begins with random weights"):
         build_optimizer(OptimConfig(head_lr=5e-3), model.parameters())
 
 

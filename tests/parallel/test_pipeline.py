@@ -204,7 +204,7 @@ def convolving():
         (built("label", config("bert", num_layers=2)), "cuts the model into 3 parts, but it has 2 layers"),
         (convolving(), "does not cut a deberta-v2 with conv_kernel_size=3"),
         (built("label", config("mpnet")), "parallel=pipeline knows the layers of albert, bert, .*, not those of mpnet"),
-        (torch.nn.Linear(2, 2), "parallel=pipeline cuts encoders of transformers, not a Linear"),
+        (torch.nn.Linear(2, 2), "parallel=pipeline splits transformers' encoders, not a Linear"),
     ],
     ids=["too_few_layers", "convolution", "unknown_layers", "no_encoder"],
 )

@@ -19,7 +19,7 @@ FORMAT = 4
 FORMAT_OF_PARTS = 5  # some files are of other ranks than rank 0; versions that know only FORMAT would leave them out
 FILE = "manifest.json"
 LATEST = "LATEST"
-PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that another rank than rank 0 has written
+PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 has written
 
 
 class Damaged(RuntimeError):

@@ -1,1 +1,1 @@
-"""On what device, split over which ranks, and updated how."""
+"""Devices, the ways to split a model over ranks, and optimizers."""

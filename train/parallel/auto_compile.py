@@ -18,28 +18,29 @@ if TYPE_CHECKING:
     from train.models.network import Network
 
 logger = logging.getLogger("train")
-DEVICES = ("cuda",)  # where compiling was seen to pay
+DEVICES = ("cuda",)  # devices on which compiling was seen to pay
 LEAST_PASSES = 5000  # micro batches of one length: 3 minutes, of which 30 to 55 s are saved for 29 s of compiling
-# The host sends the kernels of a compiled layer in 2.5 ms, forward and backward. A layer of so much work, in tokens
+# The host sends the kernels of a compiled layer in 2.5 ms, forward and backward. A layer with this much work, in tokens
 # times the square of the width, takes longer than that on an H100; smaller ones would leave it waiting.
 LEAST_LAYER_WORK = 1.5e10
 LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = (
     20.0,
     6.0,
-)  # of a length: what equal layers share; each layer of a whole encoder
+)  # seconds per length: the part that equal layers share; each layer of a whole encoder
 
 
 @dataclass(frozen=True)
 class Workload:
     """The work of a rank that decides whether compiling is repaid."""
 
-    passes: int = 0  # micro batches of each length; 0: nothing that may be compiled
+    passes: int = 0  # micro batches of each length; 0: nothing can be compiled
     tokens: int = 0  # of the longest micro batch
 
 
 def is_wanted(compile: str, device: str, work: Workload) -> bool:
-    """Return whether a run compiles by itself: backend.compile=auto, on a device of `DEVICES`, for long enough. Ranks
-    that differ in what is installed agree on it later.
+    """Return whether a run compiles by itself: backend.compile=auto, on a device of `DEVICES`, for long enough.
+
+    Ranks with different packages agree on it later.
     """
     return compile == "auto" and device in DEVICES and work.passes >= LEAST_PASSES
 
@@ -64,9 +65,9 @@ def all_can(can: bool, world: World) -> bool:
 
 
 def way_of(model: Network, work: Workload, *, machines: int) -> str:
-    """Return what to compile of a model: "model", its encoder as one graph, or "layers".
+    """Return the part of a model to compile: "model", its encoder as one graph, or "layers".
 
-    One graph spares the host most of its work, but returns all gradients at its end, so that no exchange between
+    One graph saves the host most of its work, but returns all gradients at its end, so that no exchange between
     machines overlaps with it. A shared layer has a gradient only then in any case.
     """
     is_shared = not model.separate_layers()

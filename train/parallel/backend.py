@@ -1,6 +1,4 @@
-"""The interface between the engines and the hardware, with what backends have in common: the timer of work, seeds, flat
-collectives, files of tensors.
-"""
+"""The interface between engines and hardware, with shared parts: timer, seeds, flat collectives, files of tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ RANK_STRIDE = 1_000_003  # a prime: the seeds of neighbouring runs and ranks dif
 
 
 class Work:
-    """Seconds of this rank's own work, timed on the host."""
+    """Seconds of this rank's work, without waits for other ranks, timed on the host."""
 
     def __init__(self) -> None:
         self.taken_s = 0.0
@@ -54,21 +52,21 @@ class Backend(ABC):
     name: str
     device: torch.device
     device_name: str
-    precision: str  # what was chosen: fp32, bf16, ...
+    precision: str  # the chosen precision: fp32, bf16, ...
     adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
     monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
-    collects: bool = False  # for train.precompile: each graph runs once, and the numbers that come back mean nothing
-    continues_dropout: bool = True  # whether random numbers that are put back were seen to continue on the device
+    collects: bool = False  # for train.precompile: each graph runs once, and the returned numbers mean nothing
+    continues_dropout: bool = True  # whether restored random numbers were seen to continue on the device
     lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
-    compiles: str = "none"  # what torch.compile makes kernels of: none | layers | model
+    compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
-    skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step were another graph
+    skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step would be another graph
 
     def __init__(self) -> None:
-        """Set what all backends begin with; a backend calls it first."""
+        """Set the attributes that all backends share; a backend calls it first."""
         self.world = World()  # the ranks, over the hosts
-        self.work = Work()  # seconds of this rank's own work; where the device cannot be asked, those of the host
-        self.span = Work()  # the same from the first to the last pass of a step, where ranks wait for one another
+        self.work = Work()  # seconds of this rank's work, timed on the host if the device cannot be asked
+        self.span = Work()  # the same for a whole step, from the first to the last pass, with waits for other ranks
         self.compilers = Compilers()
         # It scales losses before backward passes, and does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -80,13 +78,11 @@ class Backend(ABC):
         """Put the model on the device, weights tied. `accumulation`: micro batches a step; `lengths`: their shapes."""
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a loss of logits, compiled where the model is."""
+        """Return a loss of logits, compiled if the model is."""
         return loss
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
-        """Run a first micro batch with backend.compile=auto, which leaves nothing behind. If it fails on any rank, all
-        continue uncompiled.
-        """
+        """Try backend.compile=auto on a micro batch, without a trace. If it fails on any rank, nothing is compiled."""
         return
 
     @abstractmethod
@@ -97,25 +93,21 @@ class Backend(ABC):
 
     @abstractmethod
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        """Return what adds up the gradients of a model that is set up and is the same on all ranks."""
+        """Return the object that adds up the gradients of a model that is set up and is the same on all ranks."""
 
     @abstractmethod
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
 
     def mesh(self) -> DeviceMesh:
-        """Return the devices of all ranks, for engines that split tensors over them. Raises InputError where there is
-        none.
-        """
+        """Return the devices of all ranks, for engines that split tensors. Raises InputError if there is no mesh."""
         raise InputError(
             f"backend={self.name} has no collectives of torch.distributed that could split a model's state over ranks; "
             "choose parallel=data without shard_optimizer"
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return a group of some ranks; all ranks make each, in order. Raises InputError if collectives join all ranks
-        only.
-        """
+        """Return a group of some ranks; all ranks make each, in order. Raises InputError if only all ranks can join."""
         raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -130,7 +122,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen what is stored in bf16."""
+        """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen bf16 ones."""
 
     @abstractmethod
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
@@ -153,20 +145,18 @@ class Backend(ABC):
 
     @abstractmethod
     def graphs(self) -> Graphs:
-        """Return what was compiled and executed; zeros where nothing is."""
+        """Return counts of compiled and executed graphs; zeros if the device has no graphs."""
 
     def notices(self) -> list[str]:
-        """Return what the device did since the last call that the run folder should tell; asked for after each step and
-        each evaluation.
-        """
+        """Return events of the device since the last call, for the run's log; called after each step and evaluation."""
         return []
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        """Return what traces steps. Files that the device's tools write beside the trace go to `folder`."""
+        """Return a profiler of steps. Files that the device's tools write in addition to the trace go to `folder`."""
         return torch.profiler.profile()
 
     def profile_text(self) -> str:
-        """Return what the device says of the steps so far; "" where PyTorch's profiler sees it all."""
+        """Return the device's summary of the steps so far; "" if PyTorch's profiler sees it all."""
         return ""
 
     # ---- random numbers and files ----------------------------------------------------------------------------------
@@ -181,15 +171,17 @@ class Backend(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: State) -> None:
-        """Put a state of random numbers back, maybe of another device."""
+        """Restore a state of random numbers, perhaps of another device."""
 
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write tensors and plain containers that are on the host, for `load`; in a thread beside the training."""
+        """Write tensors and plain containers that are on the host, for `load`. Called from the saver's thread."""
         torch.save(state, file)
 
     def close(self) -> None:
-        """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and
-        gloo threads that still hold its tensors at exit abort the process (https://github.com/pytorch/pytorch/pull/179291).
+        """Leave the group, once the model and optimizer are out of scope.
+
+        DDP's wrapper sits in a reference cycle, and gloo threads that still hold its tensors at exit abort the process
+        (https://github.com/pytorch/pytorch/pull/179291).
         """
         if self.world.is_distributed:
             gc.collect()
@@ -198,22 +190,22 @@ class Backend(ABC):
 
 
 def peak_device_bytes() -> int | None:
-    """The most bytes that PyTorch's allocator had handed out on this process's device; None where there is none."""
+    """Return the most bytes that PyTorch's allocator had handed out on this process's device; None without one."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    native: Any = getattr(torch, "neuron", None)  # of TorchNeuron, which names the functions as CUDA's are named
+    native: Any = getattr(torch, "neuron", None)  # TorchNeuron names its functions as torch.cuda does
     peak = getattr(native, "max_memory_allocated", None)
     return None if peak is None else int(peak())
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of one flat tensor in the shapes of others that were concatenated to it."""
+    """Return views of one flat tensor in the shapes of tensors that were concatenated to it."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """The sums of tensors over the ranks of a group, in one message."""
+    """Return the sums of tensors over the ranks of a group, in one message."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     return split_like(flat, tensors)
@@ -228,13 +220,13 @@ def widen(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
-    """Round once, on Trainium stochastically, so that small updates are not lost. The gradients are None then."""
+    """Round parameters to bf16 once, on Trainium stochastically, so that small updates survive. Gradients are None."""
     for parameter in parameters:
         parameter.grad = None
         parameter.data = parameter.data.bfloat16()
 
 
 def load(path: Path) -> State:
-    """What a backend has saved, on the host. The file is mapped: the ranks of a machine share its pages."""
+    """Load on the host what a backend has saved. The file is mapped: the ranks of a machine share its pages."""
     state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state

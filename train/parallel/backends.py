@@ -1,7 +1,7 @@
-"""The device that a run trains on, and how a backend is chosen.
+"""The choice of a run's backend and device.
 
-Ranks exchange values in two ways: gradients by the device's own collectives (`GradSync`), and a few plain numbers
-between the hosts (`train.parallel.ranks.World`), so that no decision of the loop waits for a device.
+Ranks exchange values in two ways: gradients by the device's collectives (`GradSync`), and a few plain numbers between
+the hosts (`train.parallel.ranks.World`), so that no decision of the loop waits for a device.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = logging.getLogger("train")
 
 
 def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
-    """Return the name of the backend that these settings mean on this machine: ddp, xla or neuron."""
+    """Return the name of the backend that these settings choose on this machine: ddp, xla or neuron."""
     if cfg.name != "auto":
         return cfg.name
     device = instance.device or cfg.device
     has_neuron = device == "neuron" or (device == "auto" and bool(machine.neuron_devices()))
     package = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
     kind = machine.instance_type()
-    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # which is for XLA
+    is_native = machine.is_native(kind, instance.name) and machine.release(package) != (2, 9)  # release 2.9 is for XLA
     return ("neuron" if is_native else "xla") if has_neuron else "ddp"
 
 
 def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
-    """Return whether these settings mean a CUDA device on this machine, as `open_backend` would choose it."""
+    """Return whether these settings choose a CUDA device on this machine, as `open_backend` would."""
     device = instance.device or cfg.device
     chosen = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     return chosen and name_of(cfg, instance) == "ddp"
@@ -44,7 +44,7 @@ def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
     """Return whether each length of a batch is a graph that has to be compiled. No device is opened.
 
-    backend.compile=auto counts the lengths itself, and compiles only where each has enough batches to repay it.
+    backend.compile=auto counts the lengths itself, and compiles only those with enough batches to repay it.
     """
     return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
 
@@ -59,8 +59,8 @@ def open_backend(
 ) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
-    `collects`: the run only collects graphs, and the numbers that come back mean nothing; one that cannot be kept is an
-    error. `work`: what backend.compile=auto decides by.
+    `collects`: the run only collects graphs, its numbers mean nothing, and a graph that cannot be kept is an error.
+    `work`: the work by which backend.compile=auto decides.
     """
     wanted = instance.device
     check(
@@ -84,7 +84,7 @@ def open_backend(
         cfg.compile in ("none", "auto") or name != "xla",
         f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",
     )
-    # The modules are imported here, so that a run pays for its own backend alone.
+    # The modules are imported here, so that a run imports only the backend that it uses.
     if name == "xla":
         from train.parallel import xla_environment
 

@@ -1,11 +1,10 @@
-"""torch.compile with TorchInductor: the layers of a model, or its encoder, as kernels for the shapes that occur. And a
-folder of compiled graphs, on disk or in S3, that outlives a machine.
+"""Compilation of a model's encoder or layers by TorchInductor, and a folder of compiled graphs for later machines.
 
-Compiled by layers, what is repeated is compiled once: ALBERT's shared layer, and the one graph that equal layers of
-other encoders have in common. Shapes are static: each length of a batch has a graph of its own for training and one
-for evaluation, and more where layers are frozen. Every graph beyond those is named (`GraphBudget`), and nothing falls
-back to uncompiled code: what cannot be compiled is an error. With backend.compile=auto the first micro batch shows
-whether it can, and all ranks go on uncompiled if one cannot.
+Compiled by layers, equal layers are compiled once: ALBERT's shared layer, and the one graph that layers of other
+encoders have in common. Shapes are static: each length of a batch has one graph for training and one for evaluation,
+and more if layers are frozen. Every graph beyond those is named (`GraphBudget`), and code never silently runs
+uncompiled: a graph that cannot be compiled is an error. With backend.compile=auto the first micro batch shows whether
+it can, and all ranks run uncompiled if one cannot.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from train.system.folders import open_folder, sha256_bytes, sha256_json
 logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # of the sha256 before the content, in hexadecimal digits
 KEY_DIGITS = 20
-FAULTS = (InputError, Unreachable, OSError)  # of the folder, without which a run can do
+FAULTS = (InputError, Unreachable, OSError)  # faults of the folder, without which a run can train
 AUTO = "auto"
-MOST_GRAPHS = 1024  # of one function, for torch itself, which then goes on uncompiled: the budget speaks much earlier
+MOST_GRAPHS = 1024  # limit per function, after which torch silently runs uncompiled: the budget warns much earlier
 
 
 class TorchCompiler:
@@ -48,13 +47,14 @@ class TorchCompiler:
         compiles_with: str = "inductor",
         work: Workload | None = None,
     ) -> None:
-        """`facts`: what makes compiled code of the same model another one. `compiles_with` names torch's compiler.
-        `work`: what backend.compile=auto decides by.
+        """Set torch up; `facts` identify compiled code of the same model, `compiles_with` names torch's compiler.
+
+        `work`: the work by which backend.compile=auto decides.
         """
         self.compiles_with, self.work = compiles_with, work or Workload()
         self.what, self.cuda_graphs = cfg.compile, cfg.cuda_graphs
         self.facts, self.cache = facts, cache
-        self.is_on = True  # until a first graph of backend.compile=auto has failed
+        self.is_on = True  # until a first graph of backend.compile=auto fails
         self.is_trial = cfg.compile == AUTO  # until the first micro batch has shown that graphs can be compiled
         self.graphs_per_length = 0  # known with the model
         self.compiled, self.compile_s = 0, 0.0
@@ -63,14 +63,15 @@ class TorchCompiler:
         callback_handler.register_start_callback(self.begin)
         callback_handler.register_end_callback(self.end)
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-        # torch would cut graphs at the sizes of DDP's buckets: more of them, which nothing counts.
+        # torch would cut graphs at the sizes of DDP's buckets, into more graphs than are counted.
         torch._dynamo.config.optimize_ddp = False
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def compile(self, model: Any, *, machines: int = 1, norms: torch.dtype | None = None, widens: bool = False) -> None:
-        """Have the model's encoder, or each of its layers, compiled when it is first called with a shape. `norms`: what
-        norms return; `widens`: that is fp32 where products return 16 bits.
+        """Have the model's encoder, or each of its layers, compiled when it is first called with a shape.
+
+        `norms`: the type that norms return; `widens`: it is fp32 while products return 16 bits.
         """
         if self.what == AUTO:
             self.what = way_of(model, self.work, machines=machines)
@@ -95,7 +96,7 @@ class TorchCompiler:
         return self.optimised(loss)
 
     def expect(self, lengths: int) -> None:
-        """Set the number of graphs that batches of so many lengths need."""
+        """Set the number of graphs from the number of different lengths of batches."""
         self.budget.limit = self.graphs_per_length * lengths
         self.budget.start()
 
@@ -108,7 +109,7 @@ class TorchCompiler:
         return run
 
     def try_first(self, micro_batch: Callable[[], object], world: World) -> None:
-        """Run a first micro batch; if it fails on any rank, all go on uncompiled."""
+        """Run a first micro batch; if it fails on any rank, all continue uncompiled."""
         self.is_trial, cause = False, ""
         try:
             micro_batch()
@@ -133,13 +134,13 @@ class TorchCompiler:
         self.began_s = time.perf_counter()
 
     def end(self, *_: object) -> None:
-        """Backward passes are compiled at their first call, so that there are several spans for a graph."""
+        """Add the time of one compilation. A graph has several: its backward pass is compiled at the first call."""
         if self.began_s is not None:
             self.compile_s += time.perf_counter() - self.began_s
         self.began_s = None
 
     def is_busy(self) -> bool:
-        """Whether a graph is being compiled. Any thread may ask."""
+        """Return whether a graph is being compiled. Any thread may ask."""
         return self.began_s is not None
 
     def graphs(self) -> Graphs:
@@ -154,19 +155,21 @@ class TorchCompiler:
 
 
 class KernelCache:
-    """A folder of files with the entries that a run added, as torch.compiler.save_cache_artifacts writes them, behind
-    their sha256. A name says whose they are and which: nothing is written twice. They are code: whoever may write to
-    the folder may run code in the training (docs/security.md). Kernels of CPUs are compiled by the C++ compiler again.
+    """A folder of files with the compiled graphs that runs have added, each after its sha256.
+
+    The content is what torch.compiler.save_cache_artifacts writes. A file's name identifies model and graphs, so that
+    nothing is written twice. The files are code: whoever may write to the folder may run code in the training
+    (docs/security.md). Kernels of CPUs are compiled by the C++ compiler again.
     """
 
     def __init__(self, location: str, s3: S3Config, *, may_write: bool, must_write: bool = False) -> None:
-        """`may_write`: on one of the ranks that compile the same; `must_write`: an error if graphs cannot be kept."""
+        """`may_write` is set on one of the ranks that compile the same; `must_write`: fail if graphs cannot be kept."""
         self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
         self.prefix = ""  # of the files' names; known with the model
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
 
     def load(self, key: dict[str, Any]) -> None:
-        """Load a model's graphs. `key`: what makes code another. Raises nothing: other ranks would wait for this."""
+        """Load a model's graphs, found by `key`. It raises nothing, as other ranks would wait for this one."""
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
         try:
@@ -181,8 +184,9 @@ class KernelCache:
             logger.warning("kept graphs cannot be read and are compiled again: %s", error)
 
     def save(self) -> None:
-        """Write what this process has compiled and no file holds. Call it once, at the end: of several contents that
-        torch makes in one process, it loads what came last only.
+        """Write the graphs that this process has compiled and no file holds.
+
+        Call it once, at the end: torch loads only the last of several contents that it makes in one process.
         """
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
         if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):
@@ -193,9 +197,9 @@ class KernelCache:
         except FAULTS as error:
             if self.must_write:
                 raise
-            logger.warning("compiled graphs are not kept for others: %s", error)  # the run has what it needs
+            logger.warning("compiled graphs are not kept for others: %s", error)  # the run itself is complete
 
 
 def entries_of(info: Any) -> set[tuple[str, str]]:
-    """Kind and key of the entries that torch has saved or loaded."""
+    """Return kind and key of the entries that torch has saved or loaded."""
     return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}

@@ -1,9 +1,9 @@
 """Data parallelism: every rank holds the model and sees its share of each batch.
 
 With `shard_optimizer` each rank keeps the moments of its share of the weights, updates them, and sends them to the
-others: stage 1 of ZeRO, https://arxiv.org/abs/1910.02054. Weights are shared out whole, so that every optimizer of the
+others: stage 1 of ZeRO, https://arxiv.org/abs/1910.02054. Each weight has one rank, so that every optimizer of the
 table computes what it would alone, the trust ratios of LAMB as well. torch's ZeroRedundancyOptimizer does the same by a
-wrapper, behind which a fused optimizer no longer sees that a step is to be skipped.
+wrapper, through which a fused optimizer does not learn that a step is to be skipped.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DataParallel(Engine):
             self._add_gradients(batch)
 
     def _gradients(self, batch: Batch) -> object:
-        """Return the gradients of a micro batch of this rank, which are added to nothing."""
+        """Return the gradients of a micro batch of this rank, without adding them to parameters."""
         with self.backend.autocast():
             loss_sum = self.loss(self.model, batch["inputs"])
         return torch.autograd.grad(loss_sum, self.parameters, allow_unused=True)
@@ -91,7 +91,7 @@ class DataParallel(Engine):
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
-        with self.backend.autocast():  # a new one for each batch: casts that outlive it would change the next graph
+        with self.backend.autocast():  # a new context for each batch: casts that outlive it would change the next graph
             return statistics(self.model, inputs)
 
 
@@ -108,7 +108,7 @@ class ShardedOptimizer(DataParallel):
             f"parallel.shard_optimizer=true: this model trains {len(self.numbered)} tensors, too few for "
             f"{self.data_size} ranks; leave it out",
         )
-        # Groups follow the order of the model's weights, as they do in the optimizer of all weights.
+        # Groups keep the order of the model's weights, as in the optimizer of all weights.
         own = [self.numbered[number] for number in self.own]
         return build_optimizer(optim, own, adamw=self.backend.adamw, head=head)
 
@@ -157,8 +157,9 @@ class ShardedOptimizer(DataParallel):
 
 @torch.no_grad()
 def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_norm: float | None) -> Tensor:
-    """Divide the gradients by `divisor` [1] (by 1 if that is 0, in a step without labels) and clip their norm to
-    `max_norm`, in one pass over them. Returns the norm [] between the two. Nothing is read from the device.
+    """Divide the gradients by `divisor` [1] (0, for a step without labels: by 1) and clip their norm to `max_norm`.
+
+    It takes one pass over them. Returns the norm [] after the division. Nothing is read from the device.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return scale(gradients, nn.utils.get_total_norm(gradients), divisor, max_norm)
@@ -166,7 +167,7 @@ def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_nor
 
 @torch.no_grad()
 def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
-    """The same for gradients whose norm [] is known, as over all ranks that hold a part of them, maybe in float64."""
+    """Divide and clip gradients whose norm [] is known, perhaps in float64, as over all ranks that hold parts."""
     divisor = divisor.reshape(())
     factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
     norm = norm * factor
@@ -177,7 +178,7 @@ def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: floa
 
 
 def shared_out(sizes: list[int], num_ranks: int) -> list[int]:
-    """The rank of each size: the largest first, each to the rank that has least."""
+    """Return the rank for each size: the largest first, each to the rank that has least."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""PyTorch DDP: gloo between CPUs, NCCL between CUDA devices; a single process, with or without torchrun, as well."""
+"""PyTorch DDP: gloo between CPUs, NCCL between CUDA devices; also for a single process, with or without torchrun."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DDP(Backend):
     name = "ddp"
     adamw = {"fused": True}
     drops_masks = True  # of batches without padding
-    norms: torch.dtype | None = None  # that norms return; None: as autocast has it
+    norms: torch.dtype | None = None  # type that norms return; None: autocast's choice
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
     compiler: TorchCompiler | None = None
 
@@ -89,10 +89,10 @@ class DDP(Backend):
             self.compiler = None
         compiles_on_gpu = is_cuda and self.compiler is not None
         self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
-        self.drops_masks = self.compiler is None  # else each form of a batch is one more graph
+        self.drops_masks = self.compiler is None  # otherwise each kind of batch is one more graph
 
     def join_ranks(self, collectives: str, timeout_s: float) -> None:
-        """Join the other ranks, with these collectives; the watchdog then knows of ranks that compile."""
+        """Join the other ranks with these collectives, and let the watchdog know of ranks that compile."""
         device = f"{self.name} on {self.device.type}, {self.precision}"
         self.timeout_s = timeout_s
         store = join(collectives, device, timeout_s=timeout_s)
@@ -137,8 +137,10 @@ class DDP(Backend):
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
     def place(self, model: nn.Module) -> None:
-        """Move a model to the device. On a CPU in bf16 it then computes attention by products, as the backward pass of
-        PyTorch's SDPA takes four times as long there (benchmarks/notes.md).
+        """Move a model to the device.
+
+        On a CPU in bf16 it then computes attention by products, as the backward pass of PyTorch's SDPA takes four times
+        as long there (benchmarks/notes.md).
         """
         from train.models.network import Network  # late: it imports transformers
 
@@ -176,7 +178,7 @@ class DDP(Backend):
         for batch in batches if self.compiler is None else self.compiler.budget.watched(batches):
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
             if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
-                del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention takes none
+                del inputs["attention_mask"]  # such a mask hides nothing, and CUDA's fastest attention takes none
             yield {**batch, "inputs": inputs}
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -196,8 +198,10 @@ class DDP(Backend):
             self.compiler.budget.check()
 
     def _rescale(self) -> Tensor | None:
-        """Adjust the scale of the loss after a step. Returns whether the scale may have made the step overflow: it was
-        above 1 and is halved; [1] on the device. None if losses are not scaled.
+        """Adjust the scale of the loss after a step.
+
+        Returns whether the scale may have made the step overflow: it was above 1 and is halved; [1] on the device. None
+        if losses are not scaled.
         """
         if not self.scaler.is_enabled():
             return None
@@ -211,7 +215,7 @@ class DDP(Backend):
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         for buffer, tensor in zip(buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)  # all on their way at once, where the buffers are page-locked
+            buffer.copy_(tensor, non_blocking=True)  # all copies run at the same time if the buffers are page-locked
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
@@ -224,7 +228,7 @@ class DDP(Backend):
         super().close()
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed + RANK_STRIDE * (self.world.rank + 1))  # all devices
+        torch.manual_seed(seed + RANK_STRIDE * (self.world.rank + 1))  # seeds all devices
 
     def rng_state(self) -> State:
         state = {"cpu": torch.get_rng_state()}
@@ -266,11 +270,11 @@ class DDPSync(GradSync):
 
     def reduce(self) -> Tensor:
         self.adding.wait()
-        return self.count / self.world_size  # as the gradients are
+        return self.count / self.world_size  # divided as the gradients are
 
 
 class CudaWork(Work):
-    """Seconds of this rank's own work, timed by the device."""
+    """Seconds of this rank's work, timed by the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +289,7 @@ class CudaWork(Work):
         self.events.append(events)
 
     def take_s(self) -> float:
-        """Seconds since the last call; waits for the end of what they have timed."""
+        """Return the seconds since the last call; waits until the timed work has ended."""
         if self.events:
             self.events[-1][1].synchronize()
         taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
@@ -313,7 +317,7 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Address of a GPU on the PCI bus; None if this torch does not say."""
+    """Return the address of a GPU on the PCI bus; None if this torch does not say."""
     gpu: Any = torch.cuda.get_device_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return None
@@ -321,7 +325,7 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def check_no_idle_gpu(name: str) -> None:
-    """Before a run chooses the CPU: InputError on a GPU instance of EC2, a warning on other machines with a GPU."""
+    """Raise InputError on an EC2 GPU instance, warn on others with a GPU, before a run chooses the CPU."""
     if name == "cpu" and machine.nvidia_gpus():
         fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch has no CUDA"
         kind = machine.instance_type()

@@ -25,22 +25,22 @@ Statistics = LossFunction
 class Engine:
     """A model, its optimizer and its steps. All ranks call each method, in the same order.
 
-    The state is that of a model which every rank holds whole; engines that split it have their own. A step is
+    The state is that of a model which every rank holds whole; engines that split it override the methods. A step is
     `begin_step`, `forward_backward` for each micro batch, `reduce_and_clip`, `optimizer_step`.
     """
 
-    parameters: list[nn.Parameter]  # that this rank trains
+    parameters: list[nn.Parameter]  # parameters that this rank trains
     sync: GradSync  # adds gradients up over the ranks; train/parallel/grad_sync.py has the table of all ways
     data_rank: int  # ranks with the same data_rank see the same rows
     data_size: int  # the number of different data_ranks
-    loss_sum: Tensor  # [1], on the device: this rank's sum since it was last taken; a resumed run fills it
+    loss_sum: Tensor  # [1], on the device: this rank's sum since it was last read; a resumed run restores it
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """`model`: as the task has built it, with its head and its sizes."""
+        """Take a `model` that the task has built, with its head and its sizes."""
         self.backend, self.model, self.optimizer = backend, model, optimizer
 
     def ready(self) -> None:
-        """Begin, once weights and optimizer are as the first step finds them."""
+        """Prepare the first step, once weights and optimizer are final."""
         self.backend.ready(self.optimizer, self.parameters)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Engine:
         self.sync.begin(count)
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
-        """Add the gradients and the loss sum of a micro batch. `is_last`: of this step."""
+        """Add the gradients and the loss sum of a micro batch. `is_last`: it is the last of this step."""
         raise NotImplementedError
 
     def reduce_and_clip(self) -> Tensor:
@@ -61,7 +61,7 @@ class Engine:
         return self.clip(divisor)
 
     def clip(self, divisor: Tensor) -> Tensor:
-        """Divide the reduced gradients by `divisor` [1] and clip them. Returns their global norm [] in between."""
+        """Divide the reduced gradients by `divisor` [1] and clip them. Returns their global norm [] before clipping."""
         raise NotImplementedError
 
     def optimizer_step(self, norm: Tensor) -> None:
@@ -69,9 +69,9 @@ class Engine:
         self.backend.optimizer_step(self.optimizer, self.parameters, norm)
 
     def take_loss(self) -> float:
-        """Return this rank's loss sum since it was last taken. The sum is on the device, so this waits for it."""
+        """Return this rank's loss sum since the last call. The sum is on the device, so this waits for it."""
         taken = float(self.backend.to_host([self.loss_sum])[0])
-        # The tensor stays and is filled from the host: a new one, or zeros made on the device, would change the graph.
+        # The tensor is kept and filled from the host: a new one, or zeros made on the device, would change the graph.
         self.loss_sum.copy_(torch.zeros(1))
         return taken
 
@@ -82,21 +82,22 @@ class Engine:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        """Raise RuntimeError if ranks that should hold the same weights do not, by a few small ones."""
+        """Raise RuntimeError if a few small weights differ between ranks that should hold the same ones."""
         weights = guards.smallest(self.model.parameters())
         sums = [float(copy.double().sum()) for copy in self.backend.to_host(weights)]
         guards.check_same(self.backend.world.gather(sums))
 
     def state(self) -> dict[str, State]:
-        """Return this rank's part of the state for a checkpoint, empty if other ranks have all of it: "model" by
-        parameter names, "optimizer" without settings. No tensor is in two parts, unless as a `piece` in each. The part
-        of rank 0 has all that belongs neither to "model" nor to the optimizer's "state".
+        """Return this rank's part of the state for a checkpoint, empty if other ranks have all of it.
+
+        It has "model" by parameter names and "optimizer" without settings. No tensor is in two parts, unless as a
+        `piece` in each. The part of rank 0 has everything outside "model" and the optimizer's "state".
         """
         state = self.local_state_dict()
         return state if self.backend.world.rank == 0 else {}
 
     def local_state_dict(self) -> dict[str, State]:
-        """Return the state, as far as this rank holds it."""
+        """Return the part of the state that this rank holds."""
         moments = self.optimizer.state_dict()
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
         scaler = self.backend.scaler
@@ -108,14 +109,17 @@ class Engine:
         }
 
     def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
-        """Return the ranks, rank 0 left out, whose parts of a state `rank` loads, by the number of ranks and the
-        settings of the run that saved it; None: all of them. No rank asks another one.
+        """Return the ranks other than 0 whose parts of a state `rank` loads; None: all.
+
+        They follow from the number of ranks and the settings of the run that saved it, so that no rank asks another
+        one.
         """
         return None
 
     def load(self, model: Tensors, optimizer: State) -> None:
-        """Restore what this rank holds of what the ranks' `state` returned, on any device and number of ranks. A tensor
-        is read only when it is asked for. Raises InputError if the optimizer's state is for another number of
+        """Restore this rank's share of the saved parts, from any device and number of ranks.
+
+        A tensor is read only when it is asked for. Raises InputError if the optimizer's state has another number of
         parameters.
         """
         self.model.load_state_dict(model)

@@ -1,4 +1,4 @@
-"""How a model and a step are split over ranks: the base of engines, and the table of them."""
+"""The ways to split a model and a step over ranks: a table of engines."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ def build_engine(
     accumulation: int,
     lengths: int = 1,
 ) -> Engine:
-    """Return the engine of these settings. `accumulation`: micro batches of a step on each rank; `lengths`: how many
-    shapes batches have.
-    """
+    """Return the engine of these settings. `accumulation`: micro batches per step and rank; `lengths`: batch shapes."""
     check_choice("parallel.name", cfg.name, tuple(ENGINES))
     module: Any = import_module(ENGINES[cfg.name])  # only runs that use an engine import it
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine
 
 
-ENGINES = {  # the module of each, with its function `build`
+ENGINES = {  # the module of each engine, with its function `build`
     "data": "train.parallel.data",
     "fsdp": "train.parallel.fsdp",
     "pipeline": "train.parallel.pipeline",

@@ -1,8 +1,9 @@
-"""Fully sharded data parallelism: every rank holds its part of each weight, gradient and moment, for models that do not
-fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
+"""Fully sharded data parallelism: every rank holds its part of each weight, gradient and moment.
+
+It is for models that do not fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
 
 The weights of a layer are gathered for its forward and its backward pass and dropped afterwards; gradients are added up
-in parts. A layer that is shared over the whole depth is always in use: then all weights are gathered at once.
+in parts. A layer that is shared over the whole depth is always in use: then all weights are gathered together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
     assert isinstance(cfg, FSDPConfig)
     check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
     if backend.world.size == 1:
-        return DataParallel(optim, backend, *args, **options)  # one part is the whole
+        return DataParallel(optim, backend, *args, **options)  # a single part is the whole model
     return FSDP(optim, backend, *args, cfg=cfg, **options)
 
 
@@ -44,12 +45,12 @@ class FSDP(DataParallel):
 
     def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
-        weights = guards.smallest(model.parameters())  # later no weight is on two ranks
+        weights = guards.smallest(model.parameters())  # from now on no weight is on two ranks
         guards.check_same(backend.world.gather([float(weight.detach().double().sum()) for weight in weights]))
-        # The weights are gathered in this type, and computed with in it.
+        # The weights are gathered and used in this type.
         half = torch.bfloat16 if backend.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # This is before the model moves: only a layer at a time has to fit on the device.
+        # This is before the model moves: only one layer at a time has to fit on the device.
         for layer in model.separate_layers():
             fully_shard(layer, mesh=self.mesh, reshard_after_forward=cfg.reshard_after_forward, mp_policy=policy)
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
@@ -100,7 +101,7 @@ class FSDP(DataParallel):
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All tensors on the host of rank 0, tied ones still tied, one at a time on the devices; else nothing."""
+        """Return all tensors on the host of rank 0, tied ones still tied, else {}. The devices hold one at a time."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:
@@ -109,7 +110,7 @@ class FSDP(DataParallel):
         return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
-        """This rank's rows of each tensor. Names that share a tensor share its rows; what is not split is rank 0's."""
+        """Return this rank's rows of each tensor. Tied names share rows; tensors that are not split are rank 0's."""
         pieces: dict[str, Any] = {}
         rows = {id(part): part.to_local().detach() for part in parts.values() if isinstance(part, DTensor)}
         for name, part in parts.items():
@@ -124,7 +125,7 @@ class FSDP(DataParallel):
         return rows_of(self.data_rank, num_rows, self.data_size)
 
     def _part(self, tensors: Tensors, name: Any) -> Tensor:
-        """This rank's part of a tensor; numbers stay whole. It is a copy, which does not keep a file in memory."""
+        """Return this rank's part of a tensor as a copy, which keeps no file in memory; numbers are returned whole."""
         shape = tensors.shape(name)
         if not shape:
             return tensors[name]
@@ -139,7 +140,7 @@ class ShardSync(GradSync):
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
         super().__init__(model, device)
         self.reduce_once = reduce_once
-        for module in split_modules(model):  # sums, and gloo has no averages
+        for module in split_modules(model):  # sums, since gloo has no averages
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -158,16 +159,16 @@ class ShardSync(GradSync):
 
 
 def rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:
-    """The rows of a tensor that a rank has under fully_shard."""
+    """Return the rows of a tensor that a rank has under fully_shard."""
     share = share_of(num_rows, num_ranks)
     return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 
 
 def share_of(num_rows: int, num_ranks: int) -> int:
-    """The rows of each rank but the last ones, which have fewer or none."""
+    """Return the number of rows of each rank; the last ranks have fewer or none."""
     return -(-num_rows // num_ranks)
 
 
 def split_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules whose weights are gathered together."""
+    """Yield the modules whose weights are gathered together."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

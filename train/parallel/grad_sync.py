@@ -1,7 +1,7 @@
 """The interface through which an engine adds the gradients of a step up over the ranks, and the table of its classes.
 
 Losses are sums over labels. Gradients are reduced once a step and then divided once, by the labels of all ranks: in the
-engine's `clip` (train/parallel), in the same pass that clips them. What `reduce` returns is the number to divide by.
+engine's `clip` (train/parallel), in the same pass that clips them. `reduce` returns the divisor.
 
     class         where                         reduces                                       over ranks  returns
     GradSync      one rank                      never                                         -           its labels
@@ -36,11 +36,9 @@ class GradSync:
         self.count = torch.tensor([float(count)]).to(self.device)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro batch, forward and backward. `is_last`: of this step."""
+        """Return the context of one micro batch, forward and backward. `is_last`: it is the last of this step."""
         return nullcontext()
 
     def reduce(self) -> Tensor:
-        """Reduce what is not reduced yet. Returns the divisor [1] that makes sums of gradients means over the labels of
-        all ranks; 0 if there are none.
-        """
+        """Reduce the rest. Returns the divisor [1] that makes sums means over the labels of all ranks; 0: no labels."""
         return self.count

@@ -1,4 +1,4 @@
-"""A budget for compiled graphs: on Trainium each one takes minutes to compile, and an unforeseen one is a mistake."""
+"""A budget for compiled graphs: on Trainium each one takes minutes to compile, and an unexpected one is a mistake."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ logger = logging.getLogger("train")
 
 class Graphs(NamedTuple):
     compiled: int = 0  # since the first batch
-    compile_s: float = 0.0  # of all compiling
+    compile_s: float = 0.0  # total
     executed: int = 0  # since the first batch
 
 
 class GraphBudget:
-    """Counts the graphs compiled since the first batch and compares with what the run should need."""
+    """A count of the graphs compiled since the first batch, compared with the number that the run should need."""
 
     def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
-        """`hint`: how to learn the cause, where it is no new shape."""
+        """Count by `compiled`; `hint` says how to find the cause if it is not a new shape."""
         self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
-        self.shapes = Shapes()  # of the stream that changed them last
+        self.shapes = Shapes()  # those of the stream that changed last
 
     def start(self) -> None:
-        """Begin to count, unless that has begun: what came before is set-up."""
+        """Begin to count, unless it has begun: earlier graphs are set-up."""
         if self.base is None:
             self.base = self.compiled()
 
@@ -45,12 +45,12 @@ class GraphBudget:
         return 0 if self.base is None else self.compiled() - self.base
 
     def forgive(self, number: int) -> None:
-        """Do not count so many of the compiled graphs: they were part of no step."""
+        """Exclude this number of compiled graphs from the count: they were part of no step."""
         if self.base is not None:
             self.base += number
 
     def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; a graph too many is explained by how their shapes changed."""
+        """Yield the batches, and record their shapes: they explain an extra graph."""
         shapes = Shapes()
         for batch in batches:
             if "failure" not in batch and shapes.see(batch["inputs"]):
@@ -72,19 +72,22 @@ class GraphBudget:
 
 
 class Compilers:
-    """Whether some rank of the run is compiling. The watchdog asks for a rank that makes no progress: other machines
-    wait in a collective for one that compiles, and learn of it through the store by which they joined.
+    """A flag shared by the ranks: some rank is compiling.
+
+    The watchdog asks on behalf of a rank that makes no progress: other machines wait in a collective for one that
+    compiles, and learn of it through the store by which they joined.
     """
 
     def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
         self.is_compiling, self.store = is_compiling, store
-        self.signs: int | None = None  # given so far by ranks that compile
+        self.signs: int | None = None  # count of signs that compiling ranks have given
         self.others_compile = False
         self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Whether this rank compiles, which it lets the others know, or another one did when it was asked last. Never
-        waits for the store: its machine may have died without a word, and then it says no.
+        """Return whether this rank compiles, which it tells the others, or another one did when last asked.
+
+        It never waits for the store: its machine may have died without a word, and then the answer is no.
         """
         compiles = self.is_compiling()
         if self.store is None or (self.asking is not None and self.asking.is_alive()):

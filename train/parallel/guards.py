@@ -1,4 +1,4 @@
-"""Checks of what goes wrong without an error: each of these faults has cost somebody a run that looked healthy."""
+"""Checks of faults that raise no error: each of them has cost somebody a run that looked healthy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from train.config import InputError, check
 
-NUM_WATCHED = 8  # parameters
+NUM_WATCHED = 8  # parameters compared
 Tied = list[list[str]]  # names of one and the same parameter
 
 
 def tied_names(model: nn.Module) -> Tied:
-    """The groups of names that stand for one parameter."""
+    """Return the groups of names that stand for one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -30,14 +30,14 @@ def tie(model: nn.Module, tied: Tied) -> None:
 
 
 def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Give a model other parameters under these names."""
+    """Replace a model's parameters with these names."""
     for name, parameter in parameters.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameter)
 
 
 def check_tied(model: nn.Module, tied: Tied) -> None:
-    """Raise RuntimeError if parameters that were one are now several: they would be trained apart."""
+    """Raise RuntimeError if tied parameters are now separate: they would be trained apart."""
     still_tied = tied_names(model)
     for group in tied:
         if not any(set(group) <= set(other) for other in still_tied):
@@ -45,8 +45,10 @@ def check_tied(model: nn.Module, tied: Tied) -> None:
 
 
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, by identity: one built before the
-    move to the device updates tensors that nobody reads, https://github.com/pytorch/xla/issues/6861.
+    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, by identity.
+
+    One built before the move to the device updates tensors that nobody reads,
+    https://github.com/pytorch/xla/issues/6861.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     wanted = {id(parameter) for parameter in parameters}
@@ -58,8 +60,9 @@ def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parame
 
 
 def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
-    """Raise RuntimeError unless the launcher, the device runtime, the process group and a sum of ones agree: ranks that
-    do not know of each other train one model each, https://github.com/pytorch/xla/issues/5438.
+    """Raise RuntimeError unless launcher, device runtime, process group and a sum of ones agree on the ranks.
+
+    Ranks that do not know of each other train one model each, https://github.com/pytorch/xla/issues/5438.
     """
     if not launched == device == group == ones:
         raise RuntimeError(
@@ -70,21 +73,22 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
 
 
 def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None:
-    """Raise RuntimeError unless a collective of the device has the result that it should on this rank."""
+    """Raise RuntimeError unless a collective of the device has the expected result on this rank."""
     if (seen := result.cpu().tolist()) != list(wanted):
-        raise RuntimeError(f"the device's {name} has the result {seen[:8]} in place of {list(wanted)[:8]}")
+        raise RuntimeError(f"the device's {name} returns {seen[:8]} instead of {list(wanted)[:8]}")
 
 
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
-    """Raise RuntimeError if ranks draw the same dropout: an XLA device starts from one constant in every process,
-    https://github.com/pytorch/xla/issues/2092.
+    """Raise RuntimeError if ranks draw the same dropout.
+
+    An XLA device starts from one constant in every process, https://github.com/pytorch/xla/issues/2092.
     """
     if len(set(seeds)) != len(seeds):
-        raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: they would drop out the same units")
+        raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same")
 
 
 def smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """A few parameters that are cheap to compare: biases and normalisation weights."""
+    """Return a few parameters that are cheap to compare: biases and normalisation weights."""
     return sorted(parameters, key=lambda parameter: parameter.numel())[:NUM_WATCHED]
 
 
@@ -108,7 +112,7 @@ def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: st
 
 
 def watch_masks(model: nn.Module) -> None:
-    """Have the outermost modules that take an attention mask reject any but a float one [batch, 1, 1 or S, S].
+    """Make the outermost modules that take an attention mask reject any but a float one [batch, 1, 1 or S, S].
 
     transformers reads a [batch, S] mask at every forward pass, which stops the device and makes one more graph for each
     kind of batch. Eager attention adds a 4-D mask of booleans to the scores as 0 and 1, which hides nothing.
@@ -127,7 +131,7 @@ def reject_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) 
 
 
 def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
-    """The modules whose forward has this argument, without the modules inside them."""
+    """Yield the modules whose forward has this argument, without the modules inside them."""
     if argument in inspect.signature(model.forward).parameters:
         yield model
         return
@@ -142,7 +146,7 @@ class Shapes:
         self.seen: list[dict[str, tuple[int, ...]]] = []
 
     def see(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether these shapes are new. Raises InputError for a batch of another number of rows than the first."""
+        """Return whether these shapes are new. Raises InputError if the number of rows differs from the first batch."""
         shapes = {name: tuple(value.shape) for name, value in inputs.items()}
         if shapes in self.seen:
             return False
@@ -158,7 +162,7 @@ class Shapes:
         return True
 
     def last_change(self) -> str | None:
-        """A description of how the newest shapes differ from the first; None if all are alike."""
+        """Describe how the newest shapes differ from the first; None if all are alike."""
         if len(self.seen) < 2:
             return None
         first, last = self.seen[0], self.seen[-1]

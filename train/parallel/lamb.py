@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def build(cfg: OptimConfig, groups: list[Group], _: dict[str, bool]) -> torch.optim.Optimizer:
-    """LAMB, without a trust ratio for biases and normalisation weights."""
+    """Return LAMB, without a trust ratio for biases and normalisation weights."""
     import torch
 
     from train.parallel.lamb_update import Lamb
 
     groups = [{**group, "trust_ratio": group["params"][0].ndim >= 2} for group in groups]
     device = groups[0]["params"][0].device
-    if device.type not in ("cpu", CUDA):  # there a number is compiled into the update, each new one anew
+    if device.type not in ("cpu", CUDA):  # other devices compile a number into the update, once for each value
         groups = [{**group, "lr": torch.tensor([cfg.lr]).to(device)} for group in groups]
     optimizer = Lamb(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps)
     add_moments(optimizer, "exp_avg", "exp_avg_sq")

@@ -33,7 +33,7 @@ class Lamb(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False for weights that are split over ranks: torch 2.9 has not all operations of such a step for DTensor."""
+        """False if weights are split over ranks: torch 2.9 lacks operations of such a step for DTensor."""
         return not isinstance(self.param_groups[0]["params"][0], DTensor)
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_mul_(squares, beta2)
             else:
                 for grad in grads:
-                    grad.masked_fill_(skips, 0.0)  # no factor removes NaN
+                    grad.masked_fill_(skips, 0.0)  # multiplying by 0 would not remove NaN
                 torch._foreach_lerp_(means, grads, [torch.where(skips, 0.0, 1 - beta1)] * len(means))
                 torch._foreach_mul_(squares, torch.where(skips, 1.0, beta2))
             torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)

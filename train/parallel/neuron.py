@@ -33,12 +33,12 @@ from train.system.versions import read_versions
 if TYPE_CHECKING:
     from train.parallel.compiled import TorchCompiler
 
-DEVICE = "neuron"  # without a number: a process sees its own core only
+DEVICE = "neuron"  # without a number: a process sees a single core
 COLLECTIVES = "cpu:gloo,neuron:neuron"
 
 
 class Neuron(DDP):
-    """A NeuronCore. Opening the device is its own, everything after that is DDP's."""
+    """A NeuronCore. Opening the device is specific to it, everything after that is DDP's."""
 
     name = "neuron"
     # On a trn2, with a pre-release, the plain implementation took 1,324 ms a step where this one took 126, and failed
@@ -46,7 +46,7 @@ class Neuron(DDP):
     adamw = {"foreach": True}
     skips_on_device = False  # it counts its steps on the host, which has to know of a skip
     pin_memory = False
-    drops_masks = False  # each form of a batch is one more graph
+    drops_masks = False  # each kind of batch would be one more graph
     device_name = "NeuronCore"
     monitor_kind = "neuron"
     compresses = False
@@ -54,7 +54,7 @@ class Neuron(DDP):
 
     def __init__(self, cfg: BackendConfig) -> None:
         Backend.__init__(self)
-        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # checks it
+        cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # checks
         check_machine(cfg)
         launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
         nodes = launch.world_size // launch.local_world_size
@@ -87,26 +87,26 @@ class Neuron(DDP):
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         super().ready(optimizer, parameters)
-        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # what came before was part of no step
+        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # earlier operators were part of no step
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
         wait_for(self.device)  # updates of many weights failed in asynchronous launches
 
     def fallback_ops(self) -> set[str]:
-        """Operators that have run on the CPU, by the source of a pre-release; later ones may not have this function."""
+        """Return operators that have run on the CPU, by a function of a pre-release that later releases may lack."""
         listed = getattr(self.package, "get_fallback_ops", None)
         return set() if listed is None else {str(each) for each in listed()}
 
     def notices(self) -> list[str]:
-        # Each operator that ran on the CPU is told of once.
+        # Each operator that ran on the CPU is reported once.
         new = sorted(self.fallback_ops() - self.lacking)
         self.lacking = self.lacking.union(new)
         message = f"operators that ran on the CPU instead of the device: {', '.join(new)}"
         return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:
-        # The collectives of FSDP are tried first, with numbers from 1: what is not written is 0.
+        # The collectives of FSDP are tried first, with numbers from 1: memory that was not written is 0.
         number, size = self.world.rank + 1, self.world.size
         numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
         own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
@@ -117,7 +117,7 @@ class Neuron(DDP):
         return super().mesh()
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        # What a pipeline does with the group is tried first, by its members.
+        # The members try the group first, with the collectives that a pipeline uses.
         group = super().subgroup(ranks)
         if self.world.rank in ranks and len(ranks) > 1:
             place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
@@ -132,7 +132,7 @@ class Neuron(DDP):
         return group
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        # The runtime's own trace goes to the folder; that of single instructions takes some 5 GB of the device.
+        # The runtime's trace goes to the folder; that of single instructions takes some 5 GB of the device.
         profiling = importlib.import_module("torch_neuronx.profiling")
         config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
@@ -140,9 +140,7 @@ class Neuron(DDP):
 
 
 class WaitedWork(Work):
-    """Seconds of this rank's own work until the device has done it: launches are asynchronous, and events of a beta
-    did not measure.
-    """
+    """Seconds of this rank's work until the device has done it: launches are asynchronous, a beta's events failed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def is_finite(norm: Tensor) -> Tensor:
-    """Whether a norm is finite, on its device. The comparison is false for NaN; compilers would fold `x == x`."""
+    """Return whether a norm is finite, on its device. It is false for NaN; compilers would fold `x == x`."""
     return norm < math.inf
 
 
@@ -23,11 +23,11 @@ class Skips:
     def __init__(self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
         self.to_host = to_host
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
-        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # the last steps, in a row
+        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # number of the latest steps skipped in a row
 
     @torch.no_grad()
     def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:
-        """Count a step by its norm. If it `overflowed`, a bool on the device, it is no part of a streak."""
+        """Count a step by its norm. If it `overflowed`, a bool on the device, it does not count for the streak."""
         skipped = (~is_finite(norm)).to(self.total.device, torch.int32)
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
@@ -35,17 +35,17 @@ class Skips:
             self.streak.mul_((~overflowed).to(torch.int32))
 
     def counts(self) -> tuple[int, int]:
-        """The number of skipped steps in this process, and in a row at the end. Waits for the device."""
+        """Return the number of skipped steps in this process, and in a row at the end. Waits for the device."""
         total, streak = self.to_host([self.total, self.streak])
         return int(total), int(streak)
 
     def known_streak(self) -> int:
-        """Skipped steps in a row at the end if the host counts them, 0 if the device does; the same on all ranks."""
+        """Return the skipped steps in a row at the end, on all ranks alike; 0 if the device counts them."""
         return int(self.streak) if self.streak.device.type == "cpu" else 0
 
     def reset_streak(self) -> None:
-        """Count from 0 again, after the run has gone back behind the skipped steps."""
-        # The same tensor, filled from the host: a new one would be another graph on XLA.
+        """Count from 0 again, after the run has returned to a step before the skipped ones."""
+        # The tensor is kept and filled from the host: a new one would be another graph on XLA.
         self.streak.copy_(torch.zeros(1, dtype=torch.int32))
 
 
@@ -55,7 +55,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device:
         if is_finite(norm):
             optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
-        # This is how torch.amp.GradScaler skips a step: fused AdamW and LAMB read this number and change nothing.
+        # torch.amp.GradScaler skips steps in this way: fused AdamW and LAMB read this number and change nothing.
         optimizer.found_inf = (~is_finite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()
     else:
@@ -66,7 +66,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device:
 
 
 def changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors that a step changes: weights, moments and step counts."""
+    """Return all tensors that a step changes: weights, moments and step counts."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return parameters + [tensor for state in optimizer.state.values() for tensor in state.values()]
 
@@ -77,9 +77,10 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def undo_unless(ok: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Put the values from before back unless `ok`, by a choice on the device: new values may be NaN, which no weighted
-    sum would remove. The copies take the memory of weights and moments, unless a compiler makes one loop of this and
-    the update.
+    """Put the earlier values back unless `ok`, by a choice on the device.
+
+    New values may be NaN, which no weighted sum would remove. The copies take the memory of weights and moments, unless
+    a compiler makes one loop of this and the update.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(ok, tensor, old))

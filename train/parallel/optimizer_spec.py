@@ -1,5 +1,6 @@
-"""An optimizer's entry in the table. Its parameters in groups: those that decay, those that learn at the head's rate.
-Its state, made before the first step and loaded from a checkpoint. No torch at import.
+"""The entry of an optimizer in the table, its parameter groups, and its state. No torch at import.
+
+Groups separate parameters that decay and those that learn at the head's rate. The state exists before the first step.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class OptimizerSpec:
 def parameter_groups(
     cfg: OptimConfig, parameters: Iterable[nn.Parameter], head: Iterable[nn.Parameter] = ()
 ) -> list[Group]:
-    """Two groups, one that decays and one of biases and normalisation weights, which do not; and two more for the
-    parameters in `head`. Empty groups (of a frozen encoder) are left out. `lr_factor` is a group's multiple of cfg.lr.
+    """Return two groups, one that decays and one of biases and normalisation weights; two more for `head`.
 
-    InputError for cfg.head_lr without a head.
+    Empty groups (of a frozen encoder) are left out. `lr_factor` is a group's multiple of cfg.lr. Raises InputError if
+    cfg.head_lr is set without a head.
     """
     parameters, heads = list(parameters), {id(parameter) for parameter in head}
     check(
         cfg.head_lr is None or bool(heads),
-        f"optim.head_lr={cfg.head_lr} is for tasks whose head begins with random weights; leave it out",
+        f"optim.head_lr={cfg.head_lr} needs a task whose head begins with random weights; leave it out",
     )
     groups = []
     for is_head, lr_factor in ((False, 1.0), (True, (cfg.head_lr or cfg.lr) / cfg.lr)):
@@ -72,7 +73,7 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Put back what `state_dict()` returned. Settings stay: a saved implementation may not exist here."""
+    """Restore the result of `state_dict()`. Settings are kept: a saved implementation may not exist here."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
         own = optimizer.state[parameter]
@@ -86,8 +87,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
 
 def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[str, Any]:
-    """What an optimizer loads that has the parameters at the positions `mine` of the `total` that were saved. Raises
-    KeyError if the moments of one of these are in none of the files that were read.
+    """Return the state of an optimizer with the parameters at the positions `mine` of the `total` saved ones.
+
+    Raises KeyError if the moments of one of these are in none of the files that were read.
     """
     order = saved_order(saved, total)
     own = [order[position] for position in mine]
@@ -98,7 +100,7 @@ def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[s
 
 
 def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
-    """The numbers of a saved optimizer's parameters, by its groups. InputError if this run trains another number."""
+    """Return the numbers of a saved optimizer's parameters, by its groups. Raises InputError if their count differs."""
     order = [index for group in saved["param_groups"] for index in group["params"]]
     check(
         len(order) == num_parameters,

@@ -1,4 +1,4 @@
-"""Optimizers, which parameters decay, and learning rates as a function of the step.
+"""The table of optimizers, the choice of parameters that decay, and learning rates as a function of the step.
 
 An optimizer is a module with a SPEC and its line in OPTIMIZERS. The table is read to compose a configuration, without
 torch: a module imports torch in its functions.
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": adamw.SPEC,
     "lamb": lamb.SPEC,
 }
-# The share of the peak rate after the warm-up: schedule(left, settings), where `left` falls from 1 to 0.
+# Each returns the share of the peak rate after the warm-up: schedule(left, settings), where `left` falls from 1 to 0.
 SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "linear": lambda left, cfg: left,
     "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
@@ -48,7 +48,7 @@ def check_optimizer(cfg: OptimConfig) -> None:
     spec = OPTIMIZERS[cfg.name]
     check(
         isinstance(cfg, spec.settings),
-        f"optim.name={cfg.name} does not go with the settings beside it; use optim={cfg.name}",
+        f"optim.name={cfg.name} does not match the settings of optim; use optim={cfg.name}",
     )
 
 
@@ -59,17 +59,17 @@ def build_optimizer(
     adamw: dict[str, bool] | None = None,
     head: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer of `parameters`, in the groups of `parameter_groups`; those in `head` learn at cfg.head_lr.
+    """Return the optimizer of `parameters`, in the groups of `parameter_groups`; those in `head` learn at cfg.head_lr.
 
-    `adamw` holds options of torch's implementation, for LAMB too; with `capturable`, all that changes from step to step
-    is on the device, the rate included. The state is float32 and exists from the start: if the first step made it, that
-    step would be another graph than the others.
+    `adamw` holds options of torch's implementation, for LAMB too; with `capturable`, everything that changes from step
+    to step is on the device, the rate included. The state is float32 and exists from the start: if the first step made
+    it, that step would be a different graph.
     """
     return OPTIMIZERS[cfg.name].build(cfg, parameter_groups(cfg, parameters, head), adamw or {"fused": True})
 
 
 def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
-    """The rate of optimizer step `step`, counted from 0.
+    """Return the rate of optimizer step `step`, counted from 0.
 
     Warm-up is linear and reaches the peak at its last step. Its first rate is peak / warmup: 0 would waste a step and
     cost one more compilation on XLA. Then the rate falls to `final_lr_fraction` of the peak, one step after the last.

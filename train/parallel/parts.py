@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: its parts of the model, and its share of the state of the whole."""
+"""The parts of a model that a rank of a pipeline holds, and its share of the state of the whole."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Part(nn.Module):
         self.backend, self.chain, self.layers, self.model, self.loss = backend, chain, layers, model, loss
 
     def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """The loss sum [1] of a micro batch in the last part; in the others hidden states [B, S, H]."""
+        """Return the loss sum [1] of a micro batch in the last part; in the others hidden states [B, S, H]."""
         output = self.run(self.loss, received, inputs)
-        if not output.requires_grad and torch.is_grad_enabled():  # all of it is frozen, but a gradient will come
+        if not output.requires_grad and torch.is_grad_enabled():  # the whole part is frozen, but a gradient will arrive
             output.requires_grad_()
         return torch.stack([output]) if output.ndim == 0 else output
 
     def run(self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
-        """What `function` returns, in the last part; in the others hidden states [B, S, H] in float32."""
+        """Return the result of `function` in the last part; in the others hidden states [B, S, H] in float32."""
         with self.backend.autocast():
             output = self.chain.run(self.layers, received, lambda: function(self.model, inputs))
         return output.float().contiguous()
 
 
 def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -> None:
-    """Move a model whose other parameters need not be held: they are left without memory, on the device "meta"."""
+    """Move a model to the device with only the parameters `names`; the others get no memory, on the device "meta"."""
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
     absent = {
         name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter not in kept
     }
-    no_numbers = nn.Parameter(torch.empty(0))  # a model with parts on "meta" cannot be moved
+    no_numbers = nn.Parameter(torch.empty(0))  # a model with parts on "meta" cannot be moved as a whole
     replace(model, dict.fromkeys(absent, no_numbers))
     backend.setup_model(model, lengths=lengths)
     metas = {
@@ -68,8 +68,10 @@ class PipelineState(Engine):
     stage: int
 
     def number(self, optim: OptimConfig, head: list[nn.Parameter], holders: dict[str, tuple[int, ...]]) -> None:
-        """Number the parameters as the optimizer of a whole model does, while the model is whole. `holders`: the stages
-        that hold each parameter, by its first name. InputError for a stage without a parameter to train.
+        """Give the parameters the numbers that the optimizer of a whole model would, while the model is whole.
+
+        `holders`: the stages that hold each parameter, by its first name. Raises InputError if a stage has no parameter
+        to train.
         """
         self.holders = holders
         trained = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -85,14 +87,14 @@ class PipelineState(Engine):
             )
 
     def own(self) -> dict[str, nn.Parameter]:
-        """The parameters that this stage trains, by name, in the same order on all ranks."""
+        """Return the parameters that this stage trains, by name, in the same order on all ranks."""
         named = self.model.named_parameters()
         return {name: weight for name, weight in named if name in self.numbers and self.stage in self.holders[name]}
 
     def state(self) -> dict[str, State]:
         if self.data_rank != 0:
             return {}
-        # A weight is in the part of the first stage that holds it, and all that is no weight in that of stage 0.
+        # A weight is in the part of the first stage that holds it, and everything else in that of stage 0.
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
         state = self.model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
         weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
@@ -130,7 +132,7 @@ class PipelineState(Engine):
             replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self) -> None:
-        # A few of each stage, and of those that several stages hold, are compared over all their holders.
+        # A few weights of each stage, and of those that several stages hold, are compared over all their holders.
         held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
         few = guards.smallest(held.values())
         few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)

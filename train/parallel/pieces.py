@@ -1,4 +1,4 @@
-"""Tensors of which each rank saves its rows, and whole tensors put together from such pieces again.
+"""Tensors of which each rank saves its rows, and the restoring of whole tensors from such pieces.
 
 An engine puts `piece(...)` in place of a tensor into its part of the state. A file of a checkpoint may come from
 elsewhere: pieces are compared with one another before any is read.
@@ -28,11 +28,12 @@ def piece(rows: Tensor, first_row: int, num_rows: int) -> Piece:
 
 
 class Tensors(Mapping[Any, Tensor]):
-    """The tensors of several files, by name. One in pieces is put together at each access: the caller bounds memory."""
+    """The tensors of several files, by name. One in pieces is assembled at each access: the caller bounds memory."""
 
     def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """`files`: contents by name. BadContent unless every tensor is there once: whole, or all of its rows; if these
-        are not all files of a checkpoint, some of its rows.
+        """Check the files, given by name: every tensor is there once, whole or with all of its rows.
+
+        If not `are_all`, some of its rows suffice. Raises BadContent otherwise.
         """
         self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
@@ -47,12 +48,12 @@ class Tensors(Mapping[Any, Tensor]):
         return self.rows(name, slice(None))
 
     def shape(self, name: Any) -> torch.Size:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         _, value = self.found[name][0]
         return value.shape if isinstance(value, Tensor) else torch.Size([value["num_rows"], *value["rows"].shape[1:]])
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
-        """Rows of a tensor, of which only the files that have them are read. BadContent if some are in no file."""
+        """Return rows of a tensor, reading only the files that have them. Raises BadContent if some are in no file."""
         values = [value for _, value in self.found[name]]
         if isinstance(values[0], Tensor):
             return values[0] if wanted == slice(None) else values[0][wanted]
@@ -74,13 +75,14 @@ class Tensors(Mapping[Any, Tensor]):
 
 
 def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) -> None:
-    """Raises BadContent unless the values that files have for a tensor are the whole one, once, or all its rows; some
-    of them, each once, if these are not all files.
+    """Raise BadContent unless the files' values for a tensor are the whole one, once, or all its rows.
+
+    If not `are_all`, some of the rows suffice, each once.
     """
     whole = [file for file, value in values if isinstance(value, Tensor)]
     if whole:
         if len(values) > 1:
-            raise BadContent(f"{values[-1][0]}: {name} is in {values[0][0]} as well")
+            raise BadContent(f"{values[-1][0]}: {name} is also in {values[0][0]}")
         return
     for file, value in values:
         check_piece(name, file, value)
@@ -91,7 +93,7 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
         if kind_of(value) != kind:
             raise BadContent(f"{file}: {name} has another shape or type than in {values[0][0]}")
         if value["first_row"] < end or (are_all and value["first_row"] > end):
-            raise BadContent(f"{file}: {name} has rows from {value['first_row']} on, the others end at {end}")
+            raise BadContent(f"{file}: {name} has rows from {value['first_row']}, the others end at {end}")
         end = value["first_row"] + len(value["rows"])
     if end > first["num_rows"] or (are_all and end < first["num_rows"]):
         raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")
@@ -104,5 +106,5 @@ def check_piece(name: str, file: str, value: Any) -> None:
 
 
 def kind_of(value: dict[str, Any]) -> tuple[Any, ...]:
-    """What all pieces of a tensor have in common."""
+    """Return the properties that all pieces of a tensor have in common."""
     return value["rows"].shape[1:], value["rows"].dtype, value["rows"].layout, value["num_rows"]

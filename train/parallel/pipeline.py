@@ -55,7 +55,7 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Send nothing at the start: PyTorch 2.9 (no newer one) sends 8 bytes into 4, on which gloo aborts."""
+        """Return no messages for the start: PyTorch 2.9 (no newer one) sends 8 bytes into 4, on which gloo aborts."""
         return []
 
 
@@ -79,7 +79,7 @@ class Pipeline(PipelineState):
         self.max_grad_norm = optim.max_grad_norm
         check(
             not backend.scaler.is_enabled(),
-            "parallel=pipeline does not go with fp16, which this device would choose: set backend.precision=fp32",
+            "parallel=pipeline does not support fp16, which this device would choose: set backend.precision=fp32",
         )
         self.chain, self.layers = cut(model, cfg)
         users = self.chain.users(self.layers)
@@ -105,7 +105,7 @@ class Pipeline(PipelineState):
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """The group of this rank's pipeline; and each group over which gradients are added up, with their weights."""
+        """Return the group of this rank's pipeline; and each group that adds up gradients, with their weights."""
         stages, replicas = self.cfg.stages, range(self.data_size)
         pipelines = [self.backend.subgroup([stages * replica + s for s in range(stages)]) for replica in replicas]
         sums = []
@@ -131,12 +131,12 @@ class Pipeline(PipelineState):
             with self.backend.span.timed():
                 self.schedules[tokens.shape].step(target=tokens, losses=losses, **inputs)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # the library wraps what a forward pass raises
+            raise error.__cause__ or error from None  # the library wraps exceptions of a forward pass
         if losses:
             self.loss_sum += torch.cat(losses).detach().sum()
 
     def _schedule(self, rows: int, seq_len: int) -> Any:
-        """The schedule for micro batches of `rows`. Inferring shapes would run each part, which draws numbers."""
+        """Return the schedule for micro batches of `rows`. Inferring shapes would run parts, which draws numbers."""
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
         hidden = torch.empty(shape, device="meta", requires_grad=True)  # or newer schedules send no gradient back
@@ -170,7 +170,7 @@ class Pipeline(PipelineState):
         return scale(gradients, squares.sum().sqrt(), divisor, self.max_grad_norm).float()
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
-        # One batch after the other goes through the parts. The last rank of each pipeline has the statistics.
+        # One batch after the other passes through the parts. The last rank of each pipeline has the statistics.
         first, stages, output = self.data_rank * self.cfg.stages, self.cfg.stages, None
         shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
         for number, part in self.parts.items():
@@ -194,12 +194,13 @@ class PipelineSync(GradSync):
     """Sums of each gradient over the ranks that hold its weight, and of the count over the first stages."""
 
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
-        """`sums`: groups that hold weights, these, and whether several stages do. `counts`: this is a first stage."""
+        """Take `sums`: (group, weights, whether several stages hold them). `counts`: this is a first stage."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
 
     def begin(self, count: float) -> None:
-        # All ranks of a pipeline have the same rows. In float64, as the norms by which gradients are clipped.
+        # All ranks of a pipeline have the same rows. The count is float64, like the norms by which gradients are
+        # clipped.
         self.count = torch.tensor([count if self.counts else 0.0], dtype=torch.float64).to(self.device)
         self.adding = dist.all_reduce(self.count, async_op=True)
 
@@ -212,15 +213,15 @@ class PipelineSync(GradSync):
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
-    """The layers of a model, and those of each part. InputError if there are too few."""
-    check(isinstance(model, Network), f"parallel=pipeline cuts encoders of transformers, not a {type(model).__name__}")
+    """Return the layers of a model, and those of each part. Raises InputError if there are too few."""
+    check(isinstance(model, Network), f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}")
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))
     return chain, chain.cut(cfg.num_parts)
 
 
 def all_reduce(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
-    """Add gradients up in one message, zeros where only other parts use a weight; unused weights are left out."""
+    """Add gradients up in one message, zeros if only other parts use a weight; unused weights are left out."""
     if not is_shared:
         weights = [weight for weight in weights if weight.grad is not None]
     if not weights:

@@ -1,4 +1,4 @@
-"""The precision of a run on CPUs and GPUs: what products are computed in, and what norms return between them."""
+"""The precision of a run on CPUs and GPUs: the type of products, and of the norms between them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` is what the hardware multiplies natively, bf16 before fp16: elsewhere they are slower than fp32. CUDA
-    devices multiply fp16 from compute capability 7.0 on (V100, T4), bf16 and TF32 from 8.0 on.
+    """Return the precision; `auto` is what the hardware multiplies natively, bf16 before fp16.
+
+    Without native products both are slower than fp32. CUDA devices multiply fp16 from compute capability 7.0 on (V100,
+    T4), bf16 and TF32 from 8.0 on.
     """
     is_cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
@@ -31,12 +33,13 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 
 def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:
-    """Return what norms return to the layers by `backend.norms`; None: what autocast has them return. Raises InputError
-    if that is bf16 in another precision.
+    """Return the type that norms return to the layers by `backend.norms`; None: autocast's choice.
+
+    Raises InputError if that is bf16 in another precision.
     """
     check(
         name != "bf16" or precision == "bf16",
-        f"backend.norms=bf16 is for backend.precision=bf16; here it is {precision}",
+        f"backend.norms=bf16 needs backend.precision=bf16; here it is {precision}",
     )
     is_narrow = name == "auto" and precision == "bf16" and compiles_on_gpu
     return torch.bfloat16 if is_narrow else NORMS.get(name)

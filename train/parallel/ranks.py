@@ -21,12 +21,12 @@ from train.system.runtime import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05
-LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
+LOADING_RANKS = 8  # of a machine that may hold a checkpoint on the host at a time; 32 copies have exhausted it
 AGREED = (InputError, Failure, FloatingPointError)  # failures that `agree` raises on all ranks alike
 
 
 def no_wait() -> None:
-    """Do nothing while waiting, where no watchdog is told of it."""
+    """Do nothing while waiting, if no watchdog needs to know of it."""
 
 
 class World:
@@ -45,7 +45,7 @@ class World:
         return -(-self.size // self.local_size)
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """The same ranks in a group of their own, for a thread of each. None: this rank by itself."""
+        """Return the same ranks in a separate group, for a thread of each. None: this rank alone."""
         other = copy(self)
         other.group, other.is_distributed = group, group is not None
         return other
@@ -53,7 +53,7 @@ class World:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Post numbers to be added over all ranks, without waiting. The result waits for the sums."""
+        """Post numbers to be added over all ranks. Call the returned function to wait for the sums."""
         if not self.is_distributed:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -66,11 +66,11 @@ class World:
         return sums
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Numbers added over all ranks."""
+        """Return the sums of these numbers over all ranks."""
         return self.begin_sum(values)()
 
     def all_gather_object(self, value: Result) -> list[Result]:
-        """Every rank's value in rank order, on all ranks."""
+        """Return every rank's value in rank order, on all ranks."""
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.size
@@ -78,7 +78,7 @@ class World:
         return values
 
     def broadcast(self, value: Result) -> Result:
-        """The value of rank 0, on all ranks. Those of other ranks are not sent, and rank 0 does not wait for them."""
+        """Return the value of rank 0 on all ranks. Other ranks' values are not sent, and rank 0 does not wait."""
         if not self.is_distributed:
             return value
         values: list[Any] = [value if self.rank == 0 else None]
@@ -86,16 +86,16 @@ class World:
         return cast(Result, values[0])
 
     def gather(self, value: Result) -> list[Result]:
-        """Every rank's value in rank order, on rank 0; an empty list elsewhere.
+        """Return every rank's value in rank order, on rank 0; an empty list elsewhere.
 
-        Unlike in torch's gather_object no rank receives a number from each other one: bytes grow with the ranks alone.
+        Unlike in torch's gather_object each rank sends to rank 0 alone: bytes grow linearly with the ranks.
         """
         if not self.is_distributed:
             return [value]
         content = bytearray(pickle.dumps(value))
         longest = torch.tensor([len(content)])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
-        content += bytes(int(longest) - len(content))  # pickle reads to the end of the value only
+        content += bytes(int(longest) - len(content))  # pickle reads only to the end of the value
         own = torch.frombuffer(content, dtype=torch.uint8)
         contents = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(own, contents, group=self.group)
@@ -106,14 +106,14 @@ class World:
         dist.all_reduce(tensor, group=self.group)
 
     def sendrecv(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Send a tensor of the host to another rank, and fill `theirs` with what it sends at the same time."""
+        """Send a host tensor to another rank, and fill `theirs` with the tensor that it sends at the same time."""
         sending = dist.isend(mine, peer, group=self.group)
         dist.recv(theirs, peer, group=self.group)
-        assert sending is not None  # as it would be for ranks outside the group
+        assert sending is not None  # it is None for ranks outside the group
         sending.wait()
 
     def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Fill tensors of rank 0, on the host, with those of rank `source`. Only these two call it."""
+        """Fill host tensors of rank 0 with those of rank `source`. Only these two call it."""
         for tensor in tensors:
             if self.rank == source:
                 dist.send(tensor.detach().cpu(), 0, group=self.group)
@@ -123,8 +123,9 @@ class World:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def agree(self, action: Callable[[], Result]) -> Result:
-        """Take an action on every rank. Returns this rank's result if all succeed; otherwise all ranks raise the first
-        failure. A failure that is none of AGREED ends its rank alone.
+        """Take an action on every rank. Returns this rank's result if all succeed.
+
+        Otherwise all ranks raise the first failure. An exception not in AGREED ends only the rank that raised it.
         """
         result, failure = None, None
         try:
@@ -142,8 +143,9 @@ class World:
         raise first
 
     def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
-        """Take an action on every rank. Returns the results of all, in rank order, on rank 0; an empty list elsewhere.
-        If one fails, whatever the failure, its rank raises it, and the others a RuntimeError that names the rank.
+        """Take an action on every rank. Returns all results, in rank order, on rank 0; an empty list elsewhere.
+
+        If one fails with any exception, its rank raises it, and the others a RuntimeError that names the rank.
         """
         result, failure = attempt(action)
         answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
@@ -162,15 +164,14 @@ class World:
         return cast(Result, result)
 
     def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
-        """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks, which wait
-        with `on_wait` called, even past the timeout of a collective. A failure is raised as in `agree`.
+        """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks.
+
+        The ranks wait with `on_wait` called, even past the timeout of a collective. A failure is raised as in `agree`.
         """
         return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
     def run_on_local_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result | None:
-        """The first rank of each machine takes the action, and gets its result; the others wait as in `run_on_rank0`,
-        and get None.
-        """
+        """Take an action on each machine's first rank and return its result there; others wait, and get None."""
         return self._some_do(action, self.local_rank == 0, on_wait)
 
     def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:
@@ -190,7 +191,7 @@ class World:
 
     @contextmanager
     def stagger_local_ranks(self) -> Iterator[None]:
-        """A few ranks of a machine at a time are inside, so that its memory does not hold a checkpoint for each."""
+        """Let at most LOADING_RANKS ranks per machine enter at a time: its memory cannot hold a checkpoint for each."""
         num_turns = -(-self.local_size // LOADING_RANKS)
         mine = self.local_rank // LOADING_RANKS
         for _ in range(mine):

@@ -1,11 +1,12 @@
-"""How ranks find one another: in a store, which they poll in Python. While torch itself waits, no signal handler runs
-and nobody learns which rank is missing.
+"""The store in which ranks find one another.
 
-The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those by
-itself. So rank 0 begins a round, under a new number, and every process registers in the newest one. When all ranks
-have, rank 0 writes the roster of the processes that it has read: those join, in a part of the store that is theirs. A
-process that finds its predecessor in that roster waits for the next round. A registration also says on what the rank
-trains: a job whose ranks differ in that is rejected before it begins.
+Ranks poll it in Python: while torch itself waits, no signal handler runs and nobody learns which rank is missing.
+
+The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those
+separately. So rank 0 begins a round, under a new number, and every process registers in the newest one. When all ranks
+have, rank 0 writes the roster of the processes that it has read: those join, in a part of the store reserved for them.
+A process that finds its predecessor in that roster waits for the next round. A registration also names the rank's
+device: a job whose ranks differ in that is rejected before it begins.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = logging.getLogger("train")
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from PyTorch 2.14 on
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
-MOST_NAMED = 8  # ranks that are missing
+MOST_NAMED = 8  # missing ranks named in a message
 MOST_TEXT = 100_000  # characters of a value
 ROUNDS = "rounds"  # the number of the newest round
 ROSTER = "roster"
@@ -65,9 +66,10 @@ def connect(
 
 
 def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
-    """Wait until all ranks have arrived. Returns a store that only these processes use. Raises Failure if some do not
-    arrive in time, InputError if one is rejected on its machine, or trains on something else than the others: `device`
-    names backend, device and precision.
+    """Wait until all ranks have arrived. Returns a store that only these processes use.
+
+    Raises Failure if some do not arrive in time, InputError if one is rejected on its machine, or if the ranks'
+    `device` differs: it names backend, device and precision.
     """
     here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
     try:
@@ -79,28 +81,28 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
 
 
 def announce(reason: str, timeout_s: float) -> None:
-    """Let other machines know that this rank is rejected. Rank 0's, which has the store, stays until all do."""
+    """Tell other machines that this rank is rejected. Rank 0, which holds the store, waits until all know."""
     here = Rendezvous(launched(), timeout_s)
-    with suppress(Absent, dist.DistError):  # where the store is out of reach nobody is left who waits
+    with suppress(Absent, dist.DistError):  # if the store cannot be reached nobody is left who waits
         here.poll(partial(here.reject, reason))
 
 
 class Absent(Exception):
-    """Ranks that have not arrived."""
+    """An error because ranks have not arrived."""
 
 
 class Rendezvous:
-    """The store in which ranks wait for one another. torchrun keeps it, or else rank 0."""
+    """The store in which ranks wait for one another, held by torchrun or by rank 0."""
 
     def __init__(self, launch: Launched, timeout_s: float, device: str = "") -> None:
         self.launch, self.timeout_s, self.device = launch, timeout_s, device
         self.where = f"{launch.master_addr}:{launch.master_port}"
         self.process_id = uuid.uuid4().hex
-        self.round = 0  # that this rank has registered in
+        self.round = 0  # the round in which this rank has registered
         self.store: dist.Store | None = None
 
     def poll(self, action: Callable[[], Result]) -> Result:
-        """Run an action until it raises no Absent, or the timeout. Rank 0, or machines that miss it, log who is."""
+        """Run an action until it raises no Absent, or the timeout. Rank 0, or machines that miss it, log the absent."""
         began_s, next_report_s = time.monotonic(), REPORT_EVERY_S
         while True:
             try:
@@ -139,7 +141,7 @@ class Rendezvous:
         return ours
 
     def write_roster(self, ours: dist.Store) -> None:
-        """Rank 0: write whose processes have registered. Raises Absent unless all have, InputError if they differ."""
+        """Write, on rank 0, who has registered. Raises Absent unless all have, InputError if their devices differ."""
         keys = [f"rank_{rank}" for rank in range(self.launch.world_size)]
         absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
         if absent:
@@ -149,20 +151,22 @@ class Rendezvous:
         for rank, key in enumerate(keys):
             process_id, _, rest = text_of(ours, key).partition("\n")
             host, _, device = rest.partition("\n")
-            fault = f"rank {rank} on {host} trains by {device}, but rank 0 by {self.device}"
+            fault = f"rank {rank} on {host} trains with {device}, but rank 0 with {self.device}"
             check(device == self.device, f"{fault}; run python -m train.doctor there")
             roster.append(process_id)
         ours.set(ROSTER, " ".join(roster))
 
     def reject(self, reason: str) -> None:
-        """Write down that this rank is rejected, and that its machine knows. On rank 0's machine, raises Absent while
-        others do not; torchrun may end the other ranks of a machine before they know.
+        """Record that this rank is rejected, and that its machine knows.
+
+        On rank 0's machine, raises Absent while others do not know; torchrun may end the other ranks of a machine
+        earlier.
         """
         launch = self.launch
         try:
             self.store = store = self.store or self.open_store()
         except Absent:
-            if launch.uses_agent_store:  # it was there before any rank
+            if launch.uses_agent_store:  # this store existed before any rank
                 return
             raise
         store.compare_set(REJECTION, "", reason)
@@ -176,7 +180,7 @@ class Rendezvous:
     def open_store(self) -> dist.Store:
         launch = self.launch
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
-        if not keeps_store:  # torch itself would try until the timeout
+        if not keeps_store:  # torch itself would retry until the timeout
             try:
                 socket.create_connection((launch.master_addr, launch.master_port), CONNECT_S).close()
             except OSError as error:
@@ -197,8 +201,9 @@ class Rendezvous:
 
 
 def listener(launch: Launched) -> int | None:
-    """Return a socket at its address only for a store of one machine's ranks. None for several machines, and where the
-    port is taken: this process has the store already, or torch says who has it.
+    """Return a socket at its address for a store of one machine's ranks; None for several machines.
+
+    It is None too if the port is taken: this process has the store already, or torch reports who has it.
     """
     with suppress(OSError):
         if launch.is_one_machine:
@@ -207,5 +212,5 @@ def listener(launch: Launched) -> int | None:
 
 
 def text_of(store: dist.Store, key: str) -> str:
-    """A value that another process wrote, which may be any process."""
+    """Return a value that another process wrote, which may be any process."""
     return store.get(key).decode(errors="replace")[:MOST_TEXT]

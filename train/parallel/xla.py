@@ -1,8 +1,8 @@
 """PyTorch/XLA: Trainium 1 through torch-neuronx 2.9 (not run on hardware), and the CPU, which is how it is tested.
 
-A step is traced, compiled once and sent as a graph. Everything here serves three ends: few graphs (fixed shapes,
-optimizer state and gradients that exist before the first step, no Python number that may become 0 or 1), no stop of the
-device between steps (numbers are read back only when a line is due), and no silent failure (train/parallel/guards.py).
+A step is traced, compiled once and sent as a graph. The code here has three aims: few graphs (fixed shapes, optimizer
+state and gradients that exist before the first step, no Python number that may become 0 or 1), no stop of the device
+between steps (numbers are read back only when a line is due), and no silent failure (train/parallel/guards.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla sets this on Neuron, as ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB, unless it is set
 HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready; those of the device are sent together
-MOST_NAMED = 8  # machines
-HINT = (  # on a graph too many
+MOST_NAMED = 8  # machines in a message
+HINT = (  # for an extra graph
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
     "prints the line)"
 )
@@ -64,7 +64,7 @@ class XLA(Backend):
         super().__init__()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
-        self.collects = collects  # every number that comes back is 0
+        self.collects = collects  # every returned number is 0
         automatic = "bf16" if self.is_neuron else "fp32"
         self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
         self.reduces_on_host = self.world.is_distributed and not self.is_neuron
@@ -72,25 +72,26 @@ class XLA(Backend):
         self.device = torch_xla.device()
         self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
         self.monitor_kind = "neuron" if self.is_neuron else "cpu"
-        # The compiler ignores seeds by its list of operators, and by its release notes has honoured them since 2.9.
+        # The compiler ignores seeds according to its operator list, and has honoured them since 2.9 according to its
+        # release notes.
         self.continues_dropout = not self.is_neuron
         self.check_world()
         self.model: Any = None
         self.tied: guards.Tied = []
         self.executed_before = 0
-        self.untimed = 0  # graphs that were never timed: the runtime had them compiled in a cache of its own
+        self.untimed = 0  # graphs that were never timed: the runtime found them in its cache
         self.first_step_of: list[nn.Parameter] = []
         self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
 
     def _join(self) -> None:
-        """Join the other ranks, before anything asks the device runtime for their number: its first answer stays."""
+        """Join the other ranks before anything asks the device runtime for their number: its first answer is cached."""
         timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
-        if self.reduces_on_host:  # on CPUs each XLA process is a world of its own, so gloo joins them
+        if self.reduces_on_host:  # on CPUs each XLA process is a separate world, so gloo joins them
             store = rendezvous.join("gloo", device, timeout_s=timeout_s)
             self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
-            # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
+            # PyTorch/XLA's store is named by this machine's count of restarts, and each machine counts separately.
             store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, JOIN_TIMEOUT_S)
             self.compilers = Compilers(self.is_compiling, store)
             dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
@@ -99,11 +100,11 @@ class XLA(Backend):
             )
 
     def is_compiling(self) -> bool:
-        """Whether the training thread is compiling a graph. Any thread may ask."""
+        """Return whether the training thread is compiling a graph. Any thread may ask."""
         return num_begun() - metric("CompileTime")[0] > self.untimed
 
     def check_world(self) -> None:
-        """Check the device, and that the path which gradients will take joins all ranks."""
+        """Check the device, and that the path of the gradients joins all ranks."""
         opened, wanted = xm.xla_device_hw(self.device), "NEURON" if self.is_neuron else "CPU"
         check(opened == wanted, f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see python -m train.doctor")
         if not self.world.is_distributed:
@@ -122,7 +123,7 @@ class XLA(Backend):
         self.compare_caches()
 
     def compare_caches(self) -> None:
-        """Name the machines that may have to compile what others have compiled, before they wait for each other."""
+        """Name the machines that may have to compile graphs that others have, before they wait for each other."""
         if self.collects:
             return
         location = machine.cache_location(os.environ)
@@ -133,7 +134,7 @@ class XLA(Backend):
         if lacking:
             logger.warning(
                 f"of {len(known)} compiled graphs on the machines of this run, {lacking}. All wait while one compiles "
-                "what it needs: run python -m train.precompile on each before, or keep the cache in S3"
+                "what it needs: run python -m train.precompile on each first, or keep the cache in S3"
             )
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
@@ -142,7 +143,7 @@ class XLA(Backend):
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()
-        # gloo gets copies: it does not add XLA tensors.
+        # gloo gets copies, since it does not add XLA tensors.
         for tensor, total in zip(tensors, all_reduce_flat(self.to_host(tensors)), strict=True):
             tensor.copy_(total)
 
@@ -172,7 +173,7 @@ class XLA(Backend):
         moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
         self._clear(parameters)
         self.mark_step()
-        # A resumed run may have a rate too small to show in bf16 weights: only a new run must change them at once.
+        # A resumed run may have a rate too small to show in bf16 weights: only a new run must change them immediately.
         self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
 
     def mark_step(self) -> None:
@@ -197,7 +198,8 @@ class XLA(Backend):
         try:
             iterator, seed = iter(device_loader), xm.get_rng_state()
             while (batch := next(iterator, None)) is not None:
-                # The loader may cut the graph, which moves the seed: dropout must not depend on when a batch is drawn.
+                # The loader may cut the graph, which advances the seed: dropout must not depend on when a batch is
+                # drawn.
                 xm.set_rng_state(seed)
                 yield batch
                 seed = xm.get_rng_state()
@@ -243,7 +245,7 @@ class XLA(Backend):
         self.budget.check()
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
-        """Set gradients to zero and keep them: without them the first backward pass would be another graph."""
+        """Set gradients to zero and keep them: without them the first backward pass would be a different graph."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -299,16 +301,16 @@ class XLASync(GradSync):
     def reduce(self) -> Tensor:
         if self.backend.world.size > 1:
             gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
-            self.backend.all_reduce([self.count, *reversed(gradients)])  # those of the last layers are ready first
+            self.backend.all_reduce([self.count, *reversed(gradients)])  # the last layers' gradients are ready first
         return self.count
 
 
 def metric(name: str) -> tuple[int, float]:
-    """How often something was done in this process, and the nanoseconds it took."""
+    """Return how often something was done in this process, and the nanoseconds it took."""
     data = metrics.metric_data(name)
     return (0, 0.0) if data is None else (data[0], data[1])
 
 
 def num_begun() -> int:
-    """How many graphs this process has begun to compile, or to look up in a cache of the runtime."""
+    """Return how many graphs this process has begun to compile, or to look up in a cache of the runtime."""
     return metrics.counter_value("UncachedCompile") or 0

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 
 
 def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
-    """Choose the device and set what the runtime reads at its start. InputError for what could not work or compute."""
+    """Choose the device and set the variables that the runtime reads. Raises InputError if that could not work."""
     versions = machine.installed_versions(*PACKAGES)
     faults = machine.package_faults(versions)
     check(not faults, "; ".join(faults))
@@ -52,7 +52,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
 
 
 def choose_device(name: str) -> str:
-    """NEURON or CPU. `auto` is the device that PJRT_DEVICE names, or else Trainium if there is one."""
+    """Return NEURON or CPU. `auto` is the device that PJRT_DEVICE names, or else Trainium if there is one."""
     devices, asked = machine.neuron_devices(), os.environ.get("PJRT_DEVICE")
     check(
         not (devices and asked == "CPU" and name == "auto"),
