@@ -130,7 +130,7 @@ def test_a_rank_that_becomes_slow_is_named_once_and_again_when_that_is_over(work
 def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
     alarms, fields = watched([*[EVEN] * 4, *[SLOW] * 6, *[EVEN] * 5], windows=3)
     ((text,), over) = alarms.values()
-    assert text.startswith("rank 2 on host2 holds the others up: its own work takes 2.0 times the median")
+    assert text.startswith("rank 2 on host2 holds the others up: its work takes 2.0 times the median")
     assert over == ["rank 2 on host2 no longer holds the others up, 3 lines in a row"]
     assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
     alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)

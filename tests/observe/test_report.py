@@ -495,8 +495,8 @@ def test_damaged_files_on_the_data_are_rejected_by_name(tmp_path, capsys, name, 
 @pytest.mark.parametrize(
     ("lines", "tail", "damage", "said"),
     [
-        ([], "", {}, "holds no line yet"),
-        ([], HALF, {}, "holds no line yet"),
+        ([], "", {}, "has no lines yet"),
+        ([], HALF, {}, "has no lines yet"),
         (whole_run(), "", {"config.yaml": "a: [1"}, "config.yaml is damaged"),
         (whole_run(), "", {"environment.json": None}, "Is a directory"),
     ],
@@ -519,7 +519,7 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
     for name in ("training_loss.png", "report.html"):
         (tmp_path / "mine" / name).write_text("mine")
     error = rejected(capsys, run, "--output", tmp_path / "mine")
-    assert "mine holds training_loss.png, report.html of no report; --output names another folder" in error
+    assert "mine holds training_loss.png, report.html that no report wrote; --output names another folder" in error
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
 

@@ -115,7 +115,7 @@ def test_training_is_the_same_whatever_a_tracker_does(before, arrives, warns, to
     assert toy.train(telemetry=WANDB) == ("done", 6)
     assert toy.values("train", "loss") == toy.values("train", "loss", "without")
     assert (fake.lines, fake.statuses) == ((ALL, ["FINISHED"]) if arrives else ([], []))
-    said = "tracker wandb: ConnectionError: no route to http://server; the run goes on"
+    said = "tracker wandb: ConnectionError: no route to http://server; the run continues"
     assert warnings(toy) == ([said] if warns else [])
     assert all(os.environ[name] == value for name, value in trackers.ENVIRONMENT.items())
 

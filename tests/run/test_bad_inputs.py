@@ -268,7 +268,7 @@ FLAGS = [
     ("hub", "RUN --to 'a/ '", "--to a/"),
     ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
-    ("hub", "nosuch --to a/b", "nosuch is no run folder"),
+    ("hub", "nosuch --to a/b", "nosuch is not a run folder"),
     ("hub", "RUN --to a/b --dry-run", "no exported model"),
     ("precompile", "", "not set"),
     ("precompile", SHORT, "--nproc-per-node"),

@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, trackers, reports, model cards."""
+"""Records of a run for people and tools: metrics, trackers, reports, model cards."""

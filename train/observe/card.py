@@ -1,5 +1,6 @@
-"""The model card, RUN/export/README.md. Others will read it, so it has no paths, hosts or endpoints: of a folder, only
-its last name is written. All comes from the run folder: it can be written from a copy on a laptop without torch.
+"""The model card, RUN/export/README.md, made from the run folder alone, on any machine, without torch.
+
+Others will read it, so it has no paths, hosts or endpoints: of a folder, only its last name is written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from train.system.run_folder import RunFolder
 from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"
-HERE = "path/to/this/folder"  # in the snippet, until the card goes to the Hub
+HERE = "path/to/this/folder"  # a placeholder in the snippet, until the card goes to the Hub
 SETTINGS = (  # of config.yaml and environment.json, flat
     ("Optimizer", "optim.name"),
     ("Peak learning rate", "optim.lr"),
@@ -39,7 +40,7 @@ MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
 
 def write(folder: RunFolder) -> Path:
-    """Write the card beside the exported model, in this machine's copy of the run folder."""
+    """Write the card next to the exported model, in this machine's copy of the run folder."""
     folder.ownership.check()
     if folder.is_remote and folder.folder.size("evaluation.json") is not None:
         write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
@@ -50,7 +51,7 @@ def write(folder: RunFolder) -> Path:
 
 
 def card(path: Path, name: str) -> str:
-    """The text of the card of a run folder, under the name of the run; InputError if it is no run folder."""
+    """Return the card of a run folder, under the name of the run. Raises InputError if it is not a run folder."""
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
     blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
@@ -69,7 +70,7 @@ def card(path: Path, name: str) -> str:
 
 
 def task_of(run: Run) -> TaskSpec | None:
-    """None for a task that this version does not have."""
+    """Return the run's task; None if this version does not have it."""
     return TASKS.get(str(run.config.get("task.kind")))
 
 
@@ -77,7 +78,7 @@ def task_of(run: Run) -> TaskSpec | None:
 
 
 def metadata(run: Run, records: Records, name: str) -> str:
-    """The YAML head that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
+    """Return the YAML head that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
     from huggingface_hub import EvalResult, ModelCardData
 
     dataset, task = data_name(run), task_of(run)
@@ -109,7 +110,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
 
 
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
-    """(split, metric, value) of the evaluation of the exported weights, where further splits are <split>_<metric>."""
+    """Return (split, metric, value) of the exported weights' evaluation; later splits' metrics are <split>_<metric>."""
     line = exported_evaluation(run)
     others = [split.name for split in records.evaluated if split.name != "validation"]
     triples = []
@@ -120,8 +121,10 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
 
 
 def exported_evaluation(run: Run) -> Line | None:
-    """The evaluation of the weights that were exported, None if there was none. An export that does not say its step
-    has the weights of the best evaluation if best.export says so, else of the last.
+    """Return the evaluation of the exported weights; None if there was none.
+
+    An export that does not state its step has the weights of the best evaluation if best.export is set, else of the
+    last one.
     """
     lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
     if run.exported_step is not None:
@@ -136,7 +139,7 @@ def exported_evaluation(run: Run) -> Line | None:
 
 
 def hub_id(run: Run, key: str) -> str | None:
-    """The value of a setting if it is an id on the Hub; None if it is a path. A folder of that name goes first."""
+    """Return a setting's value if it is an id on the Hub, None if it is a path. An existing folder counts as a path."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     value = str(run.config.get(key) or "")
@@ -163,7 +166,7 @@ def data_name(run: Run) -> str:
 
 
 def base_name(run: Run) -> str | None:
-    """The Hub id of the weights that training began with, or the last part of their path; None for random weights."""
+    """Return the Hub id of the initial weights, or the last part of their path; None for random weights."""
     location = run.config.get("model.pretrained") or run.config.get("model.init_from")
     return None if location is None else base_hub_id(run) or last_part(location)
 
@@ -220,12 +223,12 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table whose header is the first row; empty without rows."""
+    """Return a Markdown table whose header is the first row; empty without rows."""
     lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
 
 
 def text(value: object) -> str:
-    """The value with all marks of Markdown escaped: names and labels are the user's."""
+    """Return the value with all Markdown marks escaped: names and labels come from the user."""
     escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
     return escaped.replace("&", "&amp;")

@@ -1,4 +1,4 @@
-"""What a run writes and shows: its lines in metrics.jsonl, their curves in TensorBoard, the console."""
+"""The output of a run: its lines in metrics.jsonl, their curves in TensorBoard, the console."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
-MOST_WAITING = 100  # lines; then a disk that is slow holds the training up
+MOST_WAITING = 100  # lines; beyond it a slow disk delays the training
 
 
 class Journal:
-    """Rank 0 opens it. A thread writes the lines of steps, so that training does not wait for the disk, the console and
-    TensorBoard. Nothing is written once another job owns the run folder.
+    """The writer of a run's lines, on rank 0.
+
+    A thread writes the lines of steps, so that training does not wait for the disk, the console and TensorBoard.
+    Nothing is written once another job owns the run folder.
     """
 
     def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()) -> None:
@@ -46,20 +48,20 @@ class Journal:
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
-        self.failure: Exception | None = None  # of the thread, until a caller has raised it
+        self.failure: Exception | None = None  # the thread's exception, until a caller has raised it
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
 
     @cached_property
     def cost_before_usd(self) -> float:
-        """The cost of the earlier attempts, up to their last line. It is asked for where machines have a price: then
-        the last line nearly always has it.
-        """
+        """The cost of the earlier attempts, up to their last line, which has it if machines have a price."""
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
         return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Write a line and call `then`, in the order of the calls. Lines of steps may be written a little later; once a
-        line of another kind is written, none waits. Raises Failure if this line or an earlier one cannot be written.
+        """Write a line and call `then`, in the order of the calls.
+
+        Lines of steps may be written a little later; once a line of another kind is written, none waits. Raises Failure
+        if this line or an earlier one cannot be written.
         """
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
         self.waiting.append((line, then))
@@ -102,7 +104,7 @@ class Journal:
             self.file.write(b"".join(map(encoded, lines)))
             self.file.flush()
         except OSError as error:
-            with suppress(OSError):  # its buffer holds the lines
+            with suppress(OSError):  # the lines are still in its buffer
                 self.file.close()
             raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
         for line in lines:
@@ -124,12 +126,13 @@ class Journal:
                 if name not in trackers.NO_CURVES:
                     self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
         except OSError as error:
-            logger.warning("TensorBoard's files cannot be written (%s): no more of them", error.strerror)
+            logger.warning("TensorBoard's files cannot be written (%s): their writing stops", error.strerror)
             self.tensorboard = False
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write what waits, close the files, and tell the trackers how the attempt ended unless another job goes on
-        with the run. Raises Failure if lines cannot be written and there was no other `error`.
+        """Write the waiting lines, close the files, and end the trackers unless another job continues the run.
+
+        Raises Failure if lines cannot be written and there was no other `error`.
         """
         self._write_waiting()
         self.is_closed = True
@@ -141,14 +144,14 @@ class Journal:
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            waits = error is None or isinstance(error, Exception)  # else a second signal came: it leaves at once
+            waits = error is None or isinstance(error, Exception)  # otherwise a second signal came: exit immediately
             trackers.end(self.trackers, status, waits=waits)
         if error is None:
             self._raise_failure()
 
 
 def encoded(line: dict[str, Any]) -> bytes:
-    """Return a line as the file has it: null for numbers that JSON does not have."""
+    """Return a line as it is written: null replaces numbers that JSON does not have."""
     unknown = [key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
     return json.dumps({**line, **dict.fromkeys(unknown)}).encode() + b"\n"
 

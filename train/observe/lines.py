@@ -1,6 +1,6 @@
 """The reader of metrics.jsonl, on disk or in S3, from either end. No torch here.
 
-Damaged lines, and a last one that is half written, are left out: none of them may cost a run its result.
+Damaged lines, and an unfinished last one, are left out: they must not cost a run its result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBER = (int, float)
 
 
 def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
-    """Yield the lines that contain these bytes, the oldest first; none if there is no such file."""
+    """Yield the lines that contain these bytes, oldest first; none if there is no such file."""
     with suppress(FileNotFoundError):
         yield from sound(rows(folder, NAME), folder, containing, [])
 
@@ -30,8 +30,9 @@ def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
 def read_back(
     folder: Folder, *, containing: bytes = b"", limit_bytes: int | None = None, damage: list[str] | None = None
 ) -> Iterator[Line]:
-    """Yield the same lines, the newest first, as far as they are asked for and among the last `limit_bytes`. The first
-    damaged line that is met leaves its reason in `damage`.
+    """Yield the lines that `read_lines` yields, newest first, as they are asked for, from the last `limit_bytes`.
+
+    The reason of the first damaged line is added to `damage`.
     """
 
     def limited() -> Iterator[bytes]:
@@ -56,7 +57,7 @@ def is_whole(row: bytes) -> bool:
 
 
 def sound(found: Iterator[bytes], folder: Folder, containing: bytes, damage: list[str]) -> Iterator[Line]:
-    """Yield what is no damaged line. Raises InputError for one of an earlier version before any other."""
+    """Yield the lines that are not damaged. Raises InputError if the first of them is of an earlier version."""
     has_sound = False
     for row in found:
         if containing in row and row.strip():
@@ -77,7 +78,7 @@ def sound(found: Iterator[bytes], folder: Folder, containing: bytes, damage: lis
 
 
 def parse(row: bytes) -> Line | None:
-    """Parse a line; None for one of an earlier version, which names no attempt. Raises BadContent if it is damaged."""
+    """Parse a line; None if an earlier version wrote it, without its attempt. Raises BadContent if it is damaged."""
     try:
         line = json.loads(row)
     except (ValueError, RecursionError) as error:
@@ -93,7 +94,7 @@ def parse(row: bytes) -> Line | None:
 
 
 def first_damage(folder: Folder) -> str:
-    """Return which line is the first damaged one, and why; empty if none is, but perhaps the last, half written."""
+    """Return the number of the first damaged line, and the reason; "" if at most the last one is unfinished."""
     reason = ""
     for number, row in enumerate(rows(folder, NAME), 1):
         if reason:

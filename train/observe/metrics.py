@@ -1,5 +1,6 @@
-"""What is measured on every rank while a run trains, and the lines that rank 0 makes of it. Numbers that live on the
-device are read back only every `log_every` steps, so that measuring does not stop the device.
+"""Measurements on every rank while a run trains, and the lines that rank 0 makes of them.
+
+Numbers on the device are read back only every `log_every` steps, so that measuring does not stop the device.
 """
 
 from __future__ import annotations
@@ -43,38 +44,38 @@ class Window:
     """Sums since the last line. They are saved with a checkpoint: a resumed run writes the same lines."""
 
     steps: int = 0
-    count: float = 0.0  # labels of this rank; of all ranks once they are added up for a line
-    tokens: float = 0.0  # likewise tokens, without padding
+    count: float = 0.0  # labels of this rank; after the sum for a line, of all ranks
+    tokens: float = 0.0  # tokens in the same way, without padding
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # of the model's arithmetic, all ranks; 0: unknown
     wait_s: float = 0.0  # that this rank waited for data
-    work_s: float = 0.0  # that this rank waited for data or was in forward passes, without waiting for other ranks
+    work_s: float = 0.0  # this rank's waits for data and forward passes, without waits for other ranks
     busy_s: float = 0.0  # in steps, data included; without evaluation, saving and compiling
     compile_s: float = 0.0  # in steps
 
 
 @dataclass
 class Recorder:
-    """Measures on all ranks and writes on rank 0. It is used as a context."""
+    """A context that measures on all ranks and writes on rank 0."""
 
     cfg: TrainConfig
     plan: Plan
     folder: RunFolder
     backend: Backend
     engine: Engine
-    flops_per_example: Callable[[int], float | None]  # by the example's number of tokens, padding included
+    flops_per_example: Callable[[int], float | None]  # from the example's number of tokens, padding included
     progress: Progress
     monitor: Monitor
-    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # takes the lines; see `train.loop.run`
+    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # receives each line; see `train.loop.run`
     window: Window = field(default_factory=Window)
     own_tokens: float = 0.0  # of this rank, in this attempt
     all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
     total_flops: float = 0.0  # of all ranks
     train_s: float = 0.0
     passes_s: float = 0.0  # of all ranks in forward and backward passes; without the first line, which warms up
-    spans_s: float = 0.0  # likewise, from the first pass of a step to the last one; 0: there are no stages
+    spans_s: float = 0.0  # the same from the first pass of a step to the last one; 0: there are no stages
     steps_done: int = 0  # in this attempt
-    steps_of: Counter[int] = field(default_factory=Counter)  # the same, by the length of their batches
+    steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by the length of their batches
     last_length: int = 0
     is_first_evaluation: bool = True
     skipped: int = 0  # steps of this process whose gradient was not finite
@@ -82,7 +83,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.world = self.backend.world
-        self.share = self.engine.data_size / self.world.size  # ranks that see the same rows count them once
+        self.share = self.engine.data_size / self.world.size  # ranks with the same rows count them once
         self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # of this process, before the attempt
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
@@ -90,7 +91,7 @@ class Recorder:
 
     @property
     def is_first(self) -> bool:
-        """Whether something may still be compiled for batches of the last length."""
+        """True while something may still be compiled for batches of the last length."""
         return self.is_new(self.last_length)
 
     def is_new(self, seq_len: int) -> bool:
@@ -119,7 +120,7 @@ class Recorder:
         self.console.bar.close()
         if self.journal is not None:
             self.journal.close(error)
-        if self.profiler is not None:  # last: after a fault of the device it may fail as well
+        if self.profiler is not None:  # last: after a fault of the device it may fail too
             self.profiler.close()
 
     def begin_step(self) -> None:
@@ -146,9 +147,11 @@ class Recorder:
     def end_step(
         self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
     ) -> None:
-        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens. Every `log_every` steps, and
-        when `reads`, read the device, add up over the ranks, and write a line. Raises FloatingPointError, on all ranks
-        alike, if loss or gradient are no longer finite although the last step was not skipped.
+        """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
+
+        Every `log_every` steps, and when `reads` is set, read the device, add up over the ranks, and write a line.
+        Raises FloatingPointError, on all ranks alike, if loss or gradient are no longer finite although the last step
+        was not skipped.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
@@ -197,8 +200,9 @@ class Recorder:
         self.last_length = seq_len
 
     def _add_up(self) -> tuple[dict[str, float], list[float], float]:
-        """Add up the window over the ranks; waits for the device. Returns fields of the line, the seconds of work of
-        each rank, and the number of alarms of all machines.
+        """Add up the window over the ranks; waits for the device.
+
+        Returns fields of the line, the seconds of work of each rank, and the number of alarms of all machines.
         """
         window, world = self.window, self.world
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
@@ -208,7 +212,7 @@ class Recorder:
         counts = [window.count, window.tokens, self.own_tokens]
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
         loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
-        window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to a little less
+        window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to slightly less
         if self.steps_done > window.steps:
             self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
         sample = HardwareSample.from_values(others[world.size :])
@@ -240,13 +244,13 @@ class Recorder:
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
-        if num_alarms:  # the same number on all ranks, so all of them gather
+        if num_alarms:  # the number is the same on all ranks, so all of them gather
             for alarms in self.world.gather(self.monitor.alarms()):
                 for text in alarms:
                     self.alarm(text)
 
     def mfu(self, flops_per_s: float) -> float | None:
-        """The share of the devices' peak that the model's own arithmetic uses; None if either is unknown."""
+        """Return the share of the devices' peak that the model's arithmetic uses; None if either is unknown."""
         peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
         return flops_per_s / (peak * self.world.size) if peak and flops_per_s else None
 
@@ -268,7 +272,7 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
-        self.fault(text)  # first, since the lines of the steps before come with it
+        self.fault(text)  # first, since it also writes the lines of earlier steps
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:
@@ -277,9 +281,7 @@ class Recorder:
         self.console.bar.n = progress.step
 
     def goodput(self) -> float:
-        """The share of all seconds since the run began, pauses between attempts included, that was spent in steps that
-        were not lost.
-        """
+        """Return the share of all seconds since the run began, pauses included, spent in steps that were not lost."""
         return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
@@ -298,7 +300,7 @@ class Recorder:
                 "tokens": tokens,
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
                 "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
-                "cost_usd": None,  # unless it is known, as in any line
+                "cost_usd": None,  # unknown unless a line has it
                 "goodput": self.goodput(),
                 "productive_s": self.progress.productive_s,
                 "skipped_steps": self.progress.skipped,
@@ -317,9 +319,7 @@ class Recorder:
         )
 
     def cost_usd(self) -> float | None:
-        """The price of the machines for all attempts so far, without the pauses between them; None if it is unknown,
-        and on ranks other than 0.
-        """
+        """Return the price of all attempts so far, without pauses between them; None if unknown or not on rank 0."""
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:
             return None
@@ -338,5 +338,5 @@ class Recorder:
 
 
 def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
-    """The share of a pipeline's spans in which ranks waited for other stages; nothing without stages."""
+    """Return the share of a pipeline's spans in which ranks waited for other stages; {} without stages."""
     return {"bubble_share": max(0.0, 1 - passes_s / spans_s)} if spans_s else {}

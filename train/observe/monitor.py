@@ -1,8 +1,10 @@
 """Readings of one machine's hardware while a run trains: utilisation, memory, FLOP/s and errors.
 
-    neuron   neuron-monitor, see `train.observe.monitor_neuron`; not run on hardware
-    nvidia   NVML
-    cpu      no device; of the host, as with the others, psutil
+neuron   neuron-monitor, see `train.observe.monitor_neuron`; not run on hardware
+
+nvidia   NVML
+
+cpu      no device; the host is read by psutil, as with the others
 
 A thread of one process per machine reads about once a second, which costs the training nothing. Values without a source
 are left out. If a source is missing or breaks, this is reported once, the host is still read, and training continues.
@@ -31,9 +33,9 @@ logger = logging.getLogger("train")
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
 OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # means; the others are the latest values
-CLOSE_S = 8.0  # more than a source needs to end
+CLOSE_S = 8.0  # longer than a source needs to end
 
-Source = Callable[[threading.Event], Iterator[Reading]]  # a reading about every second until the event is set
+Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about every second until the event is set
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class HardwareSample:
     num_alarms: float = 0.0
 
     def values(self) -> list[float]:
-        """The sample as numbers, always the same count of them, for a sum over the ranks."""
+        """Return the sample as a fixed count of numbers, for a sum over the ranks."""
         return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [self.num_alarms]
 
     @classmethod
@@ -53,8 +55,10 @@ class HardwareSample:
         return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
 
     def fields(self, *, peak_flops_per_s: float | None) -> dict[str, float]:
-        """Fields of the train line: means per device or machine, and the new errors of all. `hardware_mfu` is what a
-        device reports to have computed, as a share of its peak; the `mfu` of a line is what the model needs.
+        """Return fields of the train line: means per device or machine, and the new errors of all.
+
+        `hardware_mfu` is the computation that a device reports, as a share of its peak; the `mfu` of a line is what the
+        model needs.
         """
         known = {name: total / num for name, (total, num) in self.totals.items() if name != "device_errors"}
         flops = known.pop("device_flops_per_s", None)
@@ -66,8 +70,10 @@ class HardwareSample:
 
 
 class Monitor:
-    """A thread that reads a source and the host, and the sums of its readings. Without a source, as on all ranks of a
-    machine but the first, it reads nothing. Monitors are contexts; nothing in them blocks or raises.
+    """A thread that reads a source and the host, and the sums of its readings.
+
+    Without a source, as on all ranks of a machine but the first, it reads nothing. Monitors are contexts; nothing in
+    them blocks or raises.
     """
 
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
@@ -95,7 +101,7 @@ class Monitor:
             for reading in self.source(self.stop) if self.source is not None else ():
                 self.add(reading)
                 self.add(host_reading())
-        except Exception as error:  # a run must not fail for a reading
+        except Exception as error:  # a reading must never fail a run
             logger.warning(f"monitor: {type(error).__name__}: {error}; the devices are not read, training continues")
         with self.lock:
             self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
@@ -117,7 +123,7 @@ class Monitor:
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
     def read(self) -> HardwareSample:
-        """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
+        """Return means since the last call, the latest memory, new errors, and the number of waiting alarms."""
         with self.lock:
             totals = dict(self.latest)
             for name, pairs in self.series.items():
@@ -129,7 +135,7 @@ class Monitor:
             return HardwareSample(totals, float(len(self.waiting)))
 
     def alarms(self) -> list[str]:
-        """The alarms since the last call, one line each."""
+        """Return the alarms since the last call, one line each."""
         with self.lock:
             alarms, self.waiting = self.waiting, Counter()
         return [f"{platform.node()}: {what}" + (f": {count}" if count else "") for what, count in alarms.items()]
@@ -138,9 +144,7 @@ class Monitor:
 def open_monitor(
     kind: str, *, num_devices: int, is_first_on_machine: bool, run_tag: str | None = None, period_s: float = 1.0
 ) -> Monitor:
-    """A monitor of this machine on its first rank, else one that reads nothing. `run_tag`: the NEURON_PROCESS_TAG of
-    the run's processes.
-    """
+    """Return a monitor of this machine on its first rank, else a silent one. `run_tag`: NEURON_PROCESS_TAG."""
     sources: dict[str, Source] = {
         "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),
         "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
@@ -166,7 +170,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
     hot: set[int] = set()
 
     def ask(call: Callable[..., Any], *arguments: Any) -> Any:
-        """NVML's answer; None if the device or the driver has none, which is reported once."""
+        """Return NVML's answer; None if the device or the driver has none, which is reported once."""
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
@@ -200,7 +204,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
 
 
 def cuda_uuids() -> list[str]:
-    """NVML's names of the devices that CUDA shows this process, in CUDA's order."""
-    import torch  # late: most kinds of monitor need none
+    """Return NVML's names of the devices that CUDA shows this process, in CUDA's order."""
+    import torch  # late: most kinds of monitor do not need it
 
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]

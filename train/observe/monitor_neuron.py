@@ -41,11 +41,11 @@ Totals = dict[str, tuple[float, float]]  # by name: the sum, and the number of d
 
 @dataclass
 class Reading:
-    """One look at the devices of a machine, by any source. Unknown values are left out."""
+    """One reading of the devices of a machine, from any source. Unknown values are left out."""
 
     totals: Totals = field(default_factory=dict)
-    errors: Counter[str] | None = None  # new ones, by device and kind; None: this source does not count them
-    warnings: tuple[str, ...] = ()  # alarms that are no errors
+    errors: Counter[str] | None = None  # new errors, by device and kind; None: this source does not count them
+    warnings: tuple[str, ...] = ()  # alarms that are not errors
 
     def add(self, errors: dict[str, int]) -> None:
         """Add the counts above 0."""
@@ -68,9 +68,10 @@ class Notes:
 
 
 def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
-    """Yield the readings of a neuron-monitor that is started here, until `stop` is set. OSError if it is missing, does
-    not start or ends. `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the NEURON_PROCESS_TAG
-    of its processes.
+    """Yield the readings of a neuron-monitor that is started here, until `stop` is set.
+
+    `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the NEURON_PROCESS_TAG of its processes.
+    Raises OSError if the tool is missing, does not start or ends.
 
     The child must not outlive the run. It is ended when this function or the interpreter ends. If the run is killed,
     the tool gets SIGPIPE at its next line; a `preexec_fn` may deadlock in a process with threads.
@@ -83,7 +84,7 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
         metrics = [{"type": name} for name in RUNTIME_GROUPS]
         wanted = {
             "period": f"{period_s:g}s",
-            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # of every process: `ours` chooses
+            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # of every process: `ours` selects
             "system_metrics": [{"type": "neuron_hw_counters"}],
         }
         config.write_text(json.dumps(wanted))
@@ -118,7 +119,7 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
 
 @dataclass
 class LineParser:
-    """Lines to readings. Any group may be missing, null or carry an error: then its values are unknown."""
+    """The parser of the tool's lines. A group may be missing, null or have an error: then its values are unknown."""
 
     num_devices: int  # a core in use is listed, an idle one may not be
     run_tag: str | None
@@ -126,14 +127,14 @@ class LineParser:
     ecc: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def parse(self, line: bytes) -> Reading | None:
-        """The reading of a line; None for a line that is no report, the first of which is noted."""
+        """Return the reading of a line; None for a line that is not a report, the first of which is noted."""
         reading = Reading()
         try:
             report = json.loads(line)
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
-            self.group(report, "neuron_hardware_info")  # carries an error without a driver
+            self.group(report, "neuron_hardware_info")  # it has an error if there is no driver
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
@@ -142,7 +143,7 @@ class LineParser:
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The processes that carry the run's tag, or else those without one, whose tag is their number to the tool."""
+        """Return the processes with the run's tag, or else those without one, whose tag is their number to the tool."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
@@ -152,9 +153,7 @@ class LineParser:
         return untagged
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
-        """Add the processes to the reading. Utilisation and memory need all of them: a mean over some is not the
-        machine's.
-        """
+        """Add the processes to the reading. Utilisation and memory need all: a mean over some would be wrong."""
         busy: dict[str, float] = defaultdict(float)  # percent, by core: several processes may list one
         flops: list[Any] = []
         memory: list[Any] = []
@@ -165,11 +164,11 @@ class LineParser:
             counters, used, stats = (self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS)
             listed = counters.get("neuroncores_in_use")
             num_counted += listed is not None
-            # `v3d`, which holds the physical cores, is not read.
+            # The key `v3d`, which has the physical cores, is not read.
             cores = {core: values for core, values in (listed or {}).items() if core.isdecimal()}
             for core, values in cores.items():
                 busy[core] += values.get("neuroncore_utilization") or 0.0
-                # `flops` in the guide, `effective_flops` in a recording, neither in others.
+                # The guide has `flops`, a recording `effective_flops`, and others neither.
                 flops.append(values.get("flops", values.get("effective_flops")))
             memory.append((used.get("neuron_runtime_used_bytes") or {}).get("neuron_device"))
             if stats:
@@ -191,7 +190,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """The increase of each counter of uncorrected errors, which is new whether they count a period or all time."""
+        """Return the increase of each counter of uncorrected errors, whether the tool counts a period or all time."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
@@ -204,8 +203,9 @@ class LineParser:
 
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
-    """Failed executions of one period by what went wrong. The tool counts them by outcome and by type: if both may
-    count the same failure, the larger count is taken.
+    """Count failed executions of one period by cause.
+
+    The tool counts them by outcome and by type: if both may count the same failure, the larger count is taken.
     """
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}
@@ -219,7 +219,7 @@ def errors_of(stats: dict[str, Any]) -> dict[str, int]:
 
 
 def name_of(entry: dict[str, Any], cores: dict[str, dict[str, Any]]) -> str:
-    """The NeuronCore of a process that drives one (others may be listed as idle), or else the process."""
+    """Return the NeuronCore of a process that drives one (others may be listed as idle), or else the process."""
     busy = [core for core, values in cores.items() if values.get("neuroncore_utilization")]
     for known in (busy, list(cores)):
         if len(known) == 1:

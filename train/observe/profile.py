@@ -1,5 +1,6 @@
-"""`profile=true`: PyTorch's trace of some steps of rank 0, and its table of them by kernel. Tracing slows the steps it
-sees: shares are to be read, not seconds.
+"""`profile=true`: PyTorch's trace of some steps of rank 0, and its table of them by kernel.
+
+Tracing slows the traced steps: their shares are meaningful, their seconds are not.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 logger = logging.getLogger("train")
-FIRST, STEPS = 10, 5  # steps of the attempt before those that are traced, which compile and fill caches; steps traced
+FIRST, STEPS = 10, 5  # the steps before those compile and fill caches
 MOST_ROWS = 30  # of the table
 
 
 class Profiler:
-    """The trace of some steps of an attempt. Only rank 0 has one."""
+    """The trace of some steps of an attempt, on rank 0 only."""
 
     def __init__(self, cfg: TrainConfig, folder: RunFolder, backend: Backend) -> None:
         self.cfg, self.folder, self.backend = cfg, folder, backend
@@ -33,7 +34,7 @@ class Profiler:
         self.tracing: Any = None
 
     def begin_step(self) -> None:
-        """Call it before a step's batches are drawn."""
+        """Begin the trace if it is due. Call it before a step's batches are drawn."""
         if self.steps == FIRST:
             self.backend.copy_to_host([], [])  # waits for the device
             self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -41,7 +42,7 @@ class Profiler:
             self.tracing.start()
 
     def end_step(self) -> str:
-        """Call it after a step. Returns the text of a fault line: none."""
+        """End the trace if it is complete. Call it after a step. Returns "": no fault line."""
         self.steps += 1
         if self.tracing is not None and self.steps == FIRST + STEPS:
             self.backend.copy_to_host([], [])
@@ -60,7 +61,7 @@ class Profiler:
             logger.warning("profile=true traces steps %d to %d of an attempt; it had %d", FIRST + 1, last, self.steps)
 
     def write(self, scratch: Path) -> None:
-        """Write table, trace and what the device's tools left in `scratch` into the run folder."""
+        """Write table, trace and the files that the device's tools left in `scratch` into the run folder."""
         backend, folder = self.backend, self.folder.folder
         rows = self.tracing.key_averages()
         has_device = any(row.self_device_time_total > 0 for row in rows)
@@ -73,13 +74,11 @@ class Profiler:
         self.tracing.export_chrome_trace(str(scratch / "trace.json"))
         folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
         folder.write("profile/table.txt", f"{title}\n\n{table}\n{backend.profile_text()}".encode())
-        logger.info("profile: %s/profile/table.txt; the trace beside it opens in ui.perfetto.dev", self.cfg.run_dir)
+        logger.info("profile: %s/profile/table.txt; the trace next to it opens in ui.perfetto.dev", self.cfg.run_dir)
 
 
 class HostTimer:
-    """Times the operators that the device lacks, in the first step after they were seen. Rank 0 of a run without
-    `profile=true` has one.
-    """
+    """A timer of operators that the device lacks, in the first step after they were seen; without `profile=true`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.timed = backend, backend.lacking
@@ -92,13 +91,13 @@ class HostTimer:
             self.tracing.start()
 
     def end_step(self) -> str:
-        """Return what they took, if the step was traced and had any, in words for a fault line."""
+        """Return a text for a fault line with the time of these operators, if the step was traced and had any."""
         if self.tracing is None:
             return ""
         self.close()
         taken_s = on_host_s(self.tracing.events(), self.timed)
         self.tracing = None
-        if not taken_s:  # they are those of an evaluation
+        if not taken_s:  # they belong to an evaluation
             return ""
         names = ", ".join(sorted(self.timed))
         return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"
@@ -109,13 +108,13 @@ class HostTimer:
 
 
 def on_host_s(events: Iterable[Any], lacking: Collection[str]) -> float:
-    """The seconds of those events that are operators which the device lacks."""
-    names = {name.partition(".")[0] for name in lacking}  # without the overload, as a trace has them
+    """Return the seconds of those events that are operators which the device lacks."""
+    names = {name.partition(".")[0] for name in lacking}  # a trace has the names without the overload
     return covered_s(each for each in events if each.key in names)
 
 
 def covered_s(events: Iterable[Any]) -> float:
-    """The seconds in which at least one of the events ran."""
+    """Return the seconds in which at least one of the events ran."""
     total, until = 0.0, float("-inf")
     for start, end in sorted((each.time_range.start, each.time_range.end) for each in events):
         total += max(0.0, end - max(start, until))

@@ -1,6 +1,8 @@
-"""Pushing a run to the Hugging Face Hub, in one commit: the exported model with its tokenizer and card, TensorBoard's
-files, the best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name
-private paths. The token (HF_TOKEN, or that of `hf auth login`) is written to no file and no message.
+"""The push of a run to the Hugging Face Hub, in one commit.
+
+It has the exported model with its tokenizer and card, TensorBoard's files, the best evaluation, and the numbers of the
+metrics. The configuration and the log's texts are not pushed: they may name private paths. The token (HF_TOKEN, or that
+of `hf auth login`) is written to no file and no message.
 """
 
 from __future__ import annotations
@@ -30,22 +32,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 ASK_S, SEND_S = 10.0, 600.0  # longest silence of the Hub: in a query, in a part of an upload
 NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
-CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # what the card reads
+CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # read for the card
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
 
 
 def check_push(cfg: TrainConfig) -> None:
-    """Check on rank 0 that the Hub will accept the run at its end; InputError if not. A run that has begun is only
-    warned: its end may be days ahead, and it can be pushed later.
+    """Check on rank 0 that the Hub will accept the run at its end. Raises InputError if not.
+
+    A run that has begun is only warned: its end may be days ahead, and it can be pushed later.
     """
     to = cfg.hub.push_to
     if to is None or launched().rank != 0:
         return
     check_name("hub.push_to=", to)
     try:
-        open_hub(to, private=True)  # a run publishes nothing by itself: somebody looks at it first
+        open_hub(to, private=True)  # a run publishes nothing without a person who has seen it
     except (InputError, Unreachable) as error:
         later = command(cfg.run_dir, to, cfg.s3)
         has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
@@ -54,18 +57,16 @@ def check_push(cfg: TrainConfig) -> None:
 
 
 def push(folder: RunFolder, to: str) -> str:
-    """Push a complete run to a private repository; returns the address. Raises Failure, with the command for another
-    try, if the Hub does not accept it.
-    """
+    """Push a complete run to a private repository and return the address. Raises Failure if the Hub rejects it."""
     try:
         return send(gathered(folder.path, name_of(folder)), to, private=True)
     except (InputError, Unreachable) as error:
         again = command(folder.location, to, folder.s3)
-        raise Failure(f"{error}; the run is whole, push it again with {again}") from None
+        raise Failure(f"{error}; the run is complete, push it again with {again}") from None
 
 
 def command(location: str, to: str, s3: S3Config) -> str:
-    """The command line that pushes a run later."""
+    """Return the command line that pushes a run later."""
     arguments = ["python", "-m", "train.hub", location, "--to", to]
     return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
 
@@ -78,7 +79,7 @@ def name_of(folder: RunFolder) -> str:
 
 
 def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
-    """All that is pushed: names on the Hub, with a path or the content. InputError if the run has no exported model."""
+    """Return all that is pushed: names on the Hub, with a path or the content. Raises InputError without an export."""
     export = run / "export"
     check(
         (export / "config.json").is_file() and any(export.glob("*.safetensors")),
@@ -105,16 +106,18 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
 
 
 def is_to_push(path: Path, run: Path) -> bool:
-    """Whether a file is pushed. Hidden ones are not: they are half written, or those of other tools. Nor are links that
-    lead out of the run: a run folder from elsewhere may have one to a private file of this machine.
+    """Return whether a file is pushed.
+
+    Hidden files are not: they are unfinished, or another tool's. Nor are links that lead out of the run: a run folder
+    from elsewhere may have one to a private file of this machine.
     """
     return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
 
 
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Yield a run folder on this machine; for one in S3, a copy of what is pushed, without TensorBoard's files."""
-    check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; name a run_dir")
+    """Yield a run folder on this machine; for one in S3, a copy of the pushed files, without TensorBoard's."""
+    check("environment.json" in folder.folder.names_here(), f"{folder.location} is not a run folder; name a run_dir")
     if not folder.is_remote:
         yield folder.path
         return
@@ -144,8 +147,9 @@ def check_name(key: str, to: str) -> None:
 
 
 def open_hub(to: str, *, private: bool) -> HfApi:
-    """The Hub, once it is checked that the token may write to a repository of that name, and that this is as private as
-    it should be. InputError if not, or if HF_HUB_OFFLINE is set; Unreachable if the Hub does not answer.
+    """Return the Hub, once the token may write to a repository of that name, which is as private as it should be.
+
+    Raises InputError if not, or if HF_HUB_OFFLINE is set; Unreachable if the Hub does not answer.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -177,7 +181,7 @@ def open_hub(to: str, *, private: bool) -> HfApi:
 
 
 def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
-    """Push all files in one commit to a model repository, which is made if there is none; returns its address."""
+    """Push all files in one commit to a model repository, which is made if there is none; return its address."""
     from huggingface_hub import CommitOperationAdd
 
     api = open_hub(to, private=private)

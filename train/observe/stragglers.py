@@ -1,4 +1,4 @@
-"""Ranks that hold the others up: their own work takes longer than that of the others, and longer than it used to."""
+"""Stragglers: ranks whose work takes longer than that of the others, and longer than it used to."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-FACTOR = 1.5  # of the median of the other ranks' work, from which a rank is slow
-WINDOWS = 5  # lines in a row for which that holds; twice as many from the start
+FACTOR = 1.5  # multiple of the median of the other ranks' work above which a rank is slow
+WINDOWS = 5  # slow lines in a row to name a rank; twice this number at the start
 WARM_UP = 1  # lines that are not counted: the first steps compile, open files, fill caches
 MEMORY = 100  # lines of a rank's past
-USUAL = 0.9  # share of the lines of its past that a slow rank has to exceed
+USUAL = 0.9  # share of its past lines that a slow rank has to exceed
 
 
 @dataclass
@@ -18,12 +18,14 @@ class Pace:
     """One rank's work in multiples of the median of the others: lines differ in steps and lengths, ratios do not."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    streak: list[float] = field(default_factory=list)  # the newest lines, if all are slow; once named, if none is
+    streak: list[float] = field(default_factory=list)  # the newest lines, if all are slow; for a named rank, if none is
     is_named: bool = False
 
     def see(self, ratio: float) -> int:
-        """The number of lines in a row after which the rank becomes a straggler, or ceases to be one; else 0. Until it
-        is named, a rank is compared with its own bad lines too: those of a shared machine are slow by chance.
+        """Return the length of the streak after which the rank becomes a straggler, or ceases to be one; else 0.
+
+        Until it is named, a rank is compared with its earlier slow lines too: those of a shared machine are slow by
+        chance.
         """
         usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
         if (ratio > max(FACTOR, usual)) == self.is_named:
@@ -43,8 +45,10 @@ class Pace:
 
 
 class Stragglers:
-    """Compares how long the ranks have worked for each line of the metrics. `hosts` and `stages`, of each rank: ranks
-    are compared with others of their stage only, by default with all.
+    """The comparison of the ranks' work times for each line of the metrics.
+
+    `hosts` and `stages` have one entry per rank: ranks are compared only with others of their stage, by default with
+    all.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
@@ -54,7 +58,8 @@ class Stragglers:
         self.fields: dict[str, float] = {}  # of the line
 
     def see(self, works_s: Sequence[float]) -> list[str]:
-        """A message for each rank that has become a straggler or has ceased to be one, the same on all ranks.
+        """Return a message for each new or former straggler, the same on all ranks.
+
         `works_s` [world_size]: seconds of work since the last line.
         """
         self.seen += 1
@@ -68,7 +73,7 @@ class Stragglers:
             pace = self.paces[rank]
             if num_lines := pace.see(ratio):
                 texts.append(
-                    f"rank {rank} on {self.hosts[rank]} holds the others up: its own work takes {ratio:.1f} times the "
+                    f"rank {rank} on {self.hosts[rank]} holds the others up: its work takes {ratio:.1f} times the "
                     f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
                     if pace.is_named
                     else f"rank {rank} on {self.hosts[rank]} no longer holds the others up, {num_lines} lines in a row"
@@ -76,15 +81,13 @@ class Stragglers:
         return texts
 
     def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
-        """The work of each rank in multiples of the median of the others of its stage; empty if there are no others, or
-        if a rank did nothing.
-        """
+        """Return each rank's work over the median of its stage's others; {} without others, or if that is 0."""
         ratios: dict[int, float] = {}
         for stage in sorted(set(self.stages)):
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]
             ordered, middle = sorted(works_s[rank] for rank in ranks), (len(ranks) - 1) // 2
             for rank in ranks:
-                higher = middle + (works_s[rank] <= ordered[middle])  # its place among all, of the others' median
+                higher = middle + (works_s[rank] <= ordered[middle])  # index among all ranks of the others' median
                 if higher == len(ordered) or ordered[higher] <= 0:
                     return {}
                 ratios[rank] = works_s[rank] / ordered[higher]

@@ -1,7 +1,8 @@
 """MLflow and Weights & Biases: rank 0 sends them the lines that it writes to metrics.jsonl.
 
 Each tracker has a thread, which begins at the first line: it imports the library, connects and sends. Training only
-puts lines into its queue. A tracker that fails costs one warning; what it has not got is sent with the next line.
+puts lines into its queue. A tracker that fails costs one warning; lines that it did not receive are sent with the next
+one.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from train.config import TelemetryConfig, TrainConfig, check, flat
 from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-MOST_LINES = 1000  # that wait to be sent
+MOST_LINES = 1000  # waiting to be sent
 END_WAIT_S = 15.0  # for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # at the end, when no line follows
-unended: list[Tracker] = []  # of this process; at its exit the hooks of their libraries may wait without a limit
+unended: list[Tracker] = []  # of this process; when it exits the hooks of their libraries may wait without a limit
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
-IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure of each kind that is always there
-MOST_PARAMS, MOST_CHARS = 100, 500  # that MLflow takes at once, and that every version of it takes of a value
+IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that each kind always has
+MOST_PARAMS, MOST_CHARS = 100, 500  # the most that MLflow takes in one call, and in one value in every version
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
-ENVIRONMENT = {  # unless they are set: a silent server holds the thread for seconds, and nothing is printed or reported
+ENVIRONMENT = {  # set unless the user has: a silent server holds the thread for seconds, and nothing is printed
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -57,7 +58,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told of a run."""
+    """The facts about a run that a tracker receives."""
 
     id: str  # 32 hexadecimal digits, the same in all attempts
     name: str
@@ -66,7 +67,7 @@ class Run:
 
 
 class Client(Protocol):
-    """A connection, made by calling its class with a Run. Whatever fails raises."""
+    """A connection, made by calling its class with a Run. Every failure raises an exception."""
 
     def send(self, line: Line) -> None: ...
 
@@ -75,7 +76,7 @@ class Client(Protocol):
 
 
 class MLflow:
-    """The run of an experiment that has the run's id as a tag, made unless it is there."""
+    """The run of an experiment that has the run's id as a tag, made unless it exists."""
 
     def __init__(self, run: Run) -> None:
         from mlflow import MlflowClient
@@ -99,7 +100,7 @@ class MLflow:
     def send(self, line: Line) -> None:
         from mlflow.entities import Metric
 
-        if line.step > self.sent.get(line.kind, -1):  # else an earlier attempt has sent it
+        if line.step > self.sent.get(line.kind, -1):  # an earlier attempt has sent the others
             time_ms = round(1000 * line.time_unix_s)
             metrics = [Metric(mlflow_key(key), value, time_ms, line.step) for key, value in line.figures.items()]
             self.client.log_batch(self.id, metrics=metrics, synchronous=True)
@@ -113,7 +114,7 @@ def mlflow_key(name: str) -> str:
 
 
 class WandB:
-    """The run whose id is the run's. Of steps that the server has, Weights & Biases itself keeps the first figures."""
+    """The run whose id is the run's. For steps that the server has, Weights & Biases keeps the first figures."""
 
     def __init__(self, run: Run) -> None:
         import wandb
@@ -152,14 +153,14 @@ class Tracker:
     unsent: deque[Line] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     status: str | None = None  # how the attempt has ended
     has_warned: bool = False
-    has_ended: bool = False  # in order
+    has_ended: bool = False  # without a failure
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
         self.client: Client | None = None
 
     def add(self, line: Line) -> None:
-        """Send a line, at some time. Never waits."""
+        """Queue a line to be sent. Never waits."""
         if self.thread.ident is None:
             self.thread.start()
         try:
@@ -168,9 +169,9 @@ class Tracker:
             self._warn(f"{MOST_LINES} lines wait to be sent; more are dropped")
 
     def end(self, status: str) -> None:
-        """Send what waits, then the status. Never waits; `thread` ends when that is done."""
+        """Queue the end of the attempt. Never waits; `thread` ends when lines and status are sent."""
         self.status = status
-        with suppress(queue.Full):  # then there is a line that wakes the thread
+        with suppress(queue.Full):  # a full queue has a line that wakes the thread
             self.lines.put_nowait(None)
 
     def _work(self) -> None:
@@ -192,7 +193,7 @@ class Tracker:
             logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
 
     def _try_to_send(self, is_over: bool) -> bool:
-        """Send what waits, and how the attempt ended. Returns whether all is sent; the rest waits for the next try."""
+        """Send the waiting lines, and how the attempt ended; return whether all is sent. The rest waits for a retry."""
         try:
             if self.client is None:
                 self.client = self.connect()
@@ -202,17 +203,17 @@ class Tracker:
             if is_over and self.status is not None:
                 self.client.end(self.status)
                 self.has_ended = True
-        except Exception as error:  # of any kind: it is the library's, and training goes on
+        except Exception as error:  # any exception of the library: training continues
             self._warn(f"{type(error).__name__}: {error}"[:300])
             return False
         return True
 
     def _warn(self, text: str) -> None:
-        """Say what failed, in one line without credentials, the first time."""
+        """Log a failure, in one line without credentials, the first time."""
         if not self.has_warned:
             self.has_warned = True
             text = re.sub(r"//[^/@\s]*@", "//", " ".join(text.split()))
-            logger.warning("tracker %s: %s; the run goes on", self.name, text)
+            logger.warning("tracker %s: %s; the run continues", self.name, text)
 
     def wait(self, until_s: float) -> None:
         """Wait for the thread's end until this time of the monotonic clock."""
@@ -222,7 +223,7 @@ class Tracker:
 
 
 def check_trackers(cfg: TelemetryConfig) -> None:
-    """InputError if a tracker's package, or the address of its server, is missing."""
+    """Raise InputError if a tracker's package, or the address of its server, is missing."""
     for name in cfg.trackers:
         check(
             importlib.util.find_spec(name) is not None,
@@ -235,7 +236,7 @@ def check_trackers(cfg: TelemetryConfig) -> None:
 
 
 def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
-    """The trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
+    """Return the trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
     if cfg.telemetry.trackers:
         os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     name = folder.location.rstrip("/").rpartition("/")[2]
@@ -244,7 +245,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
 
 
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl. Figures that are no finite number are left out."""
+    """Send a line of metrics.jsonl. Figures that are not finite numbers are left out."""
     kind = line["kind"]
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in NO_CURVES}
     figures = {f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}
@@ -253,7 +254,7 @@ def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
 
 
 def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
-    """End those that got a line, and wait for them a little."""
+    """End those that got a line, and wait briefly for them."""
     begun = [tracker for tracker in trackers if tracker.thread.ident is not None]
     for tracker in begun:
         tracker.end(status)

@@ -1,4 +1,4 @@
-"""What a report leads with: how a run ended, how good its model is, how fast it was and what it cost. No torch here."""
+"""The first part of a report: how a run ended, its model's quality, its speed and its cost. No torch here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.observe.report.run import Run, Summary, divergence, newest_summary, n
 from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
-MOST_CHARS = 300  # of a reason
-# A masked language model that is no better than this against the unigram entropy uses little context.
+MOST_CHARS = 300  # of an outcome's reason
+# A masked language model whose loss is within this of the unigram entropy uses little context.
 FREQUENCIES_NATS = 1.0
 MOST_WRONG = 0.5  # share of right answers below which most are wrong
-MOST_NATS = 20.0  # so that what is not a loss prints no long number
+MOST_NATS = 20.0  # above it a loss is shown without its digits
 MOST_OTHERS = 3  # further metrics on the card of the headline
 
 
@@ -25,14 +25,14 @@ MOST_OTHERS = 3  # further metrics on the card of the headline
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = None  # the higher the better, among runs of the same work for which `title` is the same
+    rank: float | None = None  # higher is better, among runs of the same work with the same `title`
     tone: str = ""  # good | bad
-    key: str = ""  # of the summary's figure whose ratio to that of the first run is shown
-    title: str = ""  # if it says more than the card's name
+    key: str = ""  # the summary's figure whose ratio to the first run's is shown
+    title: str = ""  # if it is more specific than the card's name
 
 
 def cards(run: Run) -> dict[str, Card]:
-    """The cards of a run by their names; what is not known, or did not happen, has none."""
+    """Return the cards of a run by their names; facts that are unknown, or did not happen, have none."""
     made = {name: make(run) for name, make in CARDS.items()}
     return {
         name: replace(card, notes=[note for note in card.notes if note])
@@ -42,7 +42,7 @@ def cards(run: Run) -> dict[str, Card]:
 
 
 def outcome(run: Run) -> Card:
-    """How the last attempt ended, and how far the run came; a run that diverged says so, however it ended."""
+    """Return how the last attempt ended, and the last step; a run that diverged says so, however it ended."""
     card, lost = ending(run), divergence(run)
     if not lost and run.outcome.get("kind") != "not_finite":
         return card
@@ -50,14 +50,14 @@ def outcome(run: Run) -> Card:
 
 
 def ending(run: Run) -> Card:
-    """How the last attempt ended, by outcome.json or else by its last line, and how far the run came."""
+    """Return how the last attempt ended, by outcome.json or else by its last line, and the last step."""
     steps, planned = run.summary["steps"], run.summary["steps_total"]
     far = f"step {steps:,}" if planned is None else f"step {steps:,} of {planned:,.0f}"
     far += f" ({steps / planned:.0%})" if planned and steps < planned else ""
     if run.outcome:
         end = shown(run.outcome["outcome"])
         is_early = run.outcome["kind"] == "early_stop"
-        reason = "stopped early: no evaluation was better any more" if is_early else shown(run.outcome["reason"])
+        reason = "stopped early: no later evaluation was better" if is_early else shown(run.outcome["reason"])
         tone = {"done": "good", "failed": "bad", "refused": "bad"}.get(end, "")
         return Card(end, [far, reason if reason != end else ""], tone=tone)
     if run.attempts[-1].last["kind"] != "summary":
@@ -74,7 +74,7 @@ def shown(reason: object) -> str:
 
 
 def model(run: Run) -> Card | None:
-    """What was trained, and the settings that a reader looks for first."""
+    """Return the model that was trained, and the settings that a reader looks for first."""
     known, optimizer = run.summary, run.config.get("optim.name")
     if known["model"] is None:
         return None
@@ -92,7 +92,7 @@ def model(run: Run) -> Card | None:
 
 
 def quality(run: Run) -> Card:
-    """The last value of the task's most telling metric, with what tells whether that is good."""
+    """Return the last value of the task's headline metric, with a comparison that tells whether it is good."""
     summary, records = run.summary, run.records or Records()
     scores, spec = summary["scores"], TASKS.get(str(summary["task"]))
     declared = [metric.name for metric in spec.metrics] if spec else []
@@ -128,7 +128,7 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 
 
 def ability(summary: Summary) -> str:
-    """What to expect of a masked language model by its loss and accuracy; empty if these are not known."""
+    """Return what to expect of a masked language model by its loss and accuracy; "" if these are unknown."""
     scores, entropy = summary["scores"], summary["unigram_entropy"]
     loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in ("loss", "masked_accuracy"))
     loss = scores["mlm_loss"]["last"][0] if "mlm_loss" in scores else loss
@@ -153,7 +153,7 @@ def ability(summary: Summary) -> str:
 
 
 def against_majority(records: Records) -> str:
-    """The accuracy of always giving the label that is most frequent in the validation data."""
+    """Return the accuracy of always giving the label that is most frequent in the validation data."""
     counts = next((split.label_counts for split in records.splits if split.name == "validation"), {})
     total = sum(counts.values())
     return f"always the most frequent label: accuracy {figure(max(counts.values()) / total)}" if total else ""
@@ -201,7 +201,7 @@ def cost(run: Run) -> Card | None:
 
 
 def faults(run: Run) -> Card | None:
-    """Goodput, if anything went wrong."""
+    """Return the goodput, if anything went wrong."""
     summary = run.summary
     alarms, skipped, rollbacks = (summary[key] or 0 for key in ("alarms", "skipped_steps", "rollbacks"))
     survived, attempts, goodput = summary["faults_survived"], summary["attempts"], summary["goodput"]
@@ -241,7 +241,7 @@ class Cell(NamedTuple):
 
 
 def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> dict[str, list[Cell]]:
-    """A row for each card that a run has, with the best value marked if the runs did the same work."""
+    """Return a row for each card that a run has, with the best value marked if the runs did the same work."""
     rows, is_ranked = {}, is_same_work(runs)
     for name in CARDS:
         cells = [each.get(name) for each in of_runs]

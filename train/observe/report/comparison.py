@@ -1,4 +1,4 @@
-"""Runs beside the first one, the baseline: ratios, whether they did the same work, and whether equally well."""
+"""The comparison of runs with the first one, the baseline: ratios, and whether work and quality are the same."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from train.config.checks import LARGEST_FLOAT
 from train.observe.report.run import Run, divergence
 from train.observe.report.texts import as_text, count, factor, percent, printable, shortened
 
-SAME_EXAMPLES = 0.01  # share by which as many sequences may differ: a batch does not divide every epoch
+SAME_EXAMPLES = 0.01  # share by which numbers of sequences may differ: a batch does not divide every epoch
 WORK = ("task.", "model.", "optim.", "seed")  # settings that decide what is learnt
-BATCH = ("global_batch_size", "steps")  # what runs at another batch cannot have in common
+BATCH = ("global_batch_size", "steps")  # facts that runs at different batches cannot have in common
 MACHINE = ("device", "instance", "world_size")
 
 
 def ratio(run: Run, baseline: Run, key: str) -> float | None:
-    """How many times the baseline's figure a run has; None if either is unknown, or cannot have been measured."""
+    """Return a run's figure divided by the baseline's; None if either is unknown, or cannot have been measured."""
     value, base = run.summary[key] or 0.0, baseline.summary[key] or 0.0
     return value / base if 0 < value < LARGEST_FLOAT and 1 / LARGEST_FLOAT < base < LARGEST_FLOAT else None
 
 
 def times(run: Run, baseline: Run, key: str) -> str:
-    """The ratio in words; empty for the baseline itself and where there is none."""
+    """Return the ratio in words; "" for the baseline itself and without a ratio."""
     value = None if run is baseline else ratio(run, baseline, key)
     return "" if value is None else f"{factor(value)} times"
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Whether the last validation score equals the baseline's, by its best.metric or by the loss, within a share of it.
+    """Say whether the last validation score equals the baseline's, by its best.metric or by the loss, within a share.
 
     Runs that were validated on different data are never called equal.
     """
@@ -58,7 +58,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 
 
 def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
-    """What makes the work of a run another one than the baseline's: "key: value there, value here"."""
+    """List the settings in which the run's work differs from the baseline's: "key: value there, value here"."""
     both = (baseline, run)
     settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
     result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))
@@ -66,7 +66,7 @@ def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
     for key in ("seq_len", "lengths"):
-        if all(each.summary[key] for each in both):  # old runs do not record them, and do not differ by that
+        if all(each.summary[key] for each in both):  # old runs do not record them, which is not a difference
             result += summaries_differ(run, baseline, (key,))
     return result + (summaries_differ(run, baseline, BATCH) if same_batch else [])
 
@@ -80,7 +80,7 @@ def summaries_differ(run: Run, baseline: Run, keys: Sequence[str]) -> list[str]:
 
 
 def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """ "key: value there, value here" for each key whose values differ."""
+    """Return "key: value there, value here" for each key whose values differ."""
     texts = []
     for key in there | here:
         if there.get(key) != here.get(key):
@@ -93,8 +93,9 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
-    """The run with the largest batch of each variant, the baseline's first; empty if all have the same batch. Runs are
-    of one variant if backend, split over ranks and machine are the same.
+    """Return the run with the largest batch of each variant, the baseline's first; [] if all batches are equal.
+
+    Runs are of one variant if backend, split over ranks and machine are the same.
     """
 
     def variant(run: Run) -> str:
@@ -117,14 +118,14 @@ def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
 
 
 def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run, bool]]:
-    """Each run with the first at the same batch (True), and each variant with it at its own largest batch (False)."""
+    """Pair each run with the first at the same batch (True), and each variant with it at its largest batch (False)."""
     same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
     largest = at_largest_batch(runs)
     known = [(run, same[0], True) for run in same[1:]]
     for run in largest[1:]:
-        if not (run in same and largest[0] in same):  # that is among them
+        if not (run in same and largest[0] in same):  # those pairs already compare the variants
             known.append((run, largest[0], False))
-    # Without either, they are runs of one variant that differ in batch.
+    # Without either, the runs are of one variant and differ in batch.
     return known or [(run, runs[0], True) for run in runs[1:]]
 
 
@@ -133,19 +134,19 @@ def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
 
 
 def is_same_work(runs: Sequence[Run]) -> bool:
-    """True if no sentence says of a run that its work is another one, nor could of any run beside the first."""
+    """Return whether each run does the same work as the first one, as far as `sentence` can tell."""
     known = [*pairs(runs), *((run, runs[0], False) for run in runs[1:])]
     return not any(work_differences(run, baseline, same_batch=same) for run, baseline, same in known)
 
 
 def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
-    """How many times the throughput, in which share of the time, and whether it is the same result of the same work."""
+    """Say how throughput and time compare with the baseline's, and whether result and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
     does = f"{factor(speed)} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
-    parts = [f"{run.label} does {does} of {baseline.label}{time_text(run, baseline)}"]
+    parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
     if not same_batch:
         here, there = (count(each.summary["global_batch_size"]) for each in (run, baseline))
-        parts[0] += f", each at its own largest batch ({here} against {there})"
+        parts[0] += f", each at its largest batch ({here} against {there})"
     parts.append(quality(run, baseline, tolerance))
     for what, differences in (
         ("not the same work", work_differences(run, baseline, same_batch=same_batch)),
@@ -158,7 +159,7 @@ def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> 
 
 
 def time_text(run: Run, baseline: Run) -> str:
-    """How many times the baseline's billable time, and the same without compiling; empty if it is unknown."""
+    """Return the billable time as a multiple of the baseline's, also without compiling; "" if it is unknown."""
     whole, without = (ratio(run, baseline, key) for key in ("wall_s", "wall_without_compile_s"))
     if whole is None:
         return ""
@@ -168,7 +169,7 @@ def time_text(run: Run, baseline: Run) -> str:
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
-    """What a reader must know of runs before they are compared."""
+    """Yield warnings on runs for a reader who compares them."""
     for run in runs:
         known = run.summary
         if lost := divergence(run):
@@ -180,4 +181,4 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
         if known["cost_usd"] is not None and known["cost_partial"]:
-            yield f"{run.label}: the cost is a lower bound, not every attempt recorded its own to the end"
+            yield f"{run.label}: the cost is a lower bound, not every attempt recorded its cost to the end"

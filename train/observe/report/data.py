@@ -14,7 +14,7 @@ from train.observe.report.texts import count, score, share
 from train.system.folders import Folder
 from train.system.schema import BadContent, of_type, record
 
-FIRST = ("train", "validation")  # of the splits; then the others by name
+FIRST = ("train", "validation")  # these splits come first, then the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
 ROWS = (  # of the table of splits
     ("Rows of the data", "examples"),
@@ -32,8 +32,8 @@ class SplitFacts:
     """A prepared split, as training or evaluation uses it. None is unknown."""
 
     name: str
-    rows: int | None = None  # for the model: windows, for question answering
-    used_rows: int | None = None  # number of them that this run uses
+    rows: int | None = None  # rows as the model sees them: windows, for question answering
+    used_rows: int | None = None  # the number of rows that this run uses
     examples: int | None = None  # rows of the data from which they are made
     bad_rows: int = 0  # left out
     left_out: int = 0  # by data.label_map
@@ -49,7 +49,7 @@ class SplitFacts:
 
     @property
     def up_to(self) -> list[float]:
-        """Bins of the lengths: counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens."""
+        """Upper ends of the bins: counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens."""
         return self.length_histogram.get("up_to", [])
 
     @property
@@ -62,7 +62,7 @@ class Evaluated:
     """The evaluation of a split."""
 
     name: str
-    metrics: Numbers = field(default_factory=dict)  # and further numbers, such as the threshold that belongs to them
+    metrics: Numbers = field(default_factory=dict)  # with further numbers, such as the threshold that belongs to them
     labels: list[str] = field(default_factory=list)
     per_class: dict[str, Numbers] = field(default_factory=dict)  # of each label: precision, recall, f1, support
     confusion: list[list[float]] = field(default_factory=list)  # [true, predicted] examples
@@ -79,9 +79,9 @@ class Evaluated:
 @dataclass(frozen=True)
 class Records:
     labels: list[str] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)  # that batches are padded to, in tokens
+    lengths: list[float] = field(default_factory=list)  # lengths to which batches are padded, in tokens
     splits: list[SplitFacts] = field(default_factory=list)
-    step: int | None = None  # of the evaluation
+    step: int | None = None  # at which the evaluation took place
     evaluated: list[Evaluated] = field(default_factory=list)
 
 
@@ -91,7 +91,7 @@ class Records:
 def read_mapping(
     folder: Folder, name: str, parse: Callable[[bytes], Any], convert: Callable[[Any], Any] = dict
 ) -> dict[str, Any]:
-    """The mapping in a file, converted; empty if there is no such file. InputError if it is damaged."""
+    """Return the mapping in a file, converted; {} without the file. Raises InputError if it is damaged."""
     try:
         value = parse(folder.read(name))
         if not isinstance(value, dict):
@@ -105,14 +105,14 @@ def read_mapping(
 
 
 def read_records(folder: Folder) -> Records | None:
-    """data.json and evaluation.json of a run folder; None if it has neither. InputError, one line, for damaged ones."""
+    """Read data.json and evaluation.json; None if a run folder has neither. Raises InputError if one is damaged."""
     data = read_mapping(folder, "data.json", parse, partial(fields_of, DATA, "splits", SplitFacts))
     evaluation = read_mapping(folder, "evaluation.json", parse, partial(fields_of, EVALUATION, "evaluated", Evaluated))
     return Records(**data | evaluation) if data or evaluation else None
 
 
 def parse(content: bytes) -> Any:
-    """The JSON of a file. What is unknown is left out: null, and NaN, of a run that diverged."""
+    """Return the JSON of a file. Unknown values are left out: null, and NaN, of a run that diverged."""
 
     def drop_unknown(table: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if value is not None}
@@ -130,9 +130,7 @@ EVALUATION: dict[str, Any] = {"step": int | None}
 def fields_of(
     hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fields of Records: under `name` the splits, as `kind`; training and validation first, the others by name. What
-    `kind` lacks is dropped.
-    """
+    """Return fields of Records: `name` has the splits as `kind`, training and validation first; unknown values go."""
     result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
     result[name], known = [], {item.name for item in fields(kind)}
@@ -155,7 +153,7 @@ def with_header(corner: str, columns: Iterable[str], rows: Table) -> Table:
 
 
 def splits_table(records: Records) -> Table:
-    """A column for each split: its rows, what was left out or cut, its share of padding."""
+    """Return a column for each split: its rows, how many were left out or cut, its share of padding."""
     splits = records.splits
     rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
     for note in {note: None for split in splits for note in split.notes}:
@@ -165,7 +163,7 @@ def splits_table(records: Records) -> Table:
 
 
 def labels_table(records: Records) -> Table:
-    """A row for each label: how often each split has it, and the share of its labels."""
+    """Return a row for each label: how often each split has it, and the share of its labels."""
     columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
     rows = []
     for label in label_names(records):
@@ -175,13 +173,13 @@ def labels_table(records: Records) -> Table:
 
 
 def label_names(records: Records) -> list[str]:
-    """Labels in the order of their numbers; those that occur only in the counts come last."""
+    """Return labels in the order of their numbers; those that occur only in the counts come last."""
     counted = [label for split in records.splits for label in split.label_counts]
     return list(dict.fromkeys([*records.labels, *counted]))
 
 
 def metrics_table(records: Records) -> Table:
-    """A row for each metric of the best evaluation, a column for each split."""
+    """Return a row for each metric of the best evaluation, with a column for each split."""
     columns = {split.name: split.metrics for split in records.evaluated}
     names = {name: None for metrics in columns.values() for name in metrics}
     rows = [[name.replace("_", " "), *(score(each.get(name)) for each in columns.values())] for name in names]
@@ -189,7 +187,7 @@ def metrics_table(records: Records) -> Table:
 
 
 def classes_table(evaluated: Evaluated) -> Table:
-    """A row for each label: precision, recall, F1 and the number of examples that have it."""
+    """Return a row for each label: precision, recall, F1 and the number of examples that have it."""
     known = [label for label in evaluated.labels if label in evaluated.per_class]
     rows = []
     for label in dict.fromkeys([*known, *evaluated.per_class]):
@@ -199,7 +197,7 @@ def classes_table(evaluated: Evaluated) -> Table:
 
 
 def f1_comparison(runs: Sequence[Records | None], names: Sequence[str]) -> Table:
-    """A row for each split and label, a column for each run: F1 at its best evaluation."""
+    """Return a row for each split and label, with a column for each run: F1 at its best evaluation."""
     columns = [
         {(split.name, label): scores.get("f1") for split in run.evaluated for label, scores in split.per_class.items()}
         if run is not None

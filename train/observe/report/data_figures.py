@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELS, MAX_NUMBERED = 40, 12  # labels that a figure names; labels up to which the heat map has numbers
-MAX_SCATTERED = 8  # targets of a split that have a figure
+MAX_SCATTERED = 8  # targets per split that have a figure
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
@@ -35,7 +35,7 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
 
 
 def label_bars(records: Records) -> Figure:
-    """Bars of the share of each label in each split, of the most frequent ones if there are many."""
+    """Draw bars of the share of each label in each split, of the most frequent ones if there are many."""
     splits = [split for split in records.splits if split.label_counts]
     totals = {label: sum(split.label_counts.get(label, 0) for split in splits) for label in label_names(records)}
     frequent = sorted(totals, key=lambda label: -totals[label])[:MAX_LABELS]
@@ -51,7 +51,7 @@ def label_bars(records: Records) -> Figure:
     axes.set_yticks(range(len(names)), [shortened(label, 20) for label in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # space for the figures
+    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # leaves space for the figures
     axes.xaxis.set_major_formatter(percent)
     axes.set_xlabel("share of the split's labels")
     figure.legend(loc="outside lower center", ncols=4)
@@ -59,7 +59,7 @@ def label_bars(records: Records) -> Figure:
 
 
 def length_steps(records: Records) -> Figure:
-    """Histogram of the lengths of each split's rows, with the lengths that batches are padded to."""
+    """Draw a histogram of the lengths of each split's rows, with the lengths that batches are padded to."""
     figure, axes = axes_of("Lengths", xlabel="tokens, special ones included", ylabel="share of the split's rows")
     for index, split in enumerate(split for split in records.splits if sum(split.counts)):
         shares = [value / sum(split.counts) for value in split.counts]
@@ -81,7 +81,7 @@ def length_steps(records: Records) -> Figure:
 
 
 def heat_map(evaluated: Evaluated) -> Figure:
-    """The confusion matrix, coloured by the share of the true label's examples; with their number if they fit."""
+    """Draw the confusion matrix, coloured by the share of the true label's examples, with numbers if they fit."""
     rows = evaluated.confusion
     shares = [[value / (sum(row) or 1) for value in row] for row in rows]
     inch = 0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0  # of a row with its text
@@ -106,7 +106,7 @@ def heat_map(evaluated: Evaluated) -> Figure:
 
 
 def scatter(title: str, pairs: list[list[float]]) -> Figure:
-    """A point for the true and the predicted number of each row, and the line on which both are equal."""
+    """Draw the true and the predicted number of each row, and the line on which both are equal."""
     truth, predicted = zip(*pairs, strict=True)
     ends = [end([*truth, *predicted]) for end in (min, max)]
     name = shortened(printable(title), 40)

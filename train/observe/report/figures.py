@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: apart for colour-blind eyes
-DASHES = ("-", "--", ":", "-.")  # the second six runs are dashed, and so on
-MAX_POINTS = 200  # of a curve: at 600 px more points are noise, which makes PNGs large
-MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # of a line that is no curve
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: safe for colour-blind eyes
+DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
+MAX_POINTS = 200  # per curve: at 600 px more points are noise, which makes PNGs large
+MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of a line that is not a curve
 DPI = 200
 WIDTH = 4.5  # inches; shown as one of three columns, or on a telephone, its texts are as large as those around it
-SMALL = 9  # points, of the smallest text: no page shows a figure with fewer than one pixel for a point
+SMALL = 9  # points, of the smallest text: no page shows a figure with less than one pixel per point
 STYLE: Any = {
     "font.size": 10,
     "xtick.labelsize": SMALL,
@@ -56,8 +56,8 @@ class Panel:
     kind: str = "train"
     percent: bool = False
     from_zero: bool = True
-    at_most: tuple[float, ...] = ()  # the value that none exceeds is the first of these that is high enough
-    spikes: bool = False  # a logarithmic axis where values differ a hundredfold
+    at_most: tuple[float, ...] = ()  # candidates for the top of the y axis: the first one that no value exceeds
+    spikes: bool = False  # a logarithmic axis if values differ a hundredfold
 
 
 X_LABELS = {
@@ -68,7 +68,7 @@ X_LABELS = {
 }
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", "tokens_per_s")
-PANELS = (  # below the quality
+PANELS = (  # shown below the quality
     Panel("learning_rate", "Learning rate", "learning rate", "lr"),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", percent=True),
     Panel("padding_share", "Padding", "share of all tokens", "padding_share", percent=True),
@@ -79,7 +79,7 @@ PANELS = (  # below the quality
 
 
 def panels(runs: list[Run]) -> Iterator[Panel]:
-    """Yield the panels of these runs, with what readers look for first: loss, throughput, quality."""
+    """Yield the panels of these runs, the most important first: loss, throughput, quality."""
     yield from (LOSS, THROUGHPUT)
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
         metric, file = runs[0].metric(name), file_name("validation", name)
@@ -97,27 +97,27 @@ def plain(value: float, _: float | None = None) -> str:
 
 
 def x_axis(runs: list[Run]) -> str:
-    """Steps; or sequences, if batch sizes differ, so that equal steps are unequal work, and all runs have them."""
+    """Return the x axis: sequences if the batch sizes differ and all runs count them, otherwise steps."""
     batches = {run.summary["global_batch_size"] for run in runs}
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
     return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
 
 
 def last_x(runs: list[Run], x: str) -> float:
-    """Return where the axes of all curves end, which all begin at 0."""
+    """Return the end of the axes of all curves, which all begin at 0."""
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
     return max((value for line in lines if (value := number(line, x)) is not None), default=0.0) or 1.0
 
 
 def look(number: int) -> dict[str, Any]:
-    """Colour and dash of a run by its number, the same on every figure."""
+    """Return colour and dash of a run by its number, the same on every figure."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 def curve(
     axes: Axes, xs: list[float], ys: list[float], lows: list[float], highs: list[float], *, band: bool, **style: Any
 ) -> None:
-    """Draw a line of at most MAX_POINTS means and, so that no spike is lost, a band from lowest to highest value."""
+    """Draw a line of at most MAX_POINTS means, and a band from lowest to highest value, so that no spike is lost."""
     size = math.ceil(len(xs) / MAX_POINTS) or 1
     groups = [slice(start, start + size) for start in range(0, len(xs), size)]
     middle = [fmean(xs[group]) for group in groups]
@@ -179,7 +179,7 @@ def style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box in the figure; the HTML has the name
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the figure shows a box; the HTML has the name
         yield
 
 
@@ -191,7 +191,7 @@ def axes_of(title: str, *, width: float = WIDTH, height: float = 3.0, **more: st
 
 
 def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
-    """The PNG of a panel; None if no run has a value for it, unless that is a loss that was never finite."""
+    """Return the PNG of a panel; None if no run has a value for it, unless that is a loss that was never finite."""
     curves = [points(run.drawn(panel.kind), panel.key, x) for run in runs]
     values = [y for each in curves for ys in each[1:] for y in ys]
     lost = [last_finite(run) if panel.key == LOSS.key else None for run in runs]
@@ -237,7 +237,7 @@ class Bars(NamedTuple):
     name: str  # of the PNG
     title: str
     key: str  # of the summary
-    form: str  # of the figure beside the bar
+    form: str  # format of the figure beside the bar
     unit: str
     scale: float = 1.0
 
@@ -248,7 +248,7 @@ BARS = (
     Bars("cost_by_run", "Cost", "cost_usd", "${:,.2f}", "US dollars"),
     Bars("compiling_by_run", "Compiling", "compile_s", "{:,.1f} s", "seconds"),
 )
-MEMORY = (  # what the peak is taken from: the first that every run has
+MEMORY = (  # sources of the peak: the first that every run has
     ("peak_device_bytes", "device memory, GB, of rank 0 as PyTorch counts it"),
     ("monitored_device_bytes", "device memory, GB, the most that the monitor saw"),
     ("peak_host_bytes", "host memory, GB, of the process of rank 0"),
@@ -256,14 +256,14 @@ MEMORY = (  # what the peak is taken from: the first that every run has
 
 
 def bars_of(runs: list[Run]) -> list[Bars]:
-    """The bars for which there are figures."""
+    """Return the bars for which there are figures."""
     memory = [Bars("memory_by_run", "Peak memory", key, "{:,.2f} GB", unit, scale=1e-9) for key, unit in MEMORY]
     memory = [bars for bars in memory if all(run.summary[bars.key] for run in runs)][:1]
     return [*(bars for bars in BARS if any(run.summary[bars.key] for run in runs)), *memory]
 
 
 def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
-    """The PNG of bars, each with its figure and how many times the first run's it is."""
+    """Return the PNG of bars, each with its figure and the ratio to the first run's."""
     from matplotlib.ticker import MaxNLocator
 
     values = [run.summary[bars.key] for run in runs]
@@ -279,17 +279,17 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(plain)
-    axes.set_xlim(right=1.9 * axes.get_xlim()[1])  # space for the figures
+    axes.set_xlim(right=1.9 * axes.get_xlim()[1])  # leaves space for the figures
     return png_of(figure)
 
 
 def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
-    """(name, title, PNG) of the curves, and for several runs of the bars beside the first one's."""
+    """Return (name, title, PNG) of the curves, and for several runs of the bars."""
     x = x_axis(runs)
     with style():
         drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
         if len(runs) > 1:
-            # Over the time in steps if a run did not record its start.
+            # If a run did not record its start, the axis is the time in steps.
             is_recorded = all("since_start_s" in line for run in runs for line in run.train)
             over_time = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
             png = draw(over_time, runs, "since_start_s" if is_recorded else "train_s")

@@ -1,5 +1,7 @@
-"""The lines of a run as the report reads them: from the newest to the oldest, in memory that does not grow with them.
-Read this way, a line is known to be superseded, by one of the same kind at the same or an earlier step, when it comes.
+"""The lines of a run as the report reads them, newest first, in memory that does not grow with their number.
+
+In this order a line is known to be superseded when it is read: one of the same kind at the same or an earlier step came
+before.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from typing import Any, NamedTuple
 from train.config.checks import LARGEST_FLOAT
 
 Line = dict[str, Any]
-MAX_LINES = 1000  # of a kind, five for each point of a curve; twice as many are thinned
+MAX_LINES = 1000  # per kind, five for each point of a curve; twice this number is thinned
 
 
 def number(line: Line, key: str) -> float | None:
-    """The value of a key if it is a finite number; None if not."""
+    """Return the value of a key if it is a finite number, else None."""
     value = line.get(key)
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
     return value if known else None
@@ -56,7 +58,7 @@ def highest(lines: list[Line], key: str) -> float | None:
 
 
 class Points(NamedTuple):
-    """Those of a curve, with the extremes of the lines that a point is the mean of."""
+    """The points of a curve, with the extremes of the lines that a point is the mean of."""
 
     xs: list[float]
     ys: list[float]
@@ -72,11 +74,11 @@ def points(lines: list[Line], key: str, x: str) -> Points:
 
 @dataclass
 class Curve:
-    """Train lines: the newest, the oldest, and between them at most twice MAX_LINES groups of equally many."""
+    """Train lines: the newest, the oldest, and between them at most twice MAX_LINES groups of equal size."""
 
     ends: list[Line] = field(default_factory=list)
     groups: list[Line] = field(default_factory=list)
-    group: list[Line] = field(default_factory=list)  # that is being filled
+    group: list[Line] = field(default_factory=list)  # the group that is being filled
     size: int = 1  # lines of a group
 
     def add(self, line: Line) -> None:
@@ -103,26 +105,26 @@ def joined(lines: list[Line]) -> Line:
 
 @dataclass
 class Attempt:
-    """What the report says of an attempt, out of all its lines, those of steps that were redone included."""
+    """Facts of an attempt from all its lines, including those of steps that were redone."""
 
     last: Line  # its newest line
-    step: int = 0  # that it reached, by its newest line or by a save that was committed since
+    step: int = 0  # the last step, by its newest line or by a later committed save
     is_step_known: bool = False
     has_steps: bool = False  # or a summary
     newest: Line = field(default_factory=dict)  # the newest known figures of any line
     trained: Line = field(default_factory=dict)  # those of train lines; compile_s is their sum
     flops_s: float = 0.0  # MFU x seconds
-    known_s: float = 0.0  # whose MFU is known
-    later: tuple[float | None, float] | None = None  # MFU and end of the train line after the one that is read
+    known_s: float = 0.0  # seconds for which the MFU is known
+    later: tuple[float | None, float] | None = None  # MFU and end of the train line that follows the one being read
 
     def add(self, line: Line) -> None:
-        """Take note of the line before those that were added."""
+        """Add the line that precedes those added so far."""
         kind = line["kind"]
         self.has_steps |= kind in ("train", "summary")
         for key in ("cost_usd", "goodput"):
             if key not in self.newest and (value := number(line, key)) is not None:
                 self.newest[key] = value
-        if kind != "fault" and not self.is_step_known:  # one may come before any step
+        if kind != "fault" and not self.is_step_known:  # a fault may precede any step
             self.step, self.is_step_known = max(self.step, line["step"]), kind != "checkpoint"
         if kind == "train":
             for key in ("train_s", "tokens", "graphs"):
@@ -141,14 +143,14 @@ class Attempt:
             self.flops_s, self.known_s = self.flops_s + mfu * (end_s - begin_s), self.known_s + end_s - begin_s
 
     def finish(self) -> None:
-        """Take note that all lines were added."""
+        """Complete the figures, once all lines were added."""
         self.add_mfu(0.0)
         self.later = None
         if self.known_s:
             self.trained["mfu"] = self.flops_s / self.known_s
 
     def figure(self, key: str) -> float | None:
-        """A figure of the attempt, as train_s: by its summary, or by its train lines if it wrote none."""
+        """Return a figure of the attempt, as train_s: from its summary, or from its train lines if it wrote none."""
         return number(self.last if self.last["kind"] == "summary" else self.trained, key)
 
 
@@ -199,7 +201,7 @@ class Faults:
 class Reading:
     """All lines of a run, once they were added from the newest to the oldest."""
 
-    told: Callable[[list[Line]], set[int | None]]  # the steps of evaluations that are not to be left out
+    told: Callable[[list[Line]], set[int | None]]  # the steps of evaluations that must not be left out
     by_number: dict[int, Attempt] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     evaluations: list[Line] = field(default_factory=list)
@@ -234,7 +236,7 @@ class Reading:
             self.faults.add(line)
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts, all lines having been added: those without steps are left out, unless all are."""
+        """Return the attempts, once all lines were added: those without steps are left out, unless all are."""
         known = list(reversed(self.by_number.values()))
         for attempt in known:
             attempt.finish()

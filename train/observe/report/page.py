@@ -100,7 +100,7 @@ WITH_RATIO = ("tokens_per_s", "sequences_per_s", "train_s", "wall_s", "wall_with
 
 
 def facts(run: Run, baseline: Run) -> dict[str, str]:
-    """The summary as labels and texts, in the order of the table, with ratios to the baseline's figures."""
+    """Return the summary as labels and texts, in the order of the table, with ratios to the baseline's figures."""
     result, summary = {}, run.summary
     for label, key, form in ROWS:
         value = summary[key]
@@ -117,7 +117,7 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Rows of a label and a text for each run; rows unknown for every run are left out, but for the most important."""
+    """Return a label and a text for each run; rows unknown for every run are left out, except the most important."""
     columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
@@ -125,7 +125,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def config_differences(runs: Sequence[Run]) -> Table:
-    """Rows of a key and a value for each run, for the keys that differ; run_dir always does and is left out."""
+    """Return a key and a value for each run, for the keys that differ; run_dir always does and is left out."""
     keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
     rows = [[key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -136,7 +136,7 @@ def config_differences(runs: Sequence[Run]) -> Table:
 
 def why_unknown(run: Run, figure: str) -> str:
     if not run.summaries:
-        return "the run has not written a summary yet: it is still going, or it was killed"
+        return "the run has not written a summary yet: it is still running, or it was killed"
     peak = "instance.device_tflops_" + ("fp32" if run.summary["precision"] == "fp32" else "bf16")
     what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
     if run.config.get(key) is not None:
@@ -145,7 +145,7 @@ def why_unknown(run: Run, figure: str) -> str:
 
 
 def describe(run: Run, index: int) -> dict[str, Any]:
-    """The values that the template shows of one run."""
+    """Return the values of one run that the template shows."""
     splits = run.records.splits if run.records else []
     return {
         "label": run.label,
@@ -164,7 +164,7 @@ def describe(run: Run, index: int) -> dict[str, Any]:
 
 
 def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
-    """(title, [(caption, table)]) of the data and of the best evaluation; empty ones are left out."""
+    """Return (title, [(caption, table)]) of the data and of the best evaluation; empty ones are left out."""
     evaluation = "Best evaluation" if records.step is None else f"Best evaluation, at step {records.step:,}"
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
     titled = (
@@ -176,7 +176,7 @@ def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
 
 
 def samples_of(run: Run) -> samples.Samples | None:
-    """What the model answered to some validation examples. InputError, one line, for a damaged file."""
+    """Return the model's answers to some validation examples. Raises InputError if the file is damaged."""
     try:
         return samples.read(run.folder)
     except BadContent as error:
@@ -184,14 +184,14 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
-    """(title, PNG in base64, least width in pixels) of figures: one at which a point of their texts is a pixel."""
-    widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # in the header of a PNG
+    """Return (title, PNG in base64, least width in pixels, at which a point of text is a pixel) of figures."""
+    widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # read from the header of a PNG
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]
 
 
 def fill_template(values: dict[str, Any]) -> str:
-    """The HTML. Every value is escaped, and made printable, where the template shows it."""
+    """Return the HTML. Every value is escaped, and made printable, where the template shows it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -206,8 +206,10 @@ def fill_template(values: dict[str, Any]) -> str:
 
 
 def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
-    """Write report.html and its PNGs to the folder `output`; returns the path of the HTML. `failed`: lines on runs that
-    are missing. What readers look for comes first; the long table and all settings fold below.
+    """Write report.html and its PNGs to the folder `output`; return the path of the HTML.
+
+    `failed` has lines on runs that are missing. The most important facts come first; the long table and all settings
+    fold below.
     """
     tell_apart(runs)
     is_one = len(runs) == 1
@@ -240,7 +242,7 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
     there = folder.read("report.html") if folder.size("report.html") is not None else b""
     is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
     foreign = [name for name in files if name in folder.names_here() and not is_ours]
-    check(not foreign, f"{output} holds {', '.join(foreign[:3])} of no report; --output names another folder")
+    check(not foreign, f"{output} holds {', '.join(foreign[:3])} that no report wrote; --output names another folder")
     for name, content in files.items():
         folder.write(name, content)
     return output / "report.html"

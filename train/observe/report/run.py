@@ -34,16 +34,16 @@ logger = logging.getLogger("train")
 class Run:
     folder: Folder
     config: dict[str, Any]  # flat: "optim.lr"
-    environment: dict[str, Any]  # flat too
-    attempts: list[Attempt] = field(default_factory=list)  # time and money, redone steps included
-    train: list[Line] = field(default_factory=list)  # without superseded ones, as those of evaluations: for the curves
+    environment: dict[str, Any]  # also flat
+    attempts: list[Attempt] = field(default_factory=list)  # of time and money, including redone steps
+    train: list[Line] = field(default_factory=list)  # for the curves, without superseded ones, like evaluations
     evaluations: list[Line] = field(default_factory=list)
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
     records: Records | None = None  # None: it has no labelled data, and no evaluation of such
     outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty: it still runs, or was killed
-    exported_step: int | None = None  # of the weights in its export; None: it has none, or one that does not say it
+    exported_step: int | None = None  # of the weights in its export; None: it has none, or one that does not state it
     label: str = ""  # its name among the runs of a report
 
     def add(self, lines: Iterable[Line]) -> None:
@@ -72,7 +72,7 @@ class Run:
         return self.evaluations if kind == "eval" else self.train
 
     def metric(self, name: str) -> Metric:
-        """Return what the task declares of a metric, under a name that can be shown."""
+        """Return the task's declaration of a metric, under a name that can be shown."""
         prefix = "data.more_validation."
         splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
         return replace(metric_of(str(self.config.get("task.kind")), name, splits), name=printable(name))
@@ -83,7 +83,7 @@ class Run:
 
 
 def read_run(folder: Folder | Path) -> Run:
-    """Read a run folder; InputError, one line, if it is none or if a file in it is damaged."""
+    """Read a run folder. Raises InputError if it is not one or if a file in it is damaged."""
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     if isinstance(folder, LocalFolder):
         check(folder.path.is_dir(), f"{folder.location} is not a folder; name the run_dir of a training run")
@@ -92,7 +92,7 @@ def read_run(folder: Folder | Path) -> Run:
     newest = next(lines, None)
     if newest is None:
         check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it holds no {NAME}")
-        raise InputError(f"{where} holds no line yet: there is nothing to report")
+        raise InputError(f"{where} has no lines yet: there is nothing to report")
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
     run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
@@ -105,7 +105,7 @@ def read_run(folder: Folder | Path) -> Run:
 
 
 def tell_apart(runs: list[Run]) -> None:
-    """Label the runs by their folder names, with as many parent folders as make them different."""
+    """Label the runs by their folder names, with enough parent folders to make them different."""
     paths = [run.folder.location.split("/") for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
         for run, parts in zip(runs, paths, strict=True):
@@ -122,7 +122,7 @@ def last(lines: list[Line], key: str) -> float | None:
 
 
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
-    """The mean of values weighted by seconds: of MFUs, all FLOPs over what the devices could have done meanwhile."""
+    """Return the mean of values weighted by seconds: of MFUs, all FLOPs over what the devices could have done."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
     return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
 
@@ -135,8 +135,9 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """(value, step) of the last and the best of every metric; no best where the better direction is not known. The last
-    value is None if it was no finite number.
+    """Return (value, step) of the last and the best of every metric; no best if the better direction is unknown.
+
+    The last value is None if it was not a finite number.
     """
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
@@ -150,18 +151,18 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
 
 
 def summarise(run: Run) -> Summary:
-    """What the summary table says, as plain values; None is unknown. Times, tokens and peaks are of all attempts."""
+    """Return the values of the summary table; None is unknown. Times, tokens and peaks are of all attempts."""
     return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.evaluations)}
 
 
 def setting(run: Run) -> Summary:
-    """What was trained, where and on what: what the configuration left open is as it was on the machines of the run."""
+    """Return what was trained, where and on what: open settings are as the machines of the run resolved them."""
     config, environment, end = run.config, run.environment, newest_summary(run)
     model = config.get("model.pretrained") or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     device = environment.get("device")
     if isinstance(device, str):
-        device = device.removesuffix(" through XLA")  # the same device with XLA as without
+        device = device.removesuffix(" through XLA")  # the device is the same with and without XLA
     versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
     versions |= {key[9:]: value for key, value in environment.items() if key.startswith("versions.")}
     guessing = ("unigram_entropy", "neighbour_accuracy")
@@ -189,7 +190,7 @@ def setting(run: Run) -> Summary:
 
 
 def speed(run: Run) -> Summary:
-    """How far the run came, how fast, and what it took."""
+    """Return how far the run came, how fast, and what it took."""
     config, environment, end, newest = run.config, run.environment, newest_summary(run), run.train[-1:]
     train_s, tokens, compile_s, graphs = (
         total([attempt.figure(key) for attempt in run.attempts]) for key in ("train_s", "tokens", "compile_s", "graphs")
@@ -198,9 +199,9 @@ def speed(run: Run) -> Summary:
     batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
     if batch and examples is not None:  # a run that is stopped writes no line at its last step
         examples += batch * max(0, steps - run.train[-1]["step"])
-    once = examples if len(run.attempts) == 1 else None  # steps that were redone are not among them
+    once = examples if len(run.attempts) == 1 else None  # steps that were redone are not counted
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith("cpu")  # through XLA, too; its memory is the host's
+    is_cpu = str(environment.get("device")).startswith("cpu")  # also through XLA; its memory is the host's
     of_ranks = end.get("peak_bytes_of_ranks")
     of_ranks = of_ranks if isinstance(of_ranks, list) else []
     peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]
@@ -222,9 +223,9 @@ def speed(run: Run) -> Summary:
         "peak_host_bytes": max(numbers(run.summaries, "peak_host_bytes"), default=None),
         "least_rank_bytes": min(peaks, default=None),
         "most_rank_bytes": max(peaks, default=None),
-        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # of all until then
+        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # of all attempts so far
         "cost_partial": without_summary > 0 or any(number(each.last, "cost_usd") is None for each in run.attempts),
-        "train_loss": number(newest[0], "loss") if newest else None,  # null: it was no number
+        "train_loss": number(newest[0], "loss") if newest else None,  # null: it was not a number
         "attempts": len(run.attempts),
         "attempts_without_summary": without_summary,
         "reason": closing(run).get("reason"),
@@ -232,10 +233,10 @@ def speed(run: Run) -> Summary:
 
 
 def reliability(run: Run) -> Summary:
-    """What faults and saves cost. An attempt that was killed leaves no count of its skipped steps and rollbacks."""
+    """Return the cost of faults and saves. A killed attempt leaves no count of its skipped steps and rollbacks."""
     saves, faults, end, planned = run.saves, run.faults, newest_summary(run), planned_steps(run)
     of_end = {key: number(end, key) for key in OF_SUMMARY}
-    if planned and of_end["suggested_every"]:  # a short run needs but the save at its end
+    if planned and of_end["suggested_every"]:  # a short run needs only the save at its end
         of_end["suggested_every"] = min(planned, of_end["suggested_every"])
     return {
         "goodput": last([attempt.newest for attempt in run.attempts], "goodput"),
@@ -254,16 +255,14 @@ def reliability(run: Run) -> Summary:
 
 
 def last_finite(run: Run) -> Line | None:
-    """Return the last train line with a finite loss if the newest has none, empty if no line has; None for a run that
-    did not diverge.
-    """
+    """Return the last train line with a finite loss if a run diverged ({} if no line has one), else None."""
     if not run.train or "loss" not in run.train[-1] or number(run.train[-1], "loss") is not None:
         return None
     return next((line for line in reversed(run.train) if number(line, "loss") is not None), {})
 
 
 def divergence(run: Run) -> str:
-    """Return since when a run that diverged has no finite loss, and a cure; empty for any other run."""
+    """Return since when a run that diverged has no finite loss, and a cure; "" for any other run."""
     line = last_finite(run)
     if line is None:
         return ""
@@ -277,17 +276,17 @@ def planned_steps(run: Run) -> float | None:
 
 
 def newest_summary(run: Run) -> Line:
-    """The newest summary of any attempt; empty if there is none."""
+    """Return the newest summary of any attempt; {} if there is none."""
     return run.summaries[-1] if run.summaries else {}
 
 
 def closing(run: Run) -> Line:
-    """The summary of the last attempt; empty if it is still running, or was killed."""
+    """Return the summary of the last attempt; {} if it is still running, or was killed."""
     return run.attempts[-1].last if run.attempts[-1].last["kind"] == "summary" else {}
 
 
 def billable_s(run: Run) -> float | None:
-    """Seconds from the first start of a run to its last line, pauses between attempts included."""
+    """Return the seconds from the first start of a run to its last line, including pauses between attempts."""
     wall_s = number(closing(run), "wall_s")
     if wall_s is None:
         wall_s = number(run.attempts[-1].last, "since_start_s")

@@ -1,4 +1,4 @@
-"""Values of run folders as the report writes them: None is "unknown", and nothing breaks a terminal or a page."""
+"""Values of run folders as the report writes them: None is "unknown", and no value breaks a terminal or a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = 1e6  # a ratio above it is written with an exponent
 
 
 def printable(text: object) -> str:
-    """The text without what a terminal, a figure or UTF-8 cannot show: control and direction marks, lone surrogates."""
+    """Return the text without characters that cannot be shown: control and direction marks, lone surrogates."""
     plain = str(text)
     if plain.isprintable():
         return plain
@@ -20,7 +20,7 @@ def printable(text: object) -> str:
 
 
 def shortened(text: str, length: int = 40) -> str:
-    """The text, or its beginning and end if it is too long."""
+    """Return the text, or its beginning and end if it is too long."""
     text, half = printable(text), length // 2
     return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"
 
@@ -30,7 +30,7 @@ def as_text(value: object) -> str:
 
 
 def file_name(prefix: str, name: str) -> str:
-    """The name of a figure's file: the same in every report. A hash tells names apart that no file can have."""
+    """Return a figure's file name, the same in every report. A hash separates names that no file can have."""
     plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
     hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
     return f"{prefix}_{plain}{hashed}"
