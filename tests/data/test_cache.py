@@ -111,7 +111,7 @@ def test_what_the_disk_has_not_is_not_promised(of_size):
     assert of_size(3, free=100 * MB).limit_bytes() == 90 * MB
     assert of_size(3, 50 * MB, free=100 * MB).limit_bytes() == 50 * MB
     full = of_size(3, 300 * MB, free=100 * MB)
-    rejects("has 0.1 GB free, the shards would take 0.202 GB; free some", full.limit_bytes)
+    rejects("has 0.1 GB free, but the shards would take 0.202 GB; free some", full.limit_bytes)
     there = of_size(3, 150 * MB, free=100 * MB)
     (there.folder / "train-00000.safetensors").write_text("")  # what is there already needs no more space
     assert there.limit_bytes() == 150 * MB

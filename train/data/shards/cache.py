@@ -1,13 +1,13 @@
-"""The cache of a machine for shards from S3: where it is, what fits into it, and how readers wait for shards.
+"""A machine's cache for shards from S3: its place, its size, and how readers wait for shards.
 
 `CACHE_DIR/ID/` holds one data set's shards under the names of its manifest. Each gets its name by a rename once its
 length and sha256 are right (download.py). Runs that read the same data share the folder. A run that has to delete
 shards, because not all of the data fits, needs the folder alone; nothing else is ever deleted.
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run: the shards that are being written, an empty file `compared/SHARD` for each
-that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each that fails, and status.json, by
-which the prefetcher tells the readers that it lives and, as the file's time of change, when bytes came last. None of
-these grows with the number of shards. A reader opens no shard that its own run has not compared.
+shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each that fails, and
+status.json, by which the prefetcher tells the readers that it is alive and, by the file's time of change, when bytes
+last came. None of these grows with the number of shards. A reader opens only shards that its run has compared.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ from train.system.folders import canonical_json, local_path, make_folder, read_j
 from train.system.launched import launched
 from train.system.processes import is_gone, owner_name
 
-SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
-# Of each lane the cache holds the window before (its files are deleted, but readers still map them), the current one,
-# as much as a global batch, and the windows in which this step's batches, the next's and those drawn with them end.
+SHARE_OF_FREE = 0.9  # of the disk, unless data.cache_gb is set
+# For each lane the cache holds the previous window (its files are deleted, but readers still map them), the current
+# one, the rows of a global batch, and the windows in which this step's batches, the next step's and those drawn with
+# them end.
 WINDOWS_HELD = 6
 POLL_S = 0.05
-TELL_EVERY_S = 1.0  # at most: readers hear that bytes have come
-TAKE_OVER_S = 10.0  # within which a run that was killed releases the cache
+TELL_EVERY_S = 1.0  # at most: readers learn that bytes have come
+TAKE_OVER_S = 10.0  # the time in which a killed run releases the cache
 
 
 class Fault(TypedDict):
     reason: str
-    is_final: bool  # no further attempt can bring the shard
+    is_final: bool  # whether no further attempt can bring the shard
 
 
 class PrefetchStatus(TypedDict):
-    """What a run's prefetcher tells the readers."""
+    """The status of a run's prefetcher, for the readers."""
 
     owner: str  # owner_name of its process
-    is_filling: bool  # shards for which the cache has space are still to come
+    is_filling: bool  # more shards will come, for which the cache has space
 
 
 def cache_dir(cfg: DataConfig) -> Path:
-    """The folder that the settings name, or the machine's usual one."""
+    """Return the folder that the settings name, or the machine's usual one."""
     return machine.cache_root() if cfg.cache_dir is None else local_path(cfg.cache_dir)
 
 
 def launch_name() -> str:
-    """A name that all ranks launched together on this machine share, and no other launch has."""
+    """Return a name that all ranks launched together on this machine share, and no other launch has."""
     if launched().world_size == 1:
         return uuid.uuid4().hex
     return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
@@ -74,7 +75,7 @@ def held_out(manifest: DataManifest, order: ShardSampler) -> list[Shard]:
 
 
 class ShardCache:
-    """The cache of one data set, as one run uses it. InputError if its folder cannot be made."""
+    """The cache of one data set, as one run uses it. Raises InputError if its folder cannot be made."""
 
     def __init__(self, cfg: ShardsConfig, manifest: DataManifest) -> None:
         self.cfg, self.manifest = cfg, manifest
@@ -82,15 +83,15 @@ class ShardCache:
         self.run = self.folder / "runs" / launch_name()
         self.compared, self.faults, self.status = self.run / "compared", self.run / "faults", self.run / "status.json"
         self.told_s = -math.inf
-        self.owner = ""  # of the prefetcher, as this process heard it last: it is known when the run's files are not
-        self.gave_up: Unreachable | None = None  # why this process waits for no shard any more
+        self.owner = ""  # of the prefetcher, as last read: it is known even when the run's files are gone
+        self.gave_up: Unreachable | None = None  # why this process no longer waits for shards
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
 
     # ---- size ------------------------------------------------------------------------------------------------------
 
     def limit_bytes(self) -> int:
-        """How many bytes the shards may take on this disk. InputError if the disk has less than the settings say."""
+        """Return the bytes that shards may take on this disk. Raises InputError if the settings ask for more."""
         names = {path.name for path in self.folder.iterdir()}
         present = sum(shard.bytes for shard in self.manifest.shards if shard.file in names)
         disk = os.statvfs(self.folder)
@@ -101,14 +102,16 @@ class ShardCache:
         needed = min(wanted, self.total_bytes)
         check(
             needed <= present + free,
-            f"{self.folder} has {free / 1e9:.3g} GB free, the shards would take {needed / 1e9:.3g} GB; free "
+            f"{self.folder} has {free / 1e9:.3g} GB free, but the shards would take {needed / 1e9:.3g} GB; free "
             "some, lower data.cache_gb, or choose data.cache_dir on a larger disk",
         )
         return wanted
 
     def window_shards(self, order: ShardSampler) -> int:
-        """Return how many shards of each lane this machine can shuffle together: as many as in `order` if its part of
-        the data fits, else as many as fit WINDOWS_HELD times; 0 if not even one does.
+        """Return how many shards of each lane this machine can shuffle together.
+
+        It is the number in `order` if its part of the data fits, else the number that fits WINDOWS_HELD times; 0 if not
+        even one does.
         """
         limit_bytes = self.limit_bytes()
         if self.part_bytes(order) <= limit_bytes:
@@ -125,7 +128,7 @@ class ShardCache:
         return sum(shard.bytes for shard in held_out(self.manifest, order))
 
     def check_fits(self, order: ShardSampler | None) -> None:
-        """Raise InputError if the cache cannot hold what the windows of `order` need; None: all of the data."""
+        """Raise InputError if the cache cannot hold the windows of `order`; None: all of the data."""
         limit_bytes = self.limit_bytes()
         part_bytes = self.total_bytes if order is None else self.part_bytes(order)
         if part_bytes <= limit_bytes:
@@ -149,22 +152,24 @@ class ShardCache:
     # ---- the run that fills it -------------------------------------------------------------------------------------
 
     def hold(self, *, alone: bool) -> IO[str]:
-        """Lock the folder until the returned file is closed, for this run alone or together with others, and begin this
-        run's part of it: nothing is compared yet. InputError if another run is in the way.
+        """Lock the folder until the returned file is closed, and begin this run's part of it, without compared shards.
+
+        The lock is for this run `alone` or shared with others. Raises InputError if another run holds a conflicting
+        lock.
         """
-        file = (self.folder / "lock").open("a+")  # NFS asks for reading too
+        file = (self.folder / "lock").open("a+")  # NFS needs a file open for reading too
         until_s = time.monotonic() + TAKE_OVER_S
         while True:
             if locked(file, fcntl.LOCK_EX):
-                shutil.rmtree(self.run.parent, ignore_errors=True)  # of runs that are gone
+                shutil.rmtree(self.run.parent, ignore_errors=True)  # files of runs that have ended
                 if alone:
                     break
             if not alone and locked(file, fcntl.LOCK_SH):
                 break
             if time.monotonic() > until_s:
                 file.close()
-                why = "uses {}, and not all of the data fits" if alone else "has {} for itself"
-                raise InputError(f"another run {why.format(self.folder)}; give one of them its own data.cache_dir")
+                why = "uses {}, and not all of the data fits" if alone else "has {} alone"
+                raise InputError(f"another run {why.format(self.folder)}; give one of them another data.cache_dir")
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.compared.mkdir(parents=True)
@@ -176,7 +181,7 @@ class ShardCache:
         write_atomic(self.status, canonical_json(status))
 
     def set_fault(self, shard: Shard, fault: Fault | None) -> None:
-        """Tell readers why a shard is not there, or that there is no such reason any more."""
+        """Tell readers why a shard is missing, or that there is no longer a reason."""
         if fault is None:
             (self.faults / shard.file).unlink(missing_ok=True)
         else:
@@ -193,15 +198,15 @@ class ShardCache:
     # ---- readers ---------------------------------------------------------------------------------------------------
 
     def is_ready(self, shard: Shard) -> bool:
-        """Whether a shard is there and was compared with the manifest by this run's prefetcher."""
+        """Return whether a shard is there and this run's prefetcher has compared it with the manifest."""
         return (self.compared / shard.file).exists() and (self.folder / shard.file).is_file()
 
     def wait(self, shards: Sequence[Shard]) -> None:
         """Wait until all shards that a batch needs are there and compared.
 
-        Raises InputError for a shard that cannot come, Unreachable when no byte of any shard has come for deadline_s;
-        both name a shard and the reason. A loader may look further ahead than the cache reaches: the time in which the
-        prefetcher has nothing to fetch does not count.
+        Raises InputError if a shard cannot come, Unreachable if no byte of any shard has come for deadline_s; both name
+        a shard and the reason. A loader may look further ahead than the cache reaches: the time in which the prefetcher
+        has nothing to fetch does not count.
         """
         missing = list(shards)
         silent_since_s, heard_before = time.monotonic(), 0
@@ -231,7 +236,7 @@ class ShardCache:
             time.sleep(POLL_S)
 
     def told(self) -> tuple[PrefetchStatus | None, int]:
-        """Return what the prefetcher says, None if it has not begun, and when it said it or bytes came, in ns."""
+        """Return the prefetcher's status, None if it has not begun, and when it wrote it or bytes came, in ns."""
         try:
             with self.status.open("rb") as file:
                 return json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -248,12 +253,12 @@ class ShardCache:
 
 
 def cut_shards(order: ShardSampler) -> int:
-    """Return of how many shards a lane may hold a part only: a window of those takes more space than its sequences."""
+    """Return the largest number of partial shards in a lane: a window of those takes more space than its sequences."""
     return 2 if order.lanes.number > 1 else 0
 
 
 def locked(file: IO[str], operation: int) -> bool:
-    """Lock a file without waiting; False if another run's lock is in the way. InputError if its disk has no locks."""
+    """Lock a file without waiting; False if another run holds it. Raises InputError if its disk has no locks."""
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Shards from S3 into the cache, through the s3torchconnector, which only this module knows.
+"""The download of shards from S3 into the cache, through the s3torchconnector, which only this module imports.
 
 The connector retries by itself, but has no time limit (a dead connection takes it six minutes) and compares no
 checksum. So an attempt at a shard ends here when nothing of it comes for a while, the next one begins with a new
@@ -34,16 +34,16 @@ from train.system.folders import Folder
 from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # the longest pauses between attempts at a shard: random, doubling
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
 CONNECTOR_ATTEMPTS = 3
 MAX_DOUBTS = 3  # downloads of a shard that does not match the manifest, which a network seldom causes
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0
-FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's code
+FINAL = {  # phrases in the connector's errors, and AWS's codes, that retries will not change
     "bucket does not exist": "NoSuchBucket",
     "No signing credentials": "NoCredentialsError",
 }
-PASSING = {  # that time may change: a new role takes a while to be known everywhere, a copy may be under way
+PASSING = {  # faults that time may change: a new role takes a while to be known everywhere, a copy may be in progress
     "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
@@ -53,21 +53,23 @@ CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
 
 
 class Doubtful(RuntimeError):
-    """The bucket is missing, or the object does not match the manifest: a few more attempts may help, many will not."""
+    """An error because the bucket is missing, or the object does not match the manifest: a few retries may help."""
 
 
 class Silent(Unreachable):
-    """Nothing came for as long as an attempt may wait."""
+    """An error because nothing came for as long as an attempt may wait."""
 
 
 class Client:
-    """The connector over the objects of one data set, with the present credentials of boto3, which finds them in more
-    ways than the connector and renews them. A new client is needed after a failure: these may have expired.
+    """The connector for the objects of one data set, with the present credentials of boto3.
+
+    boto3 finds and renews credentials in more ways than the connector. A new client is needed after a failure: these
+    may have expired.
     """
 
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
         self.folder = folder
-        put_back()  # programs that boto3 starts for credentials may need another proxy than S3
+        put_back()  # programs that boto3 starts for credentials may need a different proxy
         self.session = open_session(folder.s3)
         try:
             credentials = self.session.get_credentials()
@@ -92,11 +94,12 @@ class Client:
     def read(
         self, file: str, *, most_bytes: int = sys.maxsize - 1, on_bytes: Callable[[], None] = lambda: None
     ) -> list[bytes]:
-        """The content of an object, in pieces; of one that is longer than `most_bytes`, its beginning. `on_bytes` is
-        called as they arrive. Raises Doubtful or Unreachable.
+        """Return the content of an object, in pieces; of one that is longer than `most_bytes`, its beginning.
 
-        The connector hands out the answer to a request when all of it is there. So a request asks for FIRST_BYTES and,
-        once the speed is known, for what comes within REQUEST_S: over a fast link that is a shard.
+        `on_bytes` is called as they arrive. Raises Doubtful or Unreachable.
+
+        The connector returns the answer to a request when all of it is there. So a request asks for FIRST_BYTES and,
+        once the speed is known, for the bytes that come within REQUEST_S: over a fast link that is a shard.
         """
         pieces: list[bytes] = []
         start = 0
@@ -104,7 +107,7 @@ class Client:
             while start <= most_bytes:
                 first, stop, began_s = start, start + self.request_bytes, time.monotonic()
                 if stop >= most_bytes:
-                    stop = most_bytes + 1  # which shows an object that is longer, and is no request of its own
+                    stop = most_bytes + 1  # this shows whether an object is longer, without another request
                 for piece in self.streams[self.numbers[file]](start, stop):
                     pieces.append(piece)
                     start += len(piece)
@@ -113,20 +116,20 @@ class Client:
                     break
                 self.request_bytes = max(FIRST_BYTES, int(REQUEST_S * (stop - first) / (time.monotonic() - began_s)))
             return pieces
-        except S3Exception as error:  # one class for all; only its text distinguishes the cases
-            if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the request before
+        except S3Exception as error:  # a single class: only its text distinguishes the cases
+            if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the previous request
                 return pieces
             raise self.explain(error, file) from error
 
     def explain(self, error: S3Exception, file: str) -> Exception:
-        """Doubtful or Unreachable, with the problem and its cure."""
+        """Return Doubtful or Unreachable, with the problem and its cure."""
         text = one_line(error)
         for phrase, meaning in (FINAL | PASSING).items():
             if phrase in text:
                 known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
                 return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
         status, code, said = answer_in(text)
-        if "Forbidden" in text:  # of all codes with status 403; boto3 is told which
+        if "Forbidden" in text:  # all codes with status 403 look alike; boto3 learns which one it is
             status, code, said = self.answer_to_boto3(file)
         if not code:
             return Unreachable(text)
@@ -134,8 +137,8 @@ class Client:
         return (Unreachable if is_temporary(status, code) or code in RETRIED else Doubtful)(known)
 
     def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
-        """Status, code and text of S3's answer; without a code if it is another one by now."""
-        client = open_client(self.session, self.folder.s3)  # the folder's connections are another process's
+        """Return status, code and text of S3's answer to boto3, without a code if it differs by now."""
+        client = open_client(self.session, self.folder.s3)  # the folder's connections belong to another process
         try:
             client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()
         except ClientError as error:
@@ -147,7 +150,7 @@ class Client:
 
 
 def answer_in(text: str) -> tuple[int, str, str]:
-    """Status, code and text of S3's answer in an error of the connector that quotes it; no code: it does not."""
+    """Return status, code and text of S3's answer quoted in an error of the connector, without a code if it is not."""
     status, code, said = (
         re.search(pattern, text)
         for pattern in (r"response_status: (\d+)", "<Code>(.*?)</Code>", "<Message>(.*?)</Message>")
@@ -156,17 +159,17 @@ def answer_in(text: str) -> tuple[int, str, str]:
 
 
 def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
-    """An S3ReaderConstructor of the connector whose reader is a request, `get_stream(start, end)`.
+    """Return an S3ReaderConstructor of the connector whose reader is one request, `get_stream(start, end)`.
 
-    The connector's own readers copy all of it once more, into memory that grows, or ask for the length first.
+    The connector's readers copy everything once more, into memory that grows, or ask for the length first.
     """
     return get_stream
 
 
 def put(variables: Mapping[str, str | None]) -> None:
-    """Put variables where the connector looks: into the environment of the C library; None: none of this name.
+    """Set variables where the connector looks: in the environment of the C library; None: unset.
 
-    Python's own, os.environ, stays as the user has it, and boto3 finds there what it needs.
+    Python's os.environ is left as the user has it, and boto3 finds there the variables that it needs.
     """
     for name, value in variables.items():
         if value is None:
@@ -176,12 +179,12 @@ def put(variables: Mapping[str, str | None]) -> None:
 
 
 def put_back() -> None:
-    """Undo `put`: what this process starts has the user's environment again."""
+    """Undo `put`: programs that this process starts have the user's environment again."""
     put({name: os.environ.get(name) for name in (*CREDENTIALS, *s3_route.PROXIES, s3_route.AUTHORITIES)})
 
 
 class Downloader:
-    """Downloads shards of one data set. Several threads may call `download` at once, for different shards."""
+    """The downloads of one data set. Several threads may call `download` at the same time, for different shards."""
 
     def __init__(self, source: Folder, cache: ShardCache) -> None:
         assert isinstance(source, S3Folder)
@@ -197,10 +200,12 @@ class Downloader:
         limit_s: float = math.inf,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Put a shard into the cache unless it is there. A damaged one stays until a right one replaces it, because
-        other runs may be reading it. `on_failure` takes the reason why an attempt failed.
+        """Put a shard into the cache unless it is there.
 
-        Raises InputError for a fault that no further attempt can cure, and Unreachable after `limit_s`.
+        A damaged one is kept until a valid one replaces it, because other runs may be reading it. `on_failure` takes
+        the reason why an attempt failed.
+
+        Raises InputError if no further attempt can cure the fault, and Unreachable after `limit_s`.
         """
         path, url = self.cache.folder / shard.file, f"{self.source.location}/{shard.file}"
         fault = fault_of_file(path, shard.entry, checksum=True)
@@ -209,7 +214,7 @@ class Downloader:
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
         doubts, reads = 0, set[Future[list[bytes]]]()
-        answer = ""  # the last that said more than silence does
+        answer = ""  # the last one that was more than silence
 
         def attempt() -> None:
             nonlocal answer, doubts
@@ -246,8 +251,9 @@ class Downloader:
             raise kind(f"{url}: {answer if isinstance(error, Silent) else ''}{error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
-        """The content of a shard, read by a thread of its own, or by that of an earlier attempt, in `reads`, if it ends
-        first: a read cannot be stopped, and may end in spite of its silence.
+        """Return a shard's content, read by a new thread, or by an earlier attempt's, in `reads`, if it ends first.
+
+        A read cannot be stopped, and may end in spite of its silence.
         """
         content, clients, heard_s = Future[list[bytes]](), list[Client](), [time.monotonic()]
 
@@ -277,7 +283,7 @@ class Downloader:
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
-        """Give a shard its name in the cache. Doubtful for a content that does not match the manifest."""
+        """Give a shard its name in the cache. Raises Doubtful if the content does not match the manifest."""
         digest = hashlib.sha256()
         for piece in content:
             digest.update(piece)
@@ -297,7 +303,7 @@ class Downloader:
             raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
     def current_client(self) -> Client:
-        """The client, a new one after a failure."""
+        """Return the client, a new one after a failure."""
         with self.lock:
             if self.client is None:
                 files = [shard.file for shard in self.cache.manifest.shards]

@@ -1,9 +1,9 @@
 """Token shards: safetensors files of sequences of one length, and the manifest that makes a data set of them.
 
 A data set is a folder: `manifest.json tokenizer/ train-00000.safetensors ... validation-00000.safetensors`. Each shard
-holds `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
-The manifest is written last, names every shard with rows, bytes and sha256, and carries its own checksum, which is
-the data set's id. Readers open what the manifest names and nothing else.
+has `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
+The manifest is written last, names every shard with rows, bytes and sha256, and has a checksum of itself, which is the
+data set's id. Readers open only the files that the manifest names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FORMAT = 1  # to be raised when older readers cannot read the files
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")  # of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
-MAPPED_SHARDS = 8192  # of a ShardSet, one map each: a process may have 65,530 (vm.max_map_count, if nobody raised it)
-MAX_HEADER_BYTES = 1024  # of a shard's file; three tensors take some 250
+MAPPED_SHARDS = 8192  # per ShardSet, one map each: a process may have 65,530 (vm.max_map_count, unless raised)
+MAX_HEADER_BYTES = 1024  # per shard file; three tensors take some 250
 STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' names, and numpy's
 TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
 
@@ -62,7 +62,7 @@ ROW_TENSORS = tuple(field.name for field in fields(Rows))
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What the manifest of prepared data says of its tokenizer."""
+    """The tokenizer of prepared data, as its manifest describes it."""
 
     sha256: Sha256  # of tokenizer.json
     vocab_size: int
@@ -105,7 +105,7 @@ class DataManifest:
 
 
 def read_manifest(where: Folder | Path) -> DataManifest:
-    """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
+    """Return the manifest of a prepared folder. Raises InputError if it is missing or not as it was written."""
     folder = LocalFolder(where) if isinstance(where, Path) else where
     location = folder.location
     if isinstance(folder, LocalFolder):
@@ -125,7 +125,7 @@ def read_manifest(where: Folder | Path) -> DataManifest:
 
 
 def parse_manifest(content: bytes) -> DataManifest:
-    """Read a manifest, and check that all it says is possible: names stay in their folder, sizes agree.
+    """Read a manifest, and check that all its values are possible: names stay in their folder, sizes agree.
 
     Raises BadContent, one line, otherwise: its checksum shows that nobody changed it later, not who wrote it.
     """
@@ -142,7 +142,7 @@ def parse_manifest(content: bytes) -> DataManifest:
 
 
 def fault_of_manifest(manifest: DataManifest) -> str | None:
-    """What is impossible in a manifest whose fields have the right types; None if nothing is."""
+    """Return the impossible part of a manifest whose fields have the right types; None if there is none."""
     info = manifest.tokenizer
     if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
         return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
@@ -178,7 +178,7 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
 
 
 def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
-    """Complete a data set, with the fields of its manifest but the id: nothing reads the folder before it is there."""
+    """Complete a data set, with the fields of its manifest but the id: nothing reads the folder before it exists."""
     body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
     del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
@@ -189,7 +189,7 @@ def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
 
 
 def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
-    """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
+    """Raise InputError unless every shard, and the tokenizer, has its length and, if asked, its checksum."""
     check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
@@ -210,8 +210,8 @@ class ShardSet:
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
-        self.maps: dict[int, dict[str, np.ndarray]] = {}  # at most MAPPED_SHARDS; the one used last comes last
-        # What is read ahead of a row is of use if it is still in memory when its own turn comes.
+        self.maps: dict[int, dict[str, np.ndarray]] = {}  # at most MAPPED_SHARDS, most recently used last
+        # Reading ahead helps if the neighbours of a row are still in memory when they are read in turn.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
@@ -225,12 +225,13 @@ class ShardSet:
         return int(self.first_rows[-1])
 
     def rows(self, numbers: np.ndarray) -> Rows:
-        """The sequences with these numbers, in this order."""
+        """Return the sequences with these numbers, in this order."""
         return Rows(*self.gather(numbers, ROW_TENSORS))
 
     def gather(self, numbers: np.ndarray, names: Sequence[str]) -> list[np.ndarray]:
-        """The named tensors of the sequences with these numbers [N]: tokens [N, seq_len], pivot and same_document [N].
-        IndexError for a number that no sequence has.
+        """Return the named tensors of the sequences [N]: tokens [N, seq_len], pivot and same_document [N].
+
+        Raises IndexError if no sequence has a number.
         """
         order = np.argsort(numbers)
         ascending = numbers[order]
@@ -279,8 +280,9 @@ class ShardSet:
 
 
 def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray]:
-    """Return the ROW_TENSORS that a file holds, memory-mapped without copies; with `reads_ahead`, the kernel reads the
-    surroundings of a row with it. Raises InputError for a file that is not safetensors.
+    """Return the ROW_TENSORS of a file, memory-mapped without copies. Raises InputError if it is not safetensors.
+
+    With `reads_ahead`, the kernel reads the surroundings of a row with it.
 
     The header is read here, because safetensors maps the file to do so, and the kernel reads ahead in that map.
     """
@@ -297,13 +299,14 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
             name: data[first + begin : first + end].view(dtype).reshape(shape)
             for name, (dtype, shape, begin, end) in layout.items()
         }
-    except (BadContent, ValueError) as error:  # ValueError: a shape that is not that of the bytes
+    except (BadContent, ValueError) as error:  # ValueError: the shape does not match the bytes
         raise InputError(f"{path} is not a shard: {error}; prepare the data again") from error
 
 
 def read_header(head: bytes) -> tuple[dict[str, tuple[str, list[int], int, int]], int]:
-    """Return numpy's type, shape, first byte and last of each of the ROW_TENSORS that the beginning of a safetensors
-    file names, and where their bytes begin. Raises BadContent for what is no such beginning.
+    """Return each tensor's numpy type, shape, first and last byte, and the position of the first of all bytes.
+
+    `head` is the beginning of a safetensors file, which names ROW_TENSORS. Raises BadContent otherwise.
     """
     header_bytes = int.from_bytes(head[:8], "little")
     if not 0 < header_bytes <= len(head) - 8:

@@ -1,15 +1,16 @@
-"""Which sequences a rank reads at which step: a pure function of (seed, epoch, rows of each shard, lanes, window).
+"""The order of sequences per rank and step, a pure function of (seed, epoch, rows of each shard, lanes, window).
 
-The sequences of all shards, which the seed brings into an order, are cut into lanes of equally many. Every global batch
-holds equally many of each lane, and a rank reads a contiguous part of the batch, so its sequences come from few lanes,
-in every epoch from the same. A machine therefore fetches the shards of its lanes alone. The number of lanes depends on
-the data and the global batch, not on the number of ranks: any number of ranks and machines sees the same batches.
+The seed puts the sequences of all shards into an order, which is cut into lanes of equal size. Every global batch has
+equally many sequences of each lane, and a rank reads a contiguous part of the batch, so its sequences come from few
+lanes, in every epoch from the same. A machine therefore fetches only the shards of its lanes. The number of lanes
+depends on the data and the global batch, not on the number of ranks: any number of ranks and machines sees the same
+batches.
 
 Within a lane each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of a window by a
-computed permutation, which holds no table. So the only state of the data is the number of sequences consumed, beside
-the number of lanes and the shards of a window, which a run chooses at its start and its checkpoints keep: a resume
-seeks in no time, and any world size that divides the global batch continues exactly. What does not fill a batch is left
-out, in each epoch other sequences.
+computed permutation, which needs no table. So the state of the data is the number of consumed sequences, and the number
+of lanes and of a window's shards, which a run chooses at its start and its checkpoints keep: a resume needs no search,
+and any world size that divides the global batch continues exactly. Sequences that do not fill a batch are left out, in
+each epoch different ones.
 
 Canonical nodes of https://docs.mosaicml.com/projects/streaming (Streaming) have the same purpose.
 """
@@ -25,20 +26,20 @@ from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # fills up the last evaluation batch, and is not counted
 ROWS_AT_ONCE = 4096  # looked up in the order together
-MAX_LANES = 64  # the first batch of a cold machine needs a shard of each: 4 GB of the largest usual size, 64 MiB
-WINDOW_SHARDS = 256  # shuffled together over all lanes, where there are so many: 16 GiB that a late resume fetches
-MOST_FETCHED = 1.1  # times the data by all machines together; what is above is said
+MAX_LANES = 64  # the first batch of a new machine needs a shard of each: 4 GB at the largest usual size, 64 MiB
+WINDOW_SHARDS = 256  # shuffled together over all lanes, if there are enough: 16 GiB that a late resume fetches
+MOST_FETCHED = 1.1  # times the data, by all machines together; more is logged
 ROUNDS = 12  # of the computed permutation; with 8 the order of windows of 12 sequences can be told from a random one
 LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate behind the seed (random_bits.py)
 
 
 def lanes_of(global_batch_size: int, most: int) -> int:
-    """Return the largest divisor of the global batch that is not above MAX_LANES and `most`, the number of shards."""
+    """Return the largest divisor of the global batch that is at most MAX_LANES and `most`, the number of shards."""
     return next(lanes for lanes in range(min(MAX_LANES, most), 0, -1) if global_batch_size % lanes == 0)
 
 
 def window_of_lane(window_shards: int, lanes: int) -> int:
-    """Return how many shards of each lane are shuffled together, of `window_shards` over all lanes."""
+    """Return how many shards of each lane are shuffled together, given `window_shards` over all lanes."""
     return max(1, window_shards // lanes)
 
 
@@ -46,7 +47,7 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
     """Return where a permutation of [0, size) takes each of `positions`: uint64 of one shape, sizes below 2**32.
 
     A position is a place in a grid of about sqrt(size) by sqrt(size). Each round moves its column by a random number
-    that depends on its line, or its line by one that depends on its column, and what falls outside of `size` is moved
+    that depends on its line, or its line by one that depends on its column, and positions outside of `size` are moved
     again: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, https://doi.org/10.1007/3-540-45760-7_9.
     """
     moved, left = positions.copy(), np.arange(len(positions))
@@ -72,9 +73,7 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
 
 
 def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
-    """Return the pieces in each window of a lane: `most`, but in the first epoch they double from one, so that training
-    begins when a shard of each lane is there.
-    """
+    """Return the pieces in each window of a lane; in the first epoch they double, so that training begins early."""
     sizes: list[int] = []
     size = most if epoch else 1
     while (left := num_pieces - sum(sizes)) > 0:
@@ -91,7 +90,7 @@ class Lanes:
         counts = np.asarray(shard_rows, np.int64)
         shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
         self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
-        self.starts = np.arange(number + 1) * self.num_rows // number  # of each lane, and the end
+        self.starts = np.arange(number + 1) * self.num_rows // number  # the start of each lane, and the end
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
         self.piece_rows = np.diff(cuts)
         place = np.searchsorted(ends, cuts[:-1], side="right")
@@ -101,19 +100,19 @@ class Lanes:
         self.piece_lanes = np.searchsorted(self.starts, cuts[:-1], side="right") - 1
 
     def shards_of(self, lanes: Sequence[int]) -> list[int]:
-        """Return the numbers of the shards of which these lanes hold a piece, rising."""
+        """Return the numbers of the shards of which these lanes hold a piece, ascending."""
         return np.unique(self.piece_shards[np.isin(self.piece_lanes, lanes)]).tolist()
 
 
 class EpochOrder:
-    """The order of one epoch. It costs a few numbers for each shard, however many sequences they hold."""
+    """The order of one epoch. It needs a few numbers per shard, however many sequences a shard has."""
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
         self.lanes, self.each = lanes, batch_size // lanes.number  # rows of a lane in a batch
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        self.piece_ends = np.cumsum(rows)  # places: the rows of all lanes, one lane behind the other
+        self.piece_ends = np.cumsum(rows)  # places: the rows of all lanes, one lane after the other
         self.piece_starts = self.piece_ends - rows
         sizes = [size for num in np.bincount(lane).tolist() for size in window_sizes(num, window_shards, epoch)]
         self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
@@ -124,7 +123,7 @@ class EpochOrder:
         self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, np.arange(len(sizes)))
 
     def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
-        """[steps, slots] int64: the sequences at these places of the batches from `first_step` until `last_step`."""
+        """Return [steps, slots] int64: the sequences at these places of batches `first_step` until `last_step`."""
         lane, number = np.divmod(slots, self.each)
         places = self.lanes.starts[lane] + number + np.arange(first_step, last_step)[:, None] * self.each
         window = np.searchsorted(self.window_starts, places.ravel(), side="right") - 1
@@ -136,9 +135,7 @@ class EpochOrder:
         return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of the windows that these lanes read in `step`, and those of all later windows in the
-        order of need.
-        """
+        """Return the shards of the windows that these lanes read in `step`, and those of all later windows in order."""
         begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows of its lane that come before
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
@@ -151,10 +148,10 @@ class EpochOrder:
 
 
 class ShardSampler:
-    """The sequences of one rank in the order above.
+    """The sequences of one rank in the order of this module.
 
-    `consumed_rows` counts sequences of the whole run over all ranks. The training loop sets it by optimizer steps; what
-    loaders have prefetched does not change it.
+    `consumed_rows` counts sequences of the whole run over all ranks. The training loop sets it by optimizer steps; rows
+    that loaders have prefetched do not change it.
     """
 
     def __init__(
@@ -171,9 +168,10 @@ class ShardSampler:
         eval_shards: Sequence[int] | None = None,
         consumed_rows: int = 0,
     ) -> None:
-        """`machine_ranks`: those of the same machine; None: `rank` alone. `window_shards`: of a lane, shuffled
-        together; None: WINDOW_SHARDS over all lanes. `eval_shards`: the validation shards that the machine reads; None:
-        all.
+        """Order `shard_rows`; `machine_ranks` are those of the same machine (None: `rank` alone).
+
+        `window_shards`: shuffled together in each lane; None: WINDOW_SHARDS over all lanes. `eval_shards`: the
+        validation shards that the machine reads; None: all.
         """
         self.shard_rows, self.seed, self.global_batch_size = list(shard_rows), seed, global_batch_size
         self.rows, self.world_size = sum(shard_rows), world_size
@@ -185,12 +183,12 @@ class ShardSampler:
         self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
 
     def slots_of(self, rank: int) -> np.ndarray:
-        """[global batch / world size]: the places of a rank in each batch."""
+        """Return [global batch / world size]: the places of a rank in each batch."""
         share = self.global_batch_size // self.world_size
         return np.arange(rank * share, (rank + 1) * share)
 
     def lanes_of(self, ranks: Sequence[int]) -> list[int]:
-        """Return the lanes that these ranks read, rising."""
+        """Return the lanes that these ranks read, ascending."""
         slots = np.concatenate([self.slots_of(rank) for rank in ranks])
         return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
 
@@ -211,12 +209,12 @@ class ShardSampler:
 
     @property
     def window_rows(self) -> int:
-        """Sequences of a window of the largest shards, over all lanes."""
+        """The number of sequences in a window of the largest shards, over all lanes."""
         return self.lanes.number * self.window_shards * max(self.shard_rows)
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the step of it, that come next."""
+        """The next epoch, and the next step in it."""
         return divmod(self.consumed_rows // self.global_batch_size, self.steps)
 
     def epoch_order(self, epoch: int) -> EpochOrder:
@@ -224,7 +222,7 @@ class ShardSampler:
         return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Endless micro batches [size] int64 of this rank from `consumed_rows` on. An item is `epoch * rows + row`."""
+        """Yield endless micro batches [size] int64 of this rank from `consumed_rows` on, of `epoch * rows + row`."""
         epoch, start = self.position
         together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:
@@ -237,7 +235,7 @@ class ShardSampler:
             epoch, start = epoch + 1, 0
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of which this machine reads sequences now, and then all of its in the order of need."""
+        """Return the shards of which this machine reads sequences now, and then all its shards in the order of need."""
         epoch, step = self.position
         now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
@@ -245,20 +243,22 @@ class ShardSampler:
 
 
 def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
-    """Return the rows that are evaluated, rising: `most` of them, drawn by the seed; None: all."""
+    """Return the rows that are evaluated, ascending: `most` of them, drawn by the seed; None: all."""
     return draw_rows(rows, most or rows, seed, EVAL_STREAM)
 
 
 def eval_part(rows: int, rank: int, world_size: int) -> range:
-    """Return the rows of an evaluation that a rank reads: on each rank equally many, or one more."""
+    """Return the rows of an evaluation that a rank reads; the ranks' numbers of rows differ by one at most."""
     return range(rank * rows // world_size, (rank + 1) * rows // world_size)
 
 
 def eval_shards(
     shard_rows: Sequence[int], sample: np.ndarray, ranks: Sequence[int], world_size: int, num_shown: int
 ) -> list[int]:
-    """Return the validation shards that these ranks read, rising. `sample` [n]: the rows that are evaluated, rising;
-    `num_shown`: those of them, from the first to the last, that rank 0 reads for the report.
+    """Return the validation shards that these ranks read, ascending.
+
+    `sample` [n]: the rows that are evaluated, ascending; `num_shown`: the number of those, from the first to the last,
+    that rank 0 reads for the report.
     """
     own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # see MaskedRows.last_item
     parts = [sample[part.start : part.stop] for part in own]
@@ -268,21 +268,22 @@ def eval_shards(
 
 
 def spread(num_rows: int, most: int) -> np.ndarray:
-    """Return the numbers of at most so many rows, from the first to the last."""
+    """Return at most `most` row numbers, evenly from the first to the last."""
     return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class EvalOrder:
-    """Every sequence once over all ranks, in equally many and equally large batches on each; PADDING fills the rest. A
-    rank reads a contiguous part, and so needs few shards.
+    """Every sequence once over all ranks, in equal numbers of equally large batches; PADDING fills the rest.
+
+    A rank reads a contiguous part, and so needs few shards.
     """
 
     rows: int
     batch_size: int
     rank: int
     world_size: int
-    most_batches: int | None = None  # of a rank, where its first ones are enough
+    most_batches: int | None = None  # per rank, if its first batches are enough
 
     def __len__(self) -> int:
         return min(-(-self.rows // (self.batch_size * self.world_size)), self.most_batches or self.rows)
@@ -294,8 +295,9 @@ class EvalOrder:
         yield from padded.reshape(len(self), self.batch_size).tolist()
 
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
-        """[rows, ...]: each result once, in the order of the data set, without those of PADDING. `shares` are the
-        results of all ranks in the order of their batches, [len * batch, ...] each.
+        """Return [rows, ...]: each result once, in the order of the data set, without those of PADDING.
+
+        `shares` are the results of all ranks in the order of their batches, [len * batch, ...] each.
         """
         parts = (eval_part(self.rows, rank, self.world_size) for rank in range(self.world_size))
         return np.concatenate([share[: len(part)] for share, part in zip(shares, parts, strict=True)])

@@ -1,10 +1,12 @@
-"""The process, one for each run on a machine, that keeps the cache ahead of the ranks: it brings the next shards and
-removes those that are used up. A shard that is there already is compared with the manifest before its run reads it.
+"""The process, one for each run on a machine, that keeps the cache ahead of the ranks.
+
+It fetches the next shards and removes used ones. A shard that is in the cache already is compared with the manifest
+before its run reads it.
 
 Only this process talks to S3 while training runs; ranks and their loader processes read files. So a dead connection
 cannot hold any of them, no thread of the connector is alive when they fork, and a shard is fetched once whatever the
-number of ranks. A shard is retried until it is there. A fault that no retry can cure is written to the cache,
-where readers find it when they need the shard: a fault in the next window does no harm before that window.
+number of ranks. A shard is retried until it is there. A fault that no retry can cure is written to the cache, where
+readers find it when they need the shard: a fault in the next window does no harm before that window.
 """
 
 from __future__ import annotations
@@ -37,33 +39,35 @@ from train.system.torchrun import leave_signals_to_the_parent
 logger = logging.getLogger("train")
 DOWNLOADS = 4  # at the same time: each holds its shard in memory, about 64 MiB twice, and a few fill a network card
 REPORT_EVERY_S = 10.0
-TICK_S = 0.5  # between looks at what is there
+TICK_S = 0.5  # between checks of the cache
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
 class Prefetcher(AbstractContextManager["Prefetcher"]):
-    """Starts the process; leaving the context ends it. The first rank of a machine has one if its data is not on disk.
-    Raises InputError if this machine's cache has no space for the shards, or another run is in the way.
+    """A context that starts the process and ends it.
+
+    The first rank of a machine has one if its data is not on disk. Raises InputError if this machine's cache has no
+    space for the shards, or another run uses it.
     """
 
     def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
-        from train.data.shards.download import Downloader  # the connector takes long to import
+        from train.data.shards.download import Downloader  # late: the connector takes long to import
 
         cache.check_fits(sampler)
         self.cache, self.sampler = cache, sampler
         self.limit_bytes = cache.limit_bytes()
         self.fits = cache.part_bytes(sampler) <= self.limit_bytes
-        if not self.fits:  # files of the window before are deleted, but take space until readers open the next window
+        if not self.fits:  # the previous window's files are deleted, but take space until readers open the next window
             self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.changed = Condition()  # of what the threads that fetch share with the one that says what is wanted:
+        self.changed = Condition()  # for state shared by the fetching threads and the one that chooses shards:
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
-        self.settled, self.failed = set[str](), set[str]()  # there, or failed for good; and the latter alone
+        self.settled, self.failed = set[str](), set[str]()  # present or failed for good; only the latter
         first = [cache.manifest.splits["train"][number] for number in sampler.upcoming_shards()[0]]
         self.first: dict[str, Shard] = {shard.file: shard for shard in first}  # until they are there
-        context = multiprocessing.get_context("fork")  # a spawned one would import torch first
+        context = multiprocessing.get_context("fork")  # a spawned process would import torch first
         receiver, self.consumed_rows = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
         self.process.start()
@@ -72,13 +76,13 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
 
     def __exit__(self, *_: object) -> None:
         self.consumed_rows.close()
-        self.process.kill()  # it needs no clean end: files get their names when they are whole
+        self.process.kill()  # it needs no clean end: files get their names when they are complete
         self.process.join()
         shutil.rmtree(self.cache.run, ignore_errors=True)
 
     def consumed(self, rows: int) -> None:
-        """Tell it how many sequences of the whole run all ranks have consumed."""
-        with suppress(BrokenPipeError):  # the process is gone: readers raise it when they need a shard
+        """Tell the process how many sequences of the whole run all ranks have consumed."""
+        with suppress(BrokenPipeError):  # the process has ended: readers raise it when they need a shard
             self.consumed_rows.send(rows)
 
     # ---- in the process --------------------------------------------------------------------------------------------
@@ -95,7 +99,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             pass
         except BaseException:
             logger.exception("fetching shards has failed")
-        os._exit(0)  # a download that was given up may hang in the connector for minutes
+        os._exit(0)  # an abandoned download may hang in the connector for minutes
 
     def serve(self, consumed_rows: Connection) -> None:
         """Keep the wanted shards in the cache until the run ends."""
@@ -119,7 +123,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
                     self.want()
 
     def want(self) -> None:
-        """Have the shards fetched that are needed from now on, and delete the others if not all fit."""
+        """Have the shards fetched that are still needed, and delete the others if not all fit."""
         chosen = wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)
         wanted: dict[str, Shard] = {shard.file: shard for shard in chosen}
         with self.changed:
@@ -134,7 +138,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             discard(self.cache.folder / file)
 
     def fetch(self) -> None:
-        """Bring one wanted shard after the other."""
+        """Fetch one wanted shard after the other."""
         while True:
             with self.changed:
                 while not self.queue:
@@ -188,7 +192,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         )
 
     def report_first(self) -> None:
-        """Log once how long those for the first step took: to be fetched, or compared if they were there."""
+        """Log once how long the first step's shards took: to be fetched, or compared if they were there."""
         if self.first and self.first.keys() <= self.settled - self.failed:
             took_s, total = time.monotonic() - self.began_s, sum(shard.bytes for shard in self.first.values())
             speed = f"{tqdm.format_sizeof(total / took_s, 'B')}/s"
@@ -207,7 +211,7 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
-    """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
+    """Return the shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
     shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
     now, later = sampler.upcoming_shards()
     numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])
@@ -218,8 +222,6 @@ def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: in
 
 
 def keep_memory() -> None:
-    """Let this process use the memory of one shard for the next. The connector allocates it for each, and the page
-    faults cost more than all copies (benchmarks/notes.md).
-    """
+    """Let this process reuse the memory of a shard: page faults cost more than all copies (benchmarks/notes.md)."""
     for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
         ctypes.CDLL(None).mallopt(option, value)

@@ -18,10 +18,10 @@ TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 
 
 class PreparedData:
-    """`folder` holds the tokenizer and, sooner or later, the shards. InputError for data that cannot be used."""
+    """A prepared data set whose `folder` has the tokenizer and, sooner or later, the shards."""
 
     def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
-        """`looks`: whether the lengths of local files are compared with the manifest at once."""
+        """Open the data; `looks`: compare the lengths of local files now. Raises InputError if it cannot be used."""
         self.cfg = cfg
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
@@ -38,14 +38,15 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, self.cache.wait if self.cache else None)
 
     def verify(self) -> None:
-        """Compare local shards with their checksums. Shards in S3 are compared as they arrive; of them only the lengths
-        are looked up. InputError names the first that does not match.
+        """Compare local shards with their checksums. Raises InputError, which names the first that does not match.
+
+        Shards in S3 are compared as they arrive; only their lengths are looked up here.
         """
         if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), self.manifest.shards):
             raise InputError(fault)
 
     def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
-        """What is wrong with a shard at its source; None if it matches the manifest."""
+        """Return the fault of a shard at its source; None if it matches the manifest."""
         if self.cache is None:
             fault = fault_of_file(self.folder / shard.file, shard.entry, checksum=checksum)
         else:
@@ -54,16 +55,14 @@ class PreparedData:
         return fault and f"{self.source.location}/{shard.file} {fault}; prepare the data again"
 
     def window_shards(self, order: ShardSampler) -> int:
-        """Return how many shards of each lane of `order` can be shuffled together: as many as it says, or as the cache
-        holds, or 0.
-        """
+        """Return how many shards of each lane of `order` can be shuffled together: its number or the cache's, or 0."""
         return order.window_shards if self.cache is None else self.cache.window_shards(order)
 
     def on_demand(self, name: str) -> ShardSet:
-        """A split without a prefetcher: a shard is fetched into the cache when it is first read."""
+        """Return a split without a prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
-        from train.data.shards.download import Downloader, put_back  # the connector takes long to import
+        from train.data.shards.download import Downloader, put_back  # late: the connector takes long to import
 
         self.cache.check_fits(None)
         self.held = self.cache.hold(alone=False)
@@ -79,8 +78,9 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, fetch)
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Start fetching the shards of `sampler`; None if they are on disk, or another rank of this machine fetches
-        them. Raises InputError if this machine's cache has no space for them.
+        """Start fetching the shards of `sampler`; None if they are on disk, or another rank of this machine does it.
+
+        Raises InputError if this machine's cache has no space for them.
         """
         if self.cache is None or not is_first_on_machine:
             return None
@@ -88,10 +88,10 @@ class PreparedData:
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> None:
-    """Copy the tokenizer's files to this node. InputError if it is not the one that made the shards."""
+    """Copy the tokenizer's files to this node. Raises InputError if it is not the one that made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
-        path, is_known = folder / name, name == TOKENIZER_FILE  # by its checksum; the other file is always read
+        path, is_known = folder / name, name == TOKENIZER_FILE  # known by its checksum; the other file is always read
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
             sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
             advice = "put the original back or prepare the data again"
