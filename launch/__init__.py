@@ -1,3 +1,3 @@
 """Launching runs: local, Slurm, EC2."""
 
-import train as train  # before all else: it reports what this Python lacks
+import train as train  # first: it reports if this Python lacks something

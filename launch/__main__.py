@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         return guarded(lambda: reject_subcommand(arguments[0]))
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
-    purpose = "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
+    purpose = "Plan a run on N machines, and start it with submit=true; give settings of the run after --. Then: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
@@ -77,25 +77,25 @@ def reject_subcommand(name: str) -> int:
 
 def reject_setting(text: str) -> int:
     raise InputError(
-        f"{text} is a setting of the run: those stand after --, as python -m launch cluster=local -- {text}"
+        f"{text} is a setting of the run: give those after --, as python -m launch cluster=local -- {text}"
     )
 
 
 def with_unknown_type(own: list[str]) -> list[str]:
-    """The arguments, in which a type that conf/instance does not have is one of EC2 of which nothing is known yet."""
+    """Return the arguments; a type that conf/instance does not have becomes an EC2 type without known facts."""
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
     if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
         return own
     others = [each for each in own if not each.startswith("instance=")]
     settings = [each for each in others if not each.startswith("-")]
-    with suppress(InputError):  # it is said when all of them are read
+    with suppress(InputError):  # the error is reported when all settings are read
         if cli.load_config(LaunchConfig, settings).cluster.finds_types:
             return [*others, "instance=local", f"instance.name={names[-1]}"]
     return own
 
 
 def is_unknown(cfg: LaunchConfig) -> bool:
-    """Return whether EC2 is to say what a machine has. Raises InputError where nobody says how many ranks it runs."""
+    """Return whether EC2 is asked for a machine's facts. Raises InputError if nobody says how many ranks it runs."""
     instance = cfg.instance
     if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
         return False
@@ -142,12 +142,12 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
     if record.is_remote:
         print(f"job sha256 {job.sha256}: to resume from another computer (launch resume --job-sha256)")
-    print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
+    print(f"submitted; python -m launch status {record.run_dir} shows its state", flush=True)
     return starts.attend(job, record, handle, detach=False)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
-    """The estimate, with the length of the sequences and their number where the data can be read from here."""
+    """Return the estimate, with the length and number of sequences if the data can be read from here."""
     rows, seq_len, vocab_size, manifest = None, run.seq_len, None, None
     if isinstance(run.data, ShardsConfig):
         try:
@@ -155,7 +155,7 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
             rows, seq_len = manifest.rows("train"), seq_len or manifest.seq_len
             vocab_size = manifest.tokenizer.vocab_size
         except InputError:
-            print(f"note: {run.data.path} is not seen from here: the estimate does without it", file=sys.stderr)
+            print(f"note: {run.data.path} cannot be read from here: the estimate is made without it", file=sys.stderr)
     expected = estimate(
         run,
         nodes=cfg.nodes,

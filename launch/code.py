@@ -1,7 +1,7 @@
 """The code of a job: packed into one file when it is submitted, unpacked once on every node.
 
-A job thus runs what was there when it was submitted, also after later edits, a checkout of another branch, or a resume
-next week. The bundle's checksum is its name.
+A job thus runs the code of its submission, also after later edits, a checkout of another branch, or a resume next week.
+The bundle's checksum is its name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from train.system.environment import commit
 from train.system.folders import sha256_bytes
 from train.system.schema import FileName, RelativePath, Sha256
 
-PACKAGES = ["train", "conf", "launch", "ami"]  # side by side; of ami, train.system.versions reads versions.yaml
-START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
+PACKAGES = ["train", "conf", "launch", "ami"]  # in one folder; ami has versions.yaml, which train.system.versions reads
+START = "start.py"  # at the bundle's root, where Python then looks first, and not in the job's working folder
 START_CODE = b"""import os, runpy, sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # also where PYTHONSAFEPATH is set
@@ -33,9 +33,7 @@ MOST_BYTES = 64 * 2**20  # of an unpacked bundle
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack the packages that this process runs. The same files make the same bytes. Raises InputError if they are more
-    than a node unpacks.
-    """
+    """Pack the packages that this process runs, as the same bytes each time. Raises InputError if they are too big."""
     files = dict[str, Path]()
     for package in PACKAGES:
         top = Path(launch.__file__).parent.parent / package
@@ -68,19 +66,19 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """The folder below `folder` that holds an unpacked bundle, made if it is absent. InputError for another content."""
+    """Return the folder below `folder` with an unpacked bundle, made if absent. Raises InputError if it was changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     return made_once(private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], lambda path: extract(content, path))
 
 
 def extract(content: bytes, folder: Path) -> None:
-    """Write the files of a bundle. BadContent for a name that leads out of `folder`; links are rejected."""
+    """Write the files of a bundle. Raises BadContent if a name leads out of `folder`; links are rejected."""
     total = 0
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for entry in archive:
             path, total = folder / RelativePath(entry.name), total + entry.size
             is_plain = entry.isreg() and total <= MOST_BYTES
-            check(is_plain, f"the code bundle holds {entry.name!r}, which is no plain file of a sensible size")
+            check(is_plain, f"the code bundle holds {entry.name!r}, which is not a plain file of a sensible size")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(cast("IO[bytes]", archive.extractfile(entry)).read())

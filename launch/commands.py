@@ -1,4 +1,4 @@
-"""`python -m launch list | status | logs | stop | resume | cancel`: what a launched run does; and those for EC2."""
+"""`python -m launch list | status | logs | stop | resume | cancel`: state and control of launched runs; EC2 in ec2/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.system.folders import LocalFolder, open_folder
 from train.system.outcome import STOP_FILE
 from train.system.schema import is_path
 
-EVERY_S = 5.0  # between two questions
+EVERY_S = 5.0  # between two requests
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Command:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Act on a command line that begins with one of COMMANDS; the exit code."""
+    """Run a command line that begins with one of COMMANDS; return the exit code."""
     name, command = arguments[0], TABLE[arguments[0]]
     parser = command_parser(f"launch {name}", command.purpose, examples=command.examples)
     command.add_flags(parser)
@@ -64,7 +64,7 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
         record = Record(f"{folder}/{name}", s3)
         try:
             seen = status(record)
-        except InputError as error:  # one damaged record hides no other
+        except InputError as error:  # a damaged record must not hide the others
             print(f"{clean(record.run_dir)}: {clean(str(error))}", file=sys.stderr)
             continue
         if options.json:
@@ -98,7 +98,7 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
         seen = status(record)
         print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
     else:
-        with suppress(KeyboardInterrupt):  # how one leaves it
+        with suppress(KeyboardInterrupt):  # the usual way to leave it
             watch(record, options.watch, as_json=options.json)
     return DONE
 
@@ -117,7 +117,7 @@ def logs_flags(parser: Parser) -> None:
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
     wanted = logs.Wanted(options.attempt, options.rank, options.node, options.lines)
     record = Record(options.run, s3)
-    record.job()  # or it was not launched
+    record.job()  # raises if it was not launched
     (logs.follow if options.follow else logs.show)(record, wanted)
     return DONE
 
@@ -143,12 +143,12 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
     if seen is None:
         return DONE
     check(seen.kind == "train", f"a preparation keeps what is done: python -m launch cancel {record.run_dir} --yes")
-    if not (seen.answer.nodes and seen.progress.exists):  # a folder with STOP alone is taken for another program's
+    if not (seen.answer.nodes and seen.progress.exists):  # the trainer takes a folder with STOP alone for another's
         end(record, seen)
         print(printable(f"{record.run_dir}: the job was cancelled: it had not begun to train ({seen.answer.text})"))
         return DONE
     if seen.history.stop_asked_unix_s is None:
-        # The event comes first: a supervisor removes files STOP that nobody asked for.
+        # The event comes first: a supervisor removes STOP files without one.
         record.append_event("stop_asked", reason="launch stop")
     record.run.write(STOP_FILE, b"")
     print(printable(f"{record.run_dir} was asked to stop with a checkpoint, after its next step"))
@@ -181,13 +181,13 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
         end(record, seen)
         print(printable(f"{record.run_dir}: the job was cancelled; {lost(seen)}"))
     elif seen is not None:
-        print(printable(f"{record.run_dir}: the job would end at once ({seen.answer.text}); {lost(seen)}"))
+        print(printable(f"{record.run_dir}: the job would end immediately ({seen.answer.text}); {lost(seen)}"))
         print("nothing was cancelled: --yes does it; stop instead ends the run with a checkpoint")
     return DONE
 
 
 def active(record: Record, name: str) -> Status | None:
-    """Return how a run with a job stands; None, and a line, if it has none. Failure if its scheduler does not say."""
+    """Return the status of a run with a job, else print a line. Raises Failure if its scheduler does not answer."""
     seen = status(record)
     if seen.answer.is_active is None:
         raise Failure(f"{record.run_dir}: {seen.answer.failure}")
@@ -201,17 +201,17 @@ def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
     name, expected = submission.scheduler, record.job().scheduler
-    if name != expected:  # a run's machines write events too: they must not choose what is ended on this computer
+    if name != expected:  # a run's machines write events too: they must not choose which job is ended on this computer
         raise Failure(f"{record.location}/events names cluster={name}, {JOB} cluster={expected}: nothing was ended")
     # The event comes first: from then on a supervisor makes no attempt, and a launch on EC2 no machine.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:
-        record.run.remove(STOP_FILE)  # or the next start would obey it
+        record.run.remove(STOP_FILE)  # otherwise the next start would obey it
     scheduler(name).cancel(record, submission.handle)
 
 
 def lost(seen: Status) -> str:
-    """Return what a run loses that ends now."""
+    """Return what a run loses if it ends now."""
     step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
         return "whole shards stay, and the same job continues from them"
@@ -242,9 +242,9 @@ TABLE = {
     "resume": Command(
         "Start the job of a run again, with its code and settings.", ("runs/mine",), resume_flags, resume
     ),
-    "cancel": Command("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
+    "cancel": Command("End the job of a run immediately, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
     "clean": Command(
-        "Remove all that EC2 has of a run, and prove that nothing is left.",
+        "Remove all resources of a run on EC2, and prove that none is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,

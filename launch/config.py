@@ -1,4 +1,4 @@
-"""Settings of a launch: which machines, how many, and how a site's scheduler is asked for them."""
+"""Settings of a launch: the machines, their number, and how a site's scheduler provides them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
-OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # by the families of EC2's types
+OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # families of EC2's types
 INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # a name of EC2's, as trn1.32xlarge
-MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: of one machine
+MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: per machine
 
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section, prefix="cluster."):
-    """Where the machines come from. What differs between schedulers stands here: nothing else asks for their names."""
+    """The source of machines. Differences between schedulers are declared here: no other code asks for their names."""
 
     is_here: ClassVar[bool] = False  # the job runs on this machine
     signals_ranks: ClassVar[bool] = False  # SIGTERM to the ranks alone means that the scheduler takes the machines
     finds_types: ClassVar[bool] = False  # machines may be of types that conf/instance does not have
-    has_check: ClassVar[bool] = False  # check=true asks it more
+    has_check: ClassVar[bool] = False  # check=true asks it for more
 
     kind: str = "local"  # name of the scheduler in launch/schedulers.py; cluster=... sets it
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
     attempts: int = setting(20, above=0)  # starts of the trainer that failed before the job gives up
 
     def interpreter(self) -> str:
-        """The Python on the nodes."""
+        """Return the Python on the nodes."""
         return sys.executable
 
 

@@ -1,4 +1,4 @@
-"""How long a run takes and what it costs, on 1 to 16 machines, before anything starts. Assumptions are part of it."""
+"""The duration and cost of a run, on 1 to 16 machines, before anything starts, with its assumptions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 from train.system.launched import Launched, check_launch
 
-MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
+MANY_ROWS = 2**50  # more than any run reads, so that the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
-NETWORK_HOP_S = 50e-6  # assumed, of a message between two machines, software included
-DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
+NETWORK_HOP_S = 50e-6  # assumed per message between two machines, software included
+DEVICE_HOP_S = 10e-6  # assumed per message between two devices of a machine
 
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """One number of machines. What is unknown is None; `reason` says why a number of machines is impossible."""
+    """One number of machines. Unknown values are None; `reason` says why a number of machines is impossible."""
 
     nodes: int
     world_size: int
-    replicas: int | None = None  # groups of ranks that see rows of their own
+    replicas: int | None = None  # groups of ranks that see different rows
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     accumulation: int | None = None
     steps: int | None = None
-    compute_s: float | None = None  # of a step
-    allreduce_s: float | None = None  # of a step
+    compute_s: float | None = None  # per step
+    allreduce_s: float | None = None  # per step
     step_s: float | None = None
     sequences_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -59,9 +59,10 @@ def estimate(
     counts: Sequence[int] = COUNTS,
     vocab_size: int | None = None,
 ) -> Estimate:
-    """Estimate a run on `nodes` machines and on others of `counts`. `rows` is the number of training sequences of up to
-    `seq_len` tokens, and `vocab_size` that of their tokenizer; None: unknown. InputError for a speed that says nothing
-    of these machines.
+    """Estimate a run on `nodes` machines and on the other numbers in `counts`.
+
+    `rows` is the number of training sequences of up to `seq_len` tokens, and `vocab_size` that of their tokenizer;
+    None: unknown. Raises InputError if the calibration says nothing about these machines.
     """
     flops_per_s, speed_note = speed(cfg, calibration)
     shape, processes = find_shape(cfg.model, vocab_size=vocab_size), processes_per_node
@@ -104,7 +105,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
 def timed(
     row: ClusterSize, instance: InstanceConfig, sequence_s: float, gradient_bytes: int, seq_len: int
 ) -> ClusterSize:
-    """Return the row with times and prices. `sequence_s`: of a sequence on one rank."""
+    """Return the row with times and prices. `sequence_s`: the time of a sequence on one rank."""
     if row.global_batch_size is None:
         return row
     compute_s = sequence_s * row.global_batch_size / row.world_size
@@ -132,8 +133,10 @@ def timed(
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
-    """Return the bytes that a rank adds up with the others, once a step. Gradients are fp32 whatever the products are
-    computed in, but bf16 with that compression, and where the weights themselves are (bf16_stochastic).
+    """Return the bytes that a rank adds up with the others, once a step.
+
+    Gradients are fp32 in any precision, but bf16 with that compression, or if the weights themselves are
+    (bf16_stochastic).
     """
     trained = shape.trained_parameters(
         cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers
@@ -143,11 +146,11 @@ def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
 
 
 def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> float | None:
-    """Seconds of an all-reduce by rings, one among the devices of each machine and one among the machines.
+    """Return the seconds of an all-reduce by rings, one among the devices of each machine and one among the machines.
 
     A ring of n takes 2 (n - 1) messages in turn and sends 2 (n - 1) / n of the bytes over each link. Between machines
-    all network cards work together. What has no known bandwidth is left out; None if something is sent and nothing is
-    known of it.
+    all network cards work together. Links of unknown bandwidth are left out; None if something is sent and no bandwidth
+    is known.
     """
     inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
     rings = [(processes_per_node, inside and inside * 1e9, DEVICE_HOP_S)]
@@ -182,7 +185,7 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
 
 
 def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:
-    """Say what a rank of the planned machines holds, and whether its device is large enough."""
+    """Say how much a rank of the planned machines holds, and whether its device is large enough."""
     if at.micro_batch_size is None or at.accumulation is None:
         return []
     needed = memory_of(
@@ -203,7 +206,7 @@ def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: in
 
 
 def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> list[str]:
-    """Say what each of the planned machines fetches from S3, if each of its ranks reads rows of its own."""
+    """Say how much each of the planned machines fetches from S3, if its ranks read different rows."""
     if at.global_batch_size is None or at.replicas != at.world_size or not isinstance(cfg.data, ShardsConfig):
         return []
     shards, ranks = manifest.splits["train"], at.world_size // at.nodes
@@ -250,7 +253,7 @@ FORMATS |= {"hours": "{:,.3g}", "usd_on_demand": "${:,.2f}", "usd_spot": "${:,.2
 
 
 def cells(each: ClusterSize) -> list[str]:
-    """Return a row as text. That of an impossible number of machines has the reason in its third cell."""
+    """Return a row as text. For an impossible number of machines its third cell has the reason."""
     ranks = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:
         return [*ranks, each.reason]

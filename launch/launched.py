@@ -1,7 +1,7 @@
-"""What this computer has launched: the checksum of each job and what its scheduler answered, in the user's own folder.
+"""The launches of this computer: the checksum of each job and its scheduler's answer, in the user's folder.
 
-Others may write a record in S3, such as the machines of its run. So what this computer starts from a record is compared
-with this file, which no machine reaches.
+Others may write a record in S3, such as the machines of its run. So the job that this computer starts from a record is
+compared with this file, which no machine reaches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def file_of(record: Record) -> tuple[LocalFolder, str]:
 
 
 def read(record: Record) -> dict[str, Any]:
-    """Return what is known of the run's last launch from this computer; {} if there was none."""
+    """Return the facts of the run's last launch from this computer; {} if there was none."""
     folder, name = file_of(record)
     try:
         return read_object(folder.read(name)) if folder.size(name) is not None else {}
@@ -40,13 +40,14 @@ def keep(record: Record, handle: dict[str, Any] | None = None) -> None:
 
 
 def last_handle(record: Record) -> dict[str, Any]:
-    """Return what the scheduler answered to the last launch from this computer; {} if there was none."""
+    """Return the scheduler's answer to the last launch from this computer; {} if there was none."""
     return table(read(record), "handle")
 
 
 def job_to_start(record: Record) -> Job:
-    """Return the job of a record; all of its programs will read the same one. Raises InputError for a job in S3 that
-    this computer has not launched, unless the user vouches for it by its checksum.
+    """Return the job of a record; all of its programs will read the same one.
+
+    Raises InputError if this computer has not launched a job in S3, unless the user vouches for it by its checksum.
     """
     job = record.job()
     if not record.job_sha256:

@@ -24,7 +24,7 @@ from train.system.atomic_io import make_alike, open_alike
 from train.system.memory import usable_cpus
 from train.system.processes import is_alive, read_process
 
-ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
+ORPHANS_S = 600.0  # for ranks to save and end after their torchrun was killed
 
 
 class Scheduler(spec.Scheduler):
@@ -44,7 +44,7 @@ class Scheduler(spec.Scheduler):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=job.folder,
-                start_new_session=True,  # Ctrl-C in the terminal is answered by the command that waits there
+                start_new_session=True,  # the command that waits in the terminal answers Ctrl-C
             )
         seen = read_process(process.pid)
         return {"host": platform.node(), "pid": process.pid, "started": seen.started if seen else 0}
@@ -81,7 +81,7 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            processes.kill([pid, *processes.descendants(pid)])  # torchrun starts each rank in a session of its own
+            processes.kill([pid, *processes.descendants(pid)])  # torchrun starts each rank in a separate session
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -137,7 +137,7 @@ def train(record: Record, job: Job) -> Decision:
 
 
 def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None) -> int:
-    """Run a command of launch.node, and wait for the ranks that outlive it; its exit code."""
+    """Run a command of launch.node, and wait for the ranks that outlive it; return its exit code."""
     processes.adopt_orphans()
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)

@@ -1,4 +1,4 @@
-"""Logs of a job: what its supervisor, the machines and the ranks wrote, now or as it comes.
+"""Logs of a job, from its supervisor, the machines and the ranks, now or as they come.
 
 logs/job.txt                                        the scheduler's script and the supervisor
 logs/attempt_0001/HOST.txt                          torchrun on a machine, and its first rank
@@ -23,9 +23,9 @@ from train.run.command import printable
 from train.system.folders import Folder, LocalFolder
 from train.system.schema import is_path
 
-LINES = 100  # last ones of each file that are shown
+LINES = 100  # the last lines of each file that are shown
 MAX_BYTES = 2**20  # read from the end of a file at first; and the longest line
-POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at the files, and two questions to the scheduler
+POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at the files, and two requests to the scheduler
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
 OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log")
@@ -33,7 +33,7 @@ OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(
 
 @dataclass(frozen=True)
 class Wanted:
-    attempt: int | None = None  # None: the last one, and those that follow
+    attempt: int | None = None  # None: the last one, and later ones
     rank: int | None = None
     node: str | None = None
     lines: int = LINES
@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass
 class Log:
-    """A file that grows, and how far its lines have been taken."""
+    """A file that grows, and the position up to which its lines have been taken."""
 
     title: str
     folder: Folder
@@ -55,15 +55,13 @@ class Log:
         return self.folder.size(self.name) or 0
 
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
-        """Return the new lines, safe to print; of a file from which none was taken only the last `lines`, if given.
-        `is_last`: also a line without an end.
-        """
+        """Return the new lines, safe to print, or a new file's last `lines`. `is_last`: also an unfinished line."""
         size = self.size()
-        self.position = 0 if size < self.position else self.position  # another file has its name now
+        self.position = 0 if size < self.position else self.position  # another file has this name now
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         content = self.read(begin, size) if begin < size else b""
         end = content.rfind(b"\n") + 1
-        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # or the line is taken once it ends
+        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # otherwise it is taken once it ends
         self.position = begin + end
         taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
         return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))
@@ -77,7 +75,7 @@ class Log:
 
 
 def safe(line: bytes) -> str:
-    """Return a line as text on which no terminal acts."""
+    """Return a line as text without characters that a terminal obeys."""
     text = line.removesuffix(b"\r").decode(errors="backslashreplace")
     shown = (char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text)
     return text if text.isprintable() else "".join(shown)
@@ -87,7 +85,7 @@ def safe(line: bytes) -> str:
 
 
 def all_logs(record: Record) -> dict[str, Log]:
-    """Return all files by their names below logs/, here and in S3; of two copies the longer, since logs only grow."""
+    """Return all files by their names below logs/, here and in S3; the longer of two copies, since logs only grow."""
     here = LocalFolder(record.local_folder() / "logs")
     logs = {name: Log(name, here, name) for name in here.names() if is_path(name)}
     for name in record.folder.names(LOGS) if record.is_remote else ():
@@ -98,7 +96,7 @@ def all_logs(record: Record) -> dict[str, Log]:
 
 
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
-    """Return the logs to show now. InputError for an attempt, a machine or a rank that the job does not have."""
+    """Return the logs to show now. Raises InputError if the job does not have an attempt, a machine or a rank."""
     logs, begun = all_logs(record), {each.number: each.nodes for each in history.attempts}
     known = sorted({*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))})
     check(
@@ -122,7 +120,7 @@ def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
 def of_rank(
     record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
 ) -> list[Log]:
-    """Return what torchrun kept of a rank, and its trainer's own log, which is of all attempts."""
+    """Return torchrun's files of a rank, and its trainer's log, which covers all attempts."""
     check(bool(hosts), f"the record names no machines of attempt {attempt}: give --node instead of --rank")
     per_node = record.job().processes_per_node
     most = len(hosts) * per_node - 1
@@ -142,15 +140,15 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 
 
 class Printer:
-    """The logs to show, each with its title above where it changes, and how far each has been shown."""
+    """The logs to show, with a title where the file changes, and the position up to which each has been shown."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""
         self.logs: dict[str, Log] = {}
-        self.lines: int | None = wanted.lines  # None: files that come later are shown from their beginning
+        self.lines: int | None = wanted.lines  # None: later files are shown from their beginning
 
     def show_new(self, history: History, *, is_over: bool) -> None:
-        """Print what is new. A file that is not selected any more is shown to its end."""
+        """Print new lines. A file that is no longer selected is shown to its end."""
         is_part = not self.wanted.attempt is self.wanted.rank is self.wanted.node is None
         may_come = is_part and not history.attempts and not is_over
         selected = {} if may_come else {log.title: log for log in select(self.record, self.wanted, history)}

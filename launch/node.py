@@ -1,4 +1,4 @@
-"""What runs on one machine of a job: `python -m launch.node COMMAND RUN ...`, started by a scheduler on every machine.
+"""The program of one machine of a job: `python -m launch.node COMMAND RUN ...`, started there by a scheduler.
 
 train         torchrun with the trainer, from the code of the job
 preflight     train.doctor, and its answer into the record
@@ -30,9 +30,9 @@ from train.system.schema import FileName
 from train.system.torchrun import REJECTION
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # one machine must not hold all others
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands out to clients
-JOIN_S = 120  # for machines that have just answered to join for their collectives; torchrun's own limit is 900 s
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # one machine must not delay all others
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux gives to clients
+JOIN_S = 120  # for machines that have just answered to join for their collectives; torchrun's limit is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
 
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
     parser.add_argument("--addresses", default="", help="of the machines, in the same order; the first one's will do")
-    parser.add_argument("--group", type=int, default=0, help="machines that join one another, by their order; 0: all")
+    parser.add_argument("--group", type=int, default=0, help="machines per group that joins, in order; 0: all")
     parser.add_argument("--port", type=int, default=0, help="at which the machines join")
-    parser.add_argument("--attempt", default="", help="name of what is tried, for logs and answers")
+    parser.add_argument("--attempt", default="", help="name of the attempt or test, for logs and answers")
     parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
     parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
     add_record_flags(parser)
@@ -58,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_flags(
     hosts: Sequence[str], addresses: Sequence[str], *, job: int, step: int, name: str, group: int
 ) -> list[str]:
-    """Return the flags for machines that join. Each step of a job has a port of its own: two jobs may share a machine,
-    and late packets of another attempt reach nobody.
+    """Return the flags for machines that join.
+
+    Each step of a job has another port: two jobs may share a machine, and late packets of another attempt reach nobody.
     """
     port = FIRST_PORT + (job * 101 + step) % PORTS
     words = [f"--hosts={','.join(hosts)}", f"--addresses={','.join(addresses)}", f"--port={port}"]
@@ -73,32 +74,32 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     try:
         return COMMANDS[options.command](Node(record, record.job(), options))
     except InputError as error:
-        if options.command == "train":  # its exit code alone may be srun's: that of a program which is not there is 2
+        if options.command == "train":  # its exit code alone may be srun's, which is 2 if the program is missing
             record.append_event("refused", attempt=options.attempt, node=platform.node(), reason=str(error))
         raise
 
 
 class Node:
-    """This machine in a job: its name, its place among the hosts that join, and its logs."""
+    """A job's view of this machine: its name, its place among the hosts that join, and its logs."""
 
     def __init__(self, record: Record, job: Job, options: argparse.Namespace) -> None:
         self.record, self.job, self.options = record, job, options
         self.name = FileName(os.environ.get("SLURMD_NODENAME") or platform.node())
         self.hosts = options.hosts.split(",") if options.hosts else [self.name]
-        check(self.name in self.hosts, f"this machine is {self.name}, none of the job's: {', '.join(self.hosts)}")
+        check(self.name in self.hosts, f"this machine is {self.name}, not one of the job's: {', '.join(self.hosts)}")
         self.addresses = options.addresses.split(",")
         if options.group:
             first = self.hosts.index(self.name) // options.group * options.group
             group = slice(first, first + options.group)
             self.hosts, self.addresses = self.hosts[group], self.addresses[group]
         self.rank = self.hosts.index(self.name)
-        self.environment = {**job.environment, **os.environ}  # what the user has set overrides the job's
+        self.environment = {**job.environment, **os.environ}  # the user's variables override the job's
         self.logs = record.local_folder() / "logs"
         if options.attempt:
             self.logs /= FileName(options.attempt)
 
     def start_py(self) -> str:
-        """The job's code, unpacked; its entry point."""
+        """Unpack the job's code, and return its entry point."""
         content = self.record.folder.read(self.job.code.file)
         return str(code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code") / code.START)
 
@@ -107,7 +108,7 @@ class Node:
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         start = self.start_py()
-        # The file of this program's code: that of a job which an earlier version wrote may lack it.
+        # The file is of this program's code: the code of a job from an earlier version may lack it.
         torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [str(Path(local_torchrun.__file__))]
         head = [self.job.python, *torchrun, *size, *joined, "--max-restarts=0", *logs]
         return [*head, start, module, *arguments]
@@ -117,7 +118,7 @@ class Node:
         make_alike(self.logs)
         with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
-            for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
+            for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches only this one
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
@@ -127,13 +128,14 @@ class Node:
         return code
 
     def answer(self, content: bytes) -> None:
-        """Write the machine's part of the preflight: what is missing in the record is as bad as what failed."""
+        """Write the machine's part of the preflight: a missing answer counts as a failure."""
         self.record.folder.write(PREFLIGHT.format(self.options.attempt, self.name), content)
 
 
 def rendezvous(node: Node, *, is_train: bool) -> list[str]:
-    """Return the options by which the machines' torchruns join: rank 0 is on the first one. Their id is new for every
-    attempt, which keeps stale agents out.
+    """Return the options by which the machines' torchruns join: rank 0 is on the first machine.
+
+    Their id is new for every attempt, which keeps stale agents out.
     """
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
@@ -144,7 +146,7 @@ def rendezvous(node: Node, *, is_train: bool) -> list[str]:
 
 def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
-    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun's own exit code is 1 whatever came
+    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun's exit code is 1 in all cases
         reason = printable(path.read_text(errors="replace"))
         node.record.append_event("refused", attempt=node.options.attempt, node=node.name, reason=reason)
     return code
@@ -165,7 +167,7 @@ def preflight(node: Node) -> int:
 
 
 def collectives(node: Node) -> int:
-    """Examine what joins this machine's ranks with one another and with those of its group."""
+    """Examine the connections of this machine's ranks with one another and with those of its group."""
     settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
     code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
     fault = f"train.doctor --collectives ended with exit code {code}, see its log"

@@ -1,4 +1,4 @@
-"""From settings to a job: functions that read no file and start nothing."""
+"""The way from settings to a job: functions that read no file and start nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.system.memory import usable_cpus
 from train.system.schema import FileName, Sha256
 
 FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/system/run_folder.py
-RANKS_PER_CPU = 4  # more only wait for one another
+RANKS_PER_CPU = 4  # more would only wait for one another
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 
 
@@ -29,7 +29,7 @@ def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
 
 
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
-    """Return the overrides with the folder `key` written out, so that every node takes the same one."""
+    """Return the overrides with the absolute folder for `key`, so that every node takes the same one."""
     check("${" not in location, f"{key}={location!r} must be without ${{, by which settings refer to others")
     others = [each for each in overrides if each.partition("=")[0] != key]
     return [*others, f"{key}={quoted(location)}"]
@@ -43,9 +43,7 @@ def absolute(location: str) -> str:
 def make_job(
     cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], code: Code, *, folder: str
 ) -> Job:
-    """Return the job of a launch of `run`, whose settings `overrides` are. InputError for a number of ranks that the
-    machines cannot run.
-    """
+    """Return the job of a launch of `run` with its `overrides`. Raises InputError if machines cannot run its ranks."""
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
         kind, key, where = "train", "run_dir", absolute(run.run_dir)
@@ -78,8 +76,9 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """InputError for more ranks than a machine has devices, or without devices a few a CPU, to try things out; and for
-    a number that the instance cannot run, see train.system.launched.check_launch.
+    """Raise InputError if a machine has fewer devices than ranks, or, to try things out, too few CPUs.
+
+    It also checks the numbers that the instance can run, see train.system.launched.check_launch.
     """
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
@@ -98,14 +97,14 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
 def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
     """Return the variables that every process of a job starts with. A variable of the user overrides them.
 
-    What `python -m train` sets itself before the ranks join is not among them: network cards, huge pages, open files
-    and processors (train.system.rank_setup), and what Neuron's runtime and compiler read (train.system.machine). Nor is
-    FI_EFA_FORK_SAFE, which is for kernels before 5.15 only (train.doctor looks at it), and what PyTorch sets by default
+    They leave out what `python -m train` sets itself before the ranks join: network cards, huge pages, open files and
+    processors (train.system.rank_setup), and variables of Neuron's runtime and compiler (train.system.machine); also
+    FI_EFA_FORK_SAFE, which is only for kernels before 5.15 (train.doctor checks it), and PyTorch's defaults
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:
-        # libfabric fails where EFA is missing, instead of taking TCP; machines without EFA: instance.efa_interfaces=0.
+        # libfabric fails if EFA is missing, instead of taking TCP; machines without EFA: instance.efa_interfaces=0.
         variables["FI_PROVIDER"] = "efa"
     if instance.device == "neuron":
         # The memory of glibc's arenas grows with every thread, and 32 ranks share a host (optimum-neuron sets it too).
@@ -120,13 +119,13 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
 
 
 def safe_name(location: str) -> str:
-    """Return the last part of a location, as a name that no scheduler or shell reads in another way."""
+    """Return the last part of a location, as a name that every scheduler and shell reads literally."""
     last = location.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-")[:40] or "run"
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
-    """InputError if settings differ that a run keeps: what it learns, from which data, in which batches."""
+    """Raise InputError if settings differ that a run keeps: what it learns, from which data, in which batches."""
     old, new = dict(flatten(before)), dict(flatten(now))
     keys = sorted(key for key in {*old, *new} if key.startswith(FIXED) or key in FIXED_KEYS)
     changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]

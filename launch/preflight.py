@@ -1,4 +1,4 @@
-"""Which machines may train: what each one's doctor, and then collectives over those chosen, say."""
+"""The choice of machines that may train, by each one's doctor, and by collectives over those chosen."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from launch.supervise import retry
 from train.run.command import printable
 from train.system.schema import BadContent, read_object
 
-NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
+NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # beginnings of reasons
 MAX_CHARS = 300  # of a reason
 
 
-# Runs a command of launch.node on machines: (command, nodes, *, name, group=0), all of them or groups of neighbours of
-# that number; 0 if all ended well.
+# Runs a command of launch.node on machines: (command, nodes, *, name, group=0), all of them or groups of that number of
+# neighbours; 0 if all succeeded.
 Run = Callable[..., int]
 
 
 def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the machines that are to train, fewer than the job needs if too few are fit; and those that failed, with
-    reasons.
+    """Return the machines to train on, fewer than the job needs if too few are fit; and failed ones, with reasons.
 
-    Where collectives fail over the machines chosen, each is tried alone and then in pairs: those that fail are left
-    out, and spares take their ranks.
+    If collectives fail over the machines chosen, each is tried alone and then in pairs: those that fail are left out,
+    and spares take their ranks.
     """
     run("preflight", nodes, name=name)
     failed = failures(record, name, nodes)
@@ -60,7 +59,7 @@ def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, st
 
 
 def failure_of(record: Record, name: str) -> str:
-    """Return why the machine with this answer is not fit; empty if it is."""
+    """Return why the machine with this answer is not fit; "" if it is."""
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
@@ -75,11 +74,11 @@ def failure_of(record: Record, name: str) -> str:
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
-    """Return what to say if fewer machines are fit than the job needs."""
+    """Return a message if fewer machines are fit than the job needs."""
     counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the preflight, {job.nodes} are needed"
     return "; ".join([counts, *(f"{node}: {reason}" for node, reason in failed.items())])
 
 
 def is_shared(failed: Mapping[str, str], nodes: Sequence[str]) -> bool:
-    """Whether all failed, so that the cause is what they share, and other machines would fail too."""
+    """Return whether all failed, so that the cause is shared, and other machines would fail too."""
     return 1 < len(failed) == len(nodes)

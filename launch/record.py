@@ -47,13 +47,13 @@ class Code:
 
 @dataclass(frozen=True)
 class Job:
-    id: FileName  # of this job: it names logs, and what is unpacked on a node
+    id: FileName  # of this job: it names logs, and the unpacked code on a node
     kind: str  # train | prepare
     run_dir: str  # the run folder; of a preparation the folder that it writes
     overrides: list[str]  # settings of train or train.prepare
-    config_sha256: Sha256  # of the settings that they lead to
+    config_sha256: Sha256  # of the resolved settings
     python: str  # interpreter on the nodes
-    folder: str  # in which it was submitted: paths in the settings may be relative to it
+    folder: str  # the folder of its submission: paths in the settings may be relative to it
     code: Code
     scheduler: str
     cluster: dict[str, Any]  # its settings
@@ -63,7 +63,7 @@ class Job:
     processes_per_node: int
     environment: dict[str, str] = field(default_factory=dict)
     s3: dict[str, Any] = field(default_factory=dict)
-    parts: int = 1  # of a preparation
+    parts: int = 1  # number of parts of a preparation
     format: int = FORMAT
 
     def to_json(self) -> bytes:
@@ -75,7 +75,7 @@ class Job:
 
     @classmethod
     def from_json(cls, content: bytes) -> Job:
-        """Read a job. BadContent for a file that is none, InputError for one of another version."""
+        """Read a job. Raises BadContent if the file is none, InputError if it is of another version."""
         values = read_object(content)
         check(
             values.get("format") == FORMAT,
@@ -105,8 +105,9 @@ def add_record_flags(parser: Parser) -> None:
 
 class Record:
     def __init__(self, run_dir: str, s3: S3Config, job_sha256: str = "") -> None:
-        """The record of the run in `run_dir`, a run folder or its record; it need not exist. `job_sha256`: of its
-        job.json, by whoever launched it; empty: any.
+        """Open the record of the run in `run_dir`, a run folder or its record, which need not exist.
+
+        `job_sha256`: of its job.json, from whoever launched it; empty: any.
         """
         self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX)
         check(bool(self.run_dir.strip("/.")), f"{run_dir} is not the name of a run folder")
@@ -120,20 +121,20 @@ class Record:
         return is_s3(self.location)
 
     def local_folder(self) -> Path:
-        """A folder of this machine for logs: in the record, or in the cache if the record is in S3."""
+        """Return a folder of this machine for logs: in the record, or in the cache if the record is in S3."""
         if isinstance(self.folder, LocalFolder):
             return self.folder.path
         return cache_root() / "launch" / sha256_bytes(self.location.encode())[:16]
 
     def flags(self) -> list[str]:
-        """The flags of `add_record_flags` with which another program opens this record."""
+        """Return the flags of `add_record_flags` with which another program opens this record."""
         return [*self.s3.flags(), *([f"--job-sha256={self.job_sha256}"] if self.job_sha256 else [])]
 
     def exists(self) -> bool:
         return self.folder.size(JOB) is not None
 
     def job(self) -> Job:
-        """The job of the last submission. InputError if there is none, or if it is damaged or another one."""
+        """Return the job of the last submission. Raises InputError if it is missing, damaged or another one."""
         try:
             content = self.folder.read(JOB)
         except FileNotFoundError:
@@ -153,14 +154,14 @@ class Record:
             raise InputError(f"{self.location}/{JOB} cannot be read: {error}") from error
 
     def read(self, kind: type[Kind], name: str) -> Kind:
-        """A file of the record. InputError if it is damaged."""
+        """Read a file of the record. Raises InputError if it is damaged."""
         try:
             return record(kind, read_object(self.folder.read(name)))
         except BadContent as error:
             raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
 
     def write(self, job: Job, *, plan: dict[str, Any], config: str, bundle: bytes) -> None:
-        """Write all that a job needs; job.json last."""
+        """Write all files that a job needs; job.json last."""
         if self.folder.size(job.code.file) != len(bundle):
             self.folder.write(job.code.file, bundle)
         self.folder.write(CONFIG, config.encode())
@@ -172,11 +173,11 @@ class Record:
             pass  # another process was faster
 
     def next_number(self) -> int:
-        """Of an event that is added now."""
+        """Return the number for an event that is added now."""
         return 1 + max((int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()), default=0)
 
     def append_event_as(self, number: int, kind: str, /, **details: Any) -> bool:
-        """Add an event with this number; False if there is one with it."""
+        """Add an event with this number; return False if the number is taken."""
         event = Event(kind, round(time.time(), 3), f"{platform.node()}:{os.getpid()}", details)
         return self.folder.create(f"{EVENTS}{number:05d}.json", canonical_json(asdict(event)))
 
@@ -187,7 +188,7 @@ class Record:
         return read_history(self.events())
 
     def events(self) -> list[Event]:
-        """All events in order. One that is damaged is of the kind "damaged": a job must be stopped all the same."""
+        """Return all events in order. A damaged one has the kind "damaged": a job must be stopped all the same."""
         return list(at_once(self.event, self.event_names()))
 
     def event(self, name: str) -> Event:
@@ -202,7 +203,7 @@ class Record:
 
 @dataclass
 class Submission:
-    """What a scheduler was asked to start, and what it called it."""
+    """A request to a scheduler to start a job, and the scheduler's name for it."""
 
     scheduler: str
     time_unix_s: float | None
@@ -212,7 +213,7 @@ class Submission:
 
 
 def attempt_name(number: int) -> str:
-    """Return the name of an attempt, which is that of its folder in logs/ too."""
+    """Return the name of an attempt, which is also that of its folder in logs/."""
     return f"attempt_{number:04d}"
 
 
@@ -241,7 +242,7 @@ class Ended:
 
 @dataclass
 class History:
-    """All attempts of the run; the rest is of its last submission."""
+    """All attempts of the run; the other fields are of its last submission."""
 
     submissions: int = 0
     submission: Submission | None = None
@@ -253,7 +254,7 @@ class History:
     excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
     ended: Ended | None = None
     faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
-    idle: int = 0  # of them those in a row, up to now, that began and saved nothing new
+    idle: int = 0  # the latest of them in a row that began and saved nothing new
     requeued: str = ""  # why the job was requeued, until it ends or begins an attempt
     is_tried: bool = False  # an attempt was made since the last requeue
     damaged: list[str] = field(default_factory=list)  # events that cannot be read
@@ -264,7 +265,7 @@ class History:
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether the user wants no other attempt."""
+        """True if the user wants no other attempt."""
         return self.stop_asked_unix_s is not None or self.cancelled_unix_s is not None
 
     @property
@@ -286,7 +287,7 @@ class History:
                 self.submission.rejection = text(details, "reason") or "rejected"
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
-                if last is not None and not last.is_over:  # its machine was lost; what it saved shows now
+                if last is not None and not last.is_over:  # its machine was lost; its checkpoints show now
                     self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
@@ -323,12 +324,12 @@ class History:
                 self.damaged.append(text(details, "name"))
 
     def add_try(self, *, progressed: bool, in_order: bool = False, never_began: bool = False) -> None:
-        self.idle = 0 if progressed else self.idle + (not never_began)  # what never began says nothing of the run
+        self.idle = 0 if progressed else self.idle + (not never_began)  # an attempt that never began does not count
         self.faults += not (progressed and in_order)
 
 
 def read_history(events: Sequence[Event]) -> History:
-    """Return what the events say. Details of a wrong type count as missing, and unknown events are passed over."""
+    """Return the history from the events. Details of a wrong type count as missing; unknown events are skipped."""
     history = History()
     for event in events:
         if event.kind == "submitting":

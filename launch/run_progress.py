@@ -1,4 +1,4 @@
-"""What a run folder says of its run. It is only read, and may hold anything."""
+"""The progress of a run, read from its folder. The folder is only read, and may hold anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.system.lease import newest, parse
 from train.system.outcome import read_outcome
 from train.system.schema import BadContent, read_object
 
-TAIL_BYTES = 2**22  # of metrics.jsonl: some 10,000 lines, in which an evaluation is to be found
+TAIL_BYTES = 2**22  # of metrics.jsonl: some 10,000 lines, which should include an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # the other numbers of an eval line
 MAX_SCORES = 6
@@ -22,7 +22,7 @@ MAX_SCORES = 6
 
 @dataclass(frozen=True)
 class RunProgress:
-    """None is unknown."""
+    """The progress of a run. None is unknown."""
 
     exists: bool = False  # whether the trainer has described the run there
     attempt: int | None = None
@@ -38,11 +38,11 @@ class RunProgress:
     step_s: float | None = None  # between steps, with evaluations and saves
     line_unix_s: float | None = None  # when the last line was written
     checkpoint: int | None = None  # the newest step that is committed
-    outcome: dict[str, Any] | None = None  # outcome.json
+    outcome: dict[str, Any] | None = None  # the content of outcome.json
 
 
 def read_progress(run: Folder) -> RunProgress:
-    """Read a run folder, which need not exist yet, and of its lines the newest. What is damaged counts as missing."""
+    """Read a run folder, which need not exist yet, and the newest of its lines. Damaged files count as missing."""
     names = run.names_here()
     lines = list(read_back(run, limit_bytes=TAIL_BYTES))[::-1]
     trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
@@ -52,8 +52,8 @@ def read_progress(run: Folder) -> RunProgress:
         planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
     except (FileNotFoundError, BadContent):
         planned = None
-    # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3,
-    # that of its lease, which is newer.
+    # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3, that
+    # of its lease, which is newer.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]

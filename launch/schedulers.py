@@ -34,9 +34,7 @@ def scheduler(name: str) -> Scheduler:
 
 
 def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # type: ignore[assignment]
-    """The settings of the job's cluster. InputError for a scheduler or a setting that is not known, and for those of
-    another kind.
-    """
+    """Return the settings of the job's cluster. Raises InputError if scheduler or settings are not valid for `kind`."""
     settings = record(row(job.scheduler)[0], job.cluster, "cluster")
     if not isinstance(settings, kind):
         raise InputError(f"the job is of cluster={job.scheduler}")

@@ -1,4 +1,4 @@
-"""What every scheduler can do. The program inside its jobs calls `launch.supervise` and starts `launch.node`."""
+"""The interface of schedulers. The program inside their jobs calls `launch.supervise` and starts `launch.node`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from launch.record import Job, Record
 from train.config import S3Config
 from train.run.command import DONE
 
-Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
+Handle = Mapping[str, Any]  # a scheduler's name for a job; plain JSON
 
 
 @dataclass(frozen=True)
 class State:
-    """What a scheduler says of a job now."""
+    """A scheduler's present answer about a job."""
 
-    is_active: bool | None = None  # it waits or runs: nothing may be started beside it; None: that is not known
+    is_active: bool | None = None  # it waits or runs, so nothing may be started for the run; None: unknown
     text: str = ""  # in the scheduler's own terms, as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
-    outcome: str = ""  # of a job that is over, if the scheduler says it: cancelled | failed
+    outcome: str = ""  # of a job that is over, if the scheduler tells: cancelled | failed
     scheduler: str = ""
-    failure: str = ""  # why the scheduler says nothing
+    failure: str = ""  # why the scheduler does not answer
 
 
 class Scheduler(ABC):
     @abstractmethod
     def request(self, job: Job, record: Record) -> list[str]:
-        """The command that starts the job, for the plan. It asks nobody."""
+        """Return the command that starts the job, for the plan. It asks nobody."""
 
     @abstractmethod
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        """What the scheduler says to the job without starting it, in lines. InputError if it would reject it."""
+        """Return the scheduler's lines on the job without starting it. Raises InputError if it would reject it."""
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        """What the plan as JSON holds beside the command."""
+        """Return the plan's JSON fields other than the command."""
         return {}
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
@@ -46,15 +46,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, job: Job, record: Record) -> Handle:
-        """Start the job. InputError if it is rejected, Unreachable if nobody answers."""
+        """Start the job. Raises InputError if it is rejected, Unreachable if nobody answers."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Do what is left for the process that has submitted the job, or nothing with `detach`; the exit code."""
+        """Do the remaining work of the submitting process, or nothing with `detach`; return the exit code."""
         return DONE
 
     @abstractmethod
     def state(self, record: Record, handle: Handle) -> State:
-        """What it says of the job now. Unreachable if it does not answer."""
+        """Return the present state of the job. Raises Unreachable if the scheduler does not answer."""
 
     def unanswered(self, record: Record) -> State:
         """Return what is known of a job whose submission has left no answer."""
@@ -62,4 +62,4 @@ class Scheduler(ABC):
 
     @abstractmethod
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the job at once, without a checkpoint."""
+        """End the job immediately, without a checkpoint."""

@@ -1,7 +1,4 @@
-"""How fast a rank computes: by a published figure, or by the speed of a finished run.
-
-The files of a run may have been written by anybody, so they are validated before use.
-"""
+"""The speed of a rank, from a published figure or a finished run, whose files are validated: anybody may write them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from train.system.schema import BadContent, of_type, shown
 
 MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE: of any number in a line
 WITHOUT_BF16 = ("V100", "T4")
-# Shares of the peak that somebody measured on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's own formula,
-# in which the head is not counted.
+# Measured shares of the peak on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's formula, in which the head
+# is not counted.
 IN_16_BITS = {
     "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
     "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
@@ -37,25 +34,27 @@ class Calibration:
     precision: str
     world_size: int
     seq_len: int  # tokens
-    sequences_per_s: float  # of all ranks
-    flops_per_s: float  # of the model's arithmetic, of one rank
+    sequences_per_s: float  # over all ranks
+    flops_per_s: float  # of the model's arithmetic, per rank
     mfu: float | None  # share of a device's peak; None for an instance without a known peak
 
 
 def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
-    check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: it holds no metrics.jsonl")
+    check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: it has no metrics.jsonl")
     cfg = read_config(folder)
     try:
         return measured(cfg, folder)
     except BadContent as error:
-        raise InputError(f"calibrate={location}: its metrics.jsonl tells no speed: {error}") from error
+        raise InputError(f"calibrate={location}: its metrics.jsonl has no speed measurement: {error}") from error
 
 
 def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
-    """Return the speed between the first train line of the last attempt that ended and its last one, so that what a
-    start costs (first allocations, reading ahead) is left out. BadContent for lines that no run writes.
+    """Return the speed between the first and the last train line of the last attempt that ended.
+
+    The cost of a start is thus left out (first allocations, reading ahead). Raises BadContent if no run writes such
+    lines.
     """
     lines = read_back(folder)
     end = next((line for line in lines if line["kind"] == "summary"), None)
@@ -73,7 +72,7 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     precision = of_type(str, end.get("precision"), "precision")
     seq_len = cfg.seq_len or round(tokens / sequences)
     if not (1 <= world <= MAX_RANKS and 1 <= seq_len <= MAX_TOKENS):
-        raise BadContent(f"{tokens:g} tokens in {sequences:g} sequences on {world} ranks are not those of a run")
+        raise BadContent(f"{tokens:g} tokens in {sequences:g} sequences on {world} ranks do not come from a run")
     shape = read_shape(folder) or (find_shape(cfg.model) if knows_vocabulary(cfg.model) else None)
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
     if not flops:
@@ -96,7 +95,7 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
 
 
 def increase(lines: list[dict[str, Any]], name: str) -> float:
-    """Return by how much a number grew from the first line to the last one."""
+    """Return the increase of a number from the first line to the last one."""
     first, last = (of_type(float, line.get(name), name) for line in (lines[0], lines[-1]))
     if not 0 <= first < last <= MAX_VALUE:
         raise BadContent(
@@ -106,14 +105,14 @@ def increase(lines: list[dict[str, Any]], name: str) -> float:
 
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
-    """Return the FLOPs to train on one sequence, as the run's own MFU counts them."""
+    """Return the FLOPs to train on one sequence, as the run's MFU counts them."""
     labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
     head = cfg.task.head_size(seq_len, labels)
     return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
 
 
 def precision_of(cfg: TrainConfig) -> str:
-    """Return the precision that a run would choose: fp32 where nothing is known of the machine, as on CPUs."""
+    """Return the precision that a run would choose: fp32 if nothing is known of the machine, as on CPUs."""
     if cfg.backend.precision != "auto":
         return cfg.backend.precision
     if cfg.instance.device is None:
@@ -122,8 +121,9 @@ def precision_of(cfg: TrainConfig) -> str:
 
 
 def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]:
-    """Return the FLOP/s of a rank, None if nothing is known of it, and where the figure is from. Raises InputError
-    for the speed of a run on another machine of which no peak is known.
+    """Return the FLOP/s of a rank, None if unknown, and the source of the figure.
+
+    Raises InputError if the speed is of a run on another machine of which no peak is known.
     """
     instance, precision = cfg.instance, precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)

@@ -1,4 +1,4 @@
-"""How a run stands, by its scheduler, its record and its run folder: as an object, and as text."""
+"""The state of a run, by its scheduler, its record and its run folder: as an object, and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.values import shown_duration, shown_moment
 from train.config import Failure, InputError, Unreachable
 from train.run.command import printable
 
-MAX_ATTEMPTS = 5  # shown: the last ones
+MAX_ATTEMPTS = 5  # the last ones are shown
 MAX_CHARS = 400  # of a text from elsewhere
 
 
@@ -42,7 +42,7 @@ class Status:
 
 
 def status(record: Record) -> Status:
-    """Return how a run stands. InputError if it was not launched, or if its record is damaged."""
+    """Return the status of a run. Raises InputError if it was not launched, or if its record is damaged."""
     now_unix_s = time.time()
     job, history = record.job(), record.history()
     answer = ask(record, history.submission)
@@ -67,7 +67,7 @@ def status(record: Record) -> Status:
 
 
 def ask(record: Record, submission: Submission | None) -> State:
-    """Return what the scheduler says of a job; a failure if it was not asked for it, or does not answer."""
+    """Return the scheduler's answer about a job; a failure if it was not asked for it, or does not answer."""
     if submission is None:
         return State(False, failure="no submission is recorded")
     name = submission.scheduler
@@ -81,9 +81,11 @@ def ask(record: Record, submission: Submission | None) -> State:
 
 
 def state_of(kind: str, answer: State, history: History) -> str:
-    """Return one term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped,
-    failed, refused, ended (with an outcome that is not known), cancelled, vanished (nobody knows its end), not
-    submitted. The scheduler does not say: unknown.
+    """Return one term for the state of a run.
+
+    The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped, failed, refused, ended
+    (with an unknown outcome), cancelled, vanished (nobody knows its end), not submitted. The scheduler does not answer:
+    unknown.
     """
     submission, ended = history.submission, history.ended
     if submission is None or submission.rejection:
@@ -93,7 +95,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
             return "ending"
         if history.is_stop_asked:
             return "stopping"
-        if not answer.nodes:  # as after the loss of one, when the record still has an attempt
+        if not answer.nodes:  # as after the loss of a node, while the record still has an attempt
             return "waiting"
         return "running" if kind == "prepare" or history.running_attempt is not None else "starting"
     if history.cancelled_unix_s is not None:
@@ -107,7 +109,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
 
 
 def clean(text: str) -> str:
-    """Return one line that no terminal acts on, cut if it is very long."""
+    """Return one line without characters that a terminal obeys, cut if it is very long."""
     line = printable(text)
     return line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]}..."
 
@@ -130,7 +132,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
     times = f", {history.submissions} times" if history.submissions > 1 else ""
     end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
     if status.state == "vanished":
-        end = f"nothing recorded how; python -m launch resume {status.run_dir} continues from what was saved"
+        end = f"no record of the reason; python -m launch resume {status.run_dir} continues from what was saved"
     return [
         ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
         ("machines", ", ".join(answer.nodes) or asked),
@@ -182,8 +184,9 @@ def shown_step(status: Status) -> str:
 
 
 def watch(record: Record, every_s: float, *, as_json: bool = False) -> None:
-    """Print the status until the job has ended: a line for each change of its state or step, or JSON each time. A
-    service that does not answer is asked again.
+    """Print the status until the job has ended: a line for each change of its state or step, or JSON each time.
+
+    A service that does not answer is asked again.
     """
     line, is_over = "", False
     while not is_over:

@@ -1,4 +1,4 @@
-"""Submission of a job, and of the same job again: the record first, so that nothing runs that it does not know."""
+"""The submission of a job, or of the same job again: the record is written first, so that it knows of all that runs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from train.system.identity import ENVIRONMENT, check_is_run_folder
 from train.system.outcome import STOP_FILE, read_outcome
 from train.system.schema import read_yaml
 
-SUBMITTING_S = 120.0  # that a scheduler may take to answer: nobody else submits meanwhile
+SUBMITTING_S = 120.0  # the time that a scheduler may take to answer: nobody else submits meanwhile
 
 
 def submit(
     record: Record, job: Job, run: TrainConfig | PrepareConfig, *, plan: dict[str, Any], bundle: bytes
 ) -> Handle:
-    """Write the record and start the job. InputError if the run has another job, or if its settings have changed."""
+    """Write the record and start the job. Raises InputError if the run has a job, or if its settings have changed."""
     settings = to_dict(run)
     number = check_idle(record)
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
         check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
-    if isinstance(run, TrainConfig):  # what the trainer would reject on the machines, as far as this one sees it
+    if isinstance(run, TrainConfig):  # the checks of the trainer on the machines, as far as this one can make them
         check_is_run_folder(record.run, record.run.names_here())
         if isinstance(run.data, ShardsConfig) and (cluster_of(job).is_here or is_s3(str(run.data.path))):
             read_manifest(open_folder(str(run.data.path), run.s3))
@@ -41,9 +41,7 @@ def submit(
 
 
 def resume(record: Record) -> tuple[Job, Handle]:
-    """Start the last job again, with the code and the settings of then. InputError if it runs, has nothing to do, or
-    may be somebody else's.
-    """
+    """Start the last job again, as it was. Raises InputError if it runs, is done, or may be somebody else's."""
     number, job = check_idle(record), job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
@@ -53,7 +51,7 @@ def resume(record: Record) -> tuple[Job, Handle]:
 
 
 def claim(record: Record, job: Job, number: int) -> None:
-    """Note the submission as the event of this number. InputError if another one came first."""
+    """Record the submission as the event of this number. Raises InputError if another one came first."""
     details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
     is_first = record.append_event_as(number, "submitting", **details)
     check(is_first, f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
@@ -76,7 +74,7 @@ def start(record: Record, job: Job) -> Handle:
 
 
 def check_idle(record: Record) -> int:
-    """The number of the next event of a run without a job. InputError if its last job waits or runs."""
+    """Return the number of the next event of a run without a job. Raises InputError if its last job waits or runs."""
     number, history = record.next_number(), record.history()
     asked = history.submission
     if asked is None or asked.rejection:

@@ -1,6 +1,6 @@
-"""Attempts of a run, one after another, until it is done, stopped or hopeless. Every scheduler's jobs run in this loop.
+"""The attempts of a run, one after another, until it is done, stopped or hopeless, in jobs of every scheduler.
 
-What came of an attempt is read from the run folder: torchrun exits with 1 for a clean stop too, and srun with the code
+The result of an attempt is read from the run folder: torchrun exits with 1 for a clean stop too, and srun with the code
 of whichever task ended first.
 """
 
@@ -24,16 +24,16 @@ from train.system.outcome import STOP_FILE, read_outcome
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
-# Kinds of stops (train/run/stopping.py): a signal to torchrun, or its death; and machines that are taken away.
+# Kinds of stops (train/run/stopping.py): a signal to torchrun, or its death; and the loss of machines.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-IDLE_ATTEMPTS = 2  # starts in a row without a new checkpoint: the next one would fail like them
-RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
+IDLE_ATTEMPTS = 2  # starts in a row without a new checkpoint, after which another one would fail too
+RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: the cause that ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
-    """Act, and again for RETRIES_S while a service does not answer."""
+    """Act, repeatedly for RETRIES_S while a service does not answer."""
     again = retrying((Unreachable, OSError), RETRIES_S, ASKS_S)
     again.before_sleep = lambda state: print(f"tried again: {state.outcome and state.outcome.exception()}", flush=True)
     return again(act, *arguments, **named)
@@ -45,12 +45,12 @@ def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: floa
 
 
 class NeverBegan(Failure):
-    """A part of a job that the scheduler did not start on the machines that it had given; the message is its own."""
+    """An error because the scheduler did not start a part of a job on its machines; the message is the scheduler's."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What comes next: another attempt here ("again"), one on other machines or later ("requeue"), or none ("end")."""
+    """The next action: another attempt here ("again"), one on other machines or later ("requeue"), or none ("end")."""
 
     next: str
     outcome: str  # done | stopped | failed | refused
@@ -68,8 +68,8 @@ def decide(
 ) -> Decision:
     """Decide what follows an attempt.
 
-    `outcome` is how it ended, empty if it left none. `asked` says why the scheduler wants the machines back; None: it
-    does not. `rejection` is what the trainer rejected: the outcome may be an earlier attempt's.
+    `outcome` describes its end, empty if it left none. `asked` says why the scheduler wants the machines back; None: it
+    does not. `rejection` is the trainer's reason to reject the run: the outcome may be an earlier attempt's.
     """
     if rejection:
         return Decision("end", "refused", f"rejected: {rejection}")
@@ -90,7 +90,7 @@ def decide(
 
 
 def prepared(code: int, what: str) -> Decision:
-    """Return what came of a preparation, or of a part of one, by the exit code of train.prepare."""
+    """Return the decision after a preparation, or a part of one, from the exit code of train.prepare."""
     outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
     return Decision("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
 
@@ -104,9 +104,7 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
 
 
 def settled(decision: Decision, record: Record, cluster: ClusterConfig, **details: Any) -> Decision:
-    """Return the decision that stands: no requeue once the user has asked for a stop, or a limit is reached. `details`
-    are those of the event of the requeue.
-    """
+    """Return the final decision: no requeue after the user's stop or a limit. `details` go into the requeue's event."""
     if decision.next != "requeue":
         return decision
     history = read_history([*retry(record.events), Event("requeued", 0.0, "", details)])
@@ -118,7 +116,7 @@ def settled(decision: Decision, record: Record, cluster: ClusterConfig, **detail
 
 @contextmanager
 def recording_failure(record: Record) -> Iterator[None]:
-    """Record what ends the job by an error: else it would look as if its machine had been lost."""
+    """Record the error that ends the job: otherwise its machine would seem to have been lost."""
     try:
         yield
     except Exception as error:
@@ -136,12 +134,14 @@ class StopFile:
         self.is_written = False
 
     def ask(self, reason: str) -> None:
-        """Keep the request; the first reason stays. Signal handlers call this, so nothing is written yet."""
+        """Keep the request; the first reason counts. Signal handlers call this, so nothing is written yet."""
         self.reason = self.reason or reason
 
     def write(self) -> None:
-        """Write the file once it has been asked for, and once the trainer has made its folder: it takes a folder with
-        nothing but STOP for another program's. What cannot be written now is tried again at the next call.
+        """Write the file once it has been asked for, and once the trainer has made its folder.
+
+        The trainer takes a folder with nothing but STOP for another program's. A failed write is tried again at the
+        next call.
         """
         try:
             if self.reason and not self.is_written and self.record.run.size(ENVIRONMENT) is not None:
@@ -160,7 +160,7 @@ def supervise(
     stop: StopFile,
     pause_s: float = PAUSE_S,
 ) -> Decision:
-    """Make attempts until the decision is another than "again", each with its events in the record.
+    """Make attempts until the decision is not "again", each with its events in the record.
 
     `start` makes the attempt of a number, counted over all of the run, and returns its exit code, or raises NeverBegan:
     then the job is requeued. `stop` holds the scheduler's request for the machines.
@@ -178,7 +178,7 @@ def supervise(
         number, before, saved = len(history.attempts) + 1, retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         began = {"number": number, "nodes": nodes, "checkpoint": saved}
         history.add(Event("attempt_began", 0.0, "", began))
-        if limit := exhausted(history, cluster):  # attempts whose machines were lost were judged by nobody until now
+        if limit := exhausted(history, cluster):  # attempts whose machines were lost were not counted until now
             return Decision("end", "failed", limit)
         retry(record.append_event, "attempt_began", **began)
 
@@ -193,7 +193,7 @@ def supervise(
         ended |= {"never_began": bool(never_began), "checkpoint": checkpoint, "step": outcome.get("step")}
         ended |= {"outcome": outcome.get("outcome", "failed")}
         history = retry(record.history)
-        rejection = history.last_attempt.reason if history.last_attempt else ""  # as a machine has recorded it
+        rejection = history.last_attempt.reason if history.last_attempt else ""  # a machine has recorded it
         history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
         if never_began and decision.next == "again":

@@ -1,4 +1,4 @@
-"""Values of JSON from elsewhere, a run folder's or a record's: of the right type, or a default; and how they print."""
+"""Values of JSON from elsewhere, a run folder's or a record's: of the right type, or a default; and their display."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from train.config.checks import LARGEST_FLOAT
 from train.system.schema import BadContent, of_type
 
-MAX_CHARS, MAX_ITEMS = 2000, 4096  # of a text and of a list that are kept
-LAST_UNIX_S = 253402300800.0  # the year 10000, from which on time.gmtime returns years that nothing prints
-LONGEST_S = 1e12  # that is printed as a duration
+MAX_CHARS, MAX_ITEMS = 2000, 4096  # per text and list that is kept
+LAST_UNIX_S = 253402300800.0  # the year 10000: from then on time.gmtime returns years that nothing prints
+LONGEST_S = 1e12  # longest printed duration
 INDENT = 13  # columns
 Object = Mapping[str, Any]
 
@@ -74,7 +74,7 @@ def line(head: str, text: str) -> str:
 
 
 def paragraph(head: str, text: str) -> list[str]:
-    """Lines of text, the head before the first."""
+    """Return lines of text, with the head before the first."""
     return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
 
 

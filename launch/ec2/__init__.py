@@ -1,1 +1,1 @@
-"""Machines of EC2: made for a run, and gone after it."""
+"""Machines of EC2: made for a run, and removed after it."""

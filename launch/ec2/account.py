@@ -1,4 +1,4 @@
-"""What the settings of a launch come to in an account: subnets, images, network interfaces. It makes nothing."""
+"""The resolution of a launch's settings in an account: subnets, images, network interfaces. It makes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.system.versions import read_versions
 
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # of images: neuron or cuda; see ami/images.py
-OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
+OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold this account's images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
 
@@ -35,7 +35,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Site:
-    """A subnet in which all machines of the run can be, and the image that they start from there."""
+    """A subnet for all machines of the run, and the image that they start from there."""
 
     region: str
     subnet: str
@@ -47,11 +47,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the settings of a job come to, kept in the event of its submission."""
+    """The resolved settings of a job, kept in the event of its submission."""
 
-    id: str  # of this submission: no two of them have a client token in common
+    id: str  # of this submission, so that client tokens of submissions differ
     job_id: str
-    image_setting: str  # cluster.image, from which the images follow
+    image_setting: str  # cluster.image, which determines the images
     sites: list[Site]  # in the order in which they are tried
     interfaces: list[Interface]  # of each machine
 
@@ -61,17 +61,18 @@ class Resolved:
 
 
 def last_resolved(run: Record) -> Resolved | None:
-    """Return what the last submission from this computer came to, None if there was none. The run's machines can write
-    its events, which therefore decide no image.
+    """Return the resolved settings of this computer's last submission; None if there was none.
+
+    The run's machines can write its events, which therefore decide no image.
     """
     handle = launched.last_handle(run)
     return record(Resolved, handle["resolved"]) if "resolved" in handle else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
-    """Ask AWS what the settings come to. InputError, with the cure, for what would fail later or cost money in vain.
+    """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money.
 
-    What RunInstances rejects in clear words is not examined here.
+    Errors that RunInstances reports clearly are not examined here.
     """
     before, setting = last_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a job that was started before keeps its images
@@ -80,7 +81,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
-        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 shows none of trn2u
+        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 reports none for trn2u
         accelerators = NEURON if is_neuron else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
         root_device = check_image(api, region, image, accelerators, job.instance)
@@ -100,10 +101,10 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
 
 
 def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[Interface]:
-    """The interfaces of each machine, of whose type `info` is EC2's description: cards are never a constant here.
+    """Return each machine's interfaces, from EC2's description `info` of its type: cards are never a constant here.
 
     `efa-only` is the layout that the EC2 user guide recommends for several cards (efa-acc-inst-types.html): an ENA
-    interface first, beside it on card 0 an efa-only one at device 1, and one at device 0 of each other card. `efa` is
+    interface first, on the same card 0 an efa-only one at device 1, and one at device 0 of each other card. `efa` is
     the older one of Neuron's guide for trn1 (setup-trn1-multi-node-execution), an address on each card at device 1, so
     that packets leave by card 0. A machine with one card needs one interface, which is both.
     """
@@ -121,7 +122,7 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
             made.append(Interface(index, 1 if index == 0 else 0, EFA_ONLY))
         else:
             made.append(Interface(index, min(1, fits - 1), EFA))
-    # An older botocore drops the interface types of the cards from EC2's answer without a word.
+    # An older botocore silently drops the interface types of the cards from EC2's answer.
     check(
         bool(able) or not (uses_efa and network.get("EfaSupported")),
         f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} names no network card "
@@ -136,7 +137,7 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
 
 
 def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: int) -> list[Any]:
-    """The subnets of a region in whose zones the type is, in the order of the settings."""
+    """Return the subnets of a region in whose zones the type exists, in the order of the settings."""
     by = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
     there = api.pages(region, "describe_subnets", "Subnets", by=by)
     order = {ident: index for index, ident in enumerate(cluster.subnets)}
@@ -157,7 +158,7 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
 
 
 def check_addresses(interfaces: int, public: Sequence[str]) -> None:
-    """Raise InputError for machines that would reach nothing from the `public` ones of their subnets."""
+    """Raise InputError if machines could reach nothing from the `public` ones of their subnets."""
     check(
         interfaces == 1 or not public,
         f"a machine of {interfaces} network interfaces gets no public address, and without one it reaches nothing from "
@@ -167,7 +168,7 @@ def check_addresses(interfaces: int, public: Sequence[str]) -> None:
 
 
 def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
-    """The subnets in the zone of a capacity reservation. InputError if there are none, or if it is not active."""
+    """Return the subnets in the zone of a capacity reservation. Raises InputError if none, or if it is not active."""
     query, by = ("describe_capacity_reservations", "CapacityReservations"), {"capacity-reservation-id": [ident]}
     states = {
         (region, str(each["AvailabilityZone"])): str(each["State"])
@@ -185,7 +186,7 @@ def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
 
 
 def check_rules(seen: Mapping[str, Any]) -> None:
-    """InputError for a group in which machines do not reach one another over EFA: collectives would hang."""
+    """Raise InputError if machines of a group do not reach one another over EFA: collectives would hang."""
     group, cures = seen["GroupId"], []
     for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
         rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
@@ -206,12 +207,12 @@ def image_id(api: Api, region: str, given: str) -> str:
     if AMI.fullmatch(given):
         return given
     value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])
-    check(AMI.fullmatch(value) is not None, f"the SSM parameter {given} in {region} holds {value!r}, no image's id")
+    check(AMI.fullmatch(value) is not None, f"the SSM parameter {given} in {region} holds {value!r}, not an image's id")
     return value
 
 
 def check_image(api: Api, region: str, image: str, accelerators: str, instance: str) -> str:
-    """The root device of an image. InputError for one that python -m ami built for other machines or another SDK."""
+    """Return an image's root device. Raises InputError if python -m ami built it for other machines or another SDK."""
     described, versions = api.image(region, image), read_versions()
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
     wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds such an image"

@@ -1,4 +1,4 @@
-"""Calls of AWS, in several regions, and what their errors mean: each is one line with the cure."""
+"""Calls of AWS, in several regions, and the meaning of their errors: each is one line with the cure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.system.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
-LATER = (  # there may be such machines in the subnet later
+LATER = (  # the subnet may have such machines later
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
     "InsufficientReservedInstanceCapacity",
@@ -24,17 +24,17 @@ LATER = (  # there may be such machines in the subnet later
     "UnfulfillableCapacity",
     "ReservationCapacityExceeded",
 )
-NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # but perhaps in another
-NO_PROFILE = "InvalidParameterValue (instance profile)"  # which EC2 does not know, or not yet
+NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # another may
+NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know it, or not yet
 CURES = {
-    **dict.fromkeys(QUOTA, "python -m launch quota says what to ask for"),
+    **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
     **dict.fromkeys(
         NOT_ALLOWED,
         "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/ec2.md)",
     ),
     "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets)",
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
-    "IdempotentParameterMismatch": "another request had the same token: python -m launch clean RUN, then launch again",
+    "IdempotentParameterMismatch": "another request used the same token: python -m launch clean RUN, then launch again",
     "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
     "InvalidAMIID.NotFound": "images are of one region: the id (cluster.image), or its copy there (python -m ami list)",
@@ -51,14 +51,14 @@ CURES = {
 
 class Api:
     def __init__(self, profile: str | None = None, region: str | None = None) -> None:
-        """`region`: the default one, if neither settings nor the profile name one."""
+        """Open a session; `region` is the default one, if neither settings nor the profile name one."""
         self.session = open_session(S3Config(profile=profile))
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str, int], Any] = {}
-        self.before_create: Callable[[], None] = lambda: None  # raises if nothing is to be made any more
+        self.before_create: Callable[[], None] = lambda: None  # raises if nothing may be made any more
 
     def regions(self, named: Sequence[str]) -> list[str]:
-        """Each region that is named, or else the default one. InputError if there is none."""
+        """Return each region that is named, or else the default one. Raises InputError if there is none."""
         regions = list(dict.fromkeys(named)) or ([self.default_region] if self.default_region else [])
         check(bool(regions), "no region is named: give one, as us-east-1, in the settings or in AWS_DEFAULT_REGION")
         return regions
@@ -75,7 +75,7 @@ class Api:
     def ask(
         self, region: str, operation: str, *, service: str = "ec2", tries: int = TRIES, **parameters: Any
     ) -> dict[str, Any]:
-        """Call an operation, named as boto3 does. Raises what `train.system.aws_errors.explain` has."""
+        """Call an operation, named as in boto3. Raises the errors of `train.system.aws_errors.explain`."""
         with explained(f"{region}, {operation}", cures=CURES):
             try:
                 answer: dict[str, Any] = getattr(self.client(region, service, tries=tries), operation)(**parameters)
@@ -87,13 +87,15 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """The same for what makes something: sent once, since lacking capacity too is an error of 500; and only if
-        `before_create` does not raise once the request has been signed, from when on EC2 takes it for minutes only.
+        """Call an operation that makes something: sent once, since lacking capacity too is an error of 500.
+
+        It is sent only if `before_create` does not raise once the request has been signed, from when on EC2 takes it
+        for minutes only.
         """
         return self.ask(region, operation, tries=1, **parameters)
 
     def image(self, region: str, ident: str) -> dict[str, Any]:
-        """EC2's description of an image. InputError if there is none."""
+        """Return EC2's description of an image. Raises InputError if there is none."""
         seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)["Images"]
         check(bool(seen), f"there is no image {ident} in {region}, or it is another account's")
         return dict(seen[0])
@@ -108,7 +110,7 @@ class Api:
         service: str = "ec2",
         **parameters: Any,
     ) -> list[Any]:
-        """All items of an operation, of all pages if it answers page by page; `by`: filters and their values."""
+        """Return all items of an operation from all its pages; `by`: filters and their values."""
         if by is not None:
             parameters["Filters"] = [{"Name": name, "Values": [*values]} for name, values in by.items()]
         with explained(f"{region}, {operation}", cures=CURES):
@@ -120,7 +122,7 @@ class Api:
 
 
 def growing(first_s: float, most_s: float) -> Iterator[float]:
-    """Pauses without end, each twice as long as the one before."""
+    """Yield pauses without end, each twice as long as the previous one, up to `most_s`."""
     while True:
         yield first_s
         first_s = min(2 * first_s, most_s)

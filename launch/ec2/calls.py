@@ -1,12 +1,14 @@
-"""What a run has on EC2, its removal, and proof that nothing is left: by tag, in every region, which is true whatever
-happened to the launch, and by the record of calls, which knows what EC2 may not list yet.
+"""The resources of a run on EC2, their removal, and proof that nothing is left.
+
+They are found by tag, in every region, which is right whatever happened to the launch, and by the record of calls,
+which knows of resources that EC2 may not list yet.
 
 RUN.launch/ec2/calls/0001.json is a call that makes something, written before it is sent, and again with EC2's answer:
-the ids of what was made, or its error. A file without an answer: nobody heard it.
+the ids of the new resources, or its error. A file without an answer: nobody received it.
 
 Before a call is sent, and after it was signed, the launch reads the record again (`check`): one that was cancelled
 sends nothing more. So a call without an answer was signed before the cancellation, and since EC2 rejects signatures
-that are older than SIGNED_S, what it makes exists, and is listed, at a time that is known.
+that are older than SIGNED_S, what it makes exists, and is listed, at a known time.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "s
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
 BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # filters
 STOPS = ("ended", "cancelled")  # events after which nothing is made
-SIGNED_S = 900.0  # that EC2 accepts a signed request for (EC2 API reference, RequestExpired)
-LISTS_S = 300.0  # after which EC2 lists what it has made (EC2 API reference, "Eventual consistency")
+SIGNED_S = 900.0  # the time in which EC2 accepts a signed request (EC2 API reference, RequestExpired)
+LISTS_S = 300.0  # after it EC2 lists new resources (EC2 API reference, "Eventual consistency")
 
 
 class Cancelled(Failure):
-    """The record says that this launch is to make nothing more."""
+    """An error because the record says that this launch must make nothing more."""
 
 
 class Superseded(Failure):
-    """Another launch of the run has begun, to which everything belongs that it has."""
+    """An error because another launch of the run has begun, to which all its resources belong."""
 
 
 @dataclass
@@ -51,8 +53,8 @@ class Call:
     number: int  # counted over all launches of the run
     operation: str
     region: str
-    submission: str  # id of what the settings came to, see launch.ec2.account
-    process: str  # owner_name of the one that makes the call
+    submission: str  # id of the resolved settings, see launch.ec2.account
+    process: str  # owner_name of the process that makes the call
     sent_unix_s: float
     answered_unix_s: float | None = None
     made: list[str] = field(default_factory=list)  # ids of machines, of a security group; name of a placement group
@@ -60,7 +62,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.operation not in MADE:
-            raise BadContent(f"{self.operation!r} is no call")
+            raise BadContent(f"{self.operation!r} is not a call")
 
     @property
     def file(self) -> str:
@@ -70,12 +72,12 @@ class Call:
         run.folder.write(self.file, canonical_json(asdict(self)))
 
     def listed_unix_s(self, events: Iterable[Event]) -> float:
-        """When EC2 lists whatever the call has made; infinity while its launch may still send it."""
+        """Return when EC2 lists all that the call has made; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
         stopped_unix_s, is_submitted = None, False  # since its launch began
         for event in events:
-            if event.kind == "submitting" and not is_submitted:  # its own, or one before
+            if event.kind == "submitting" and not is_submitted:  # of this launch, or an earlier one
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
@@ -84,11 +86,11 @@ class Call:
         if stopped_unix_s is None:
             return float("inf")
         signed_s = 0.0 if is_gone(self.process) else SIGNED_S
-        return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S  # clocks differ, hence the later one
+        return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S  # the later one, because clocks differ
 
 
 def read_calls(run: Record) -> list[Call]:
-    """All calls of a run, those of earlier launches too. InputError for a file that is damaged."""
+    """Return all calls of a run, also those of earlier launches. Raises InputError if a file is damaged."""
     return list(at_once(partial(run.read, Call), run.folder.names(CALLS)))
 
 
@@ -97,17 +99,18 @@ def call_regions(run: Record) -> list[str]:
 
 
 def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
-    """Write down a call that is about to be sent. Superseded if another process has done so meanwhile."""
+    """Record a call that is about to be sent. Raises Superseded if another process has done so meanwhile."""
     number = 1 + len(run.folder.names(CALLS))
     call = Call(number, operation, region, submission, owner_name(os.getpid()), round(time.time(), 3))
     if not run.folder.create(call.file, canonical_json(asdict(call))):
-        raise Superseded(f"another launch of {run.run_dir} is under way; this one ends")
+        raise Superseded(f"another launch of {run.run_dir} has begun; this one ends")
     return call
 
 
 def check(run: Record, submission: str) -> None:
-    """Superseded unless the last submission is this one, Cancelled if something has stopped it, while it was submitted
-    too.
+    """Raise Superseded unless the last submission is this one, Cancelled if something has stopped it.
+
+    The latter includes a launch that was stopped while it was submitted.
     """
     stop, handle = "", dict[str, Any]()
     for event in run.events():
@@ -127,13 +130,13 @@ def check(run: Record, submission: str) -> None:
 
 
 def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> list[Resource]:
-    """What EC2 lists of a run, for an hour after its end too."""
+    """Return the resources of a run that EC2 lists, which includes removed ones for an hour."""
     by_run = {f"tag:{RUN_TAG}": [run_id(record)]}
     return [each for region in regions for each in find(api, region, by_run, kinds)]
 
 
 def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] | None = None) -> list[Resource]:
-    """All that a run has, and all that it may have. Ids that EC2 has listed are in `seen`, to which this adds."""
+    """Return all resources that a run has or may have. Ids that EC2 has listed are added to `seen`."""
     listed, seen = resources(api, record, regions, *KINDS), set() if seen is None else seen
     seen |= {each.id for each in listed}
     waited = [each for each in unlisted(record, seen) if each.id in seen or not is_of_others(api, record, each)]
@@ -141,7 +144,7 @@ def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] |
 
 
 def is_of_others(api: Api, record: Record, what: Resource) -> bool:
-    """Return whether EC2 lists what a call has made without the run's tag: a record must not have others' removed."""
+    """Return whether EC2 lists a call's resource without the run's tag: a record must not get others' removed."""
     if what.state != UNLISTED:
         return False
     found = find(api, what.region, {BY_ID[what.kind]: [what.id]}, [what.kind])
@@ -149,7 +152,7 @@ def is_of_others(api: Api, record: Record, what: Resource) -> bool:
 
 
 def unlisted(record: Record, seen: set[str]) -> list[Resource]:
-    """What was asked of EC2, as long as it may come to be listed."""
+    """Return the requested resources, as long as EC2 may still come to list them."""
     events, left = record.events(), list[Resource]()
     for call in read_calls(record):
         until_s, kind = call.listed_unix_s(events), MADE[call.operation]
@@ -162,8 +165,9 @@ def unlisted(record: Record, seen: set[str]) -> list[Resource]:
 
 
 def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS) -> list[Resource]:
-    """End and delete all of it, or the kinds `only`, until nothing is there and nothing more can come to be listed.
-    Returns what is left. Nothing more must be made meanwhile.
+    """Delete all resources, or the kinds `only`, until none is listed and no more can appear; return what is left.
+
+    No other process may make resources meanwhile.
     """
     seen = set[str]()
     return sweep(

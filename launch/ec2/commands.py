@@ -1,4 +1,4 @@
-"""`python -m launch clean | iam | quota`: what only machines of EC2 need. AWS is imported when a command needs it."""
+"""`python -m launch clean | iam | quota`: commands for EC2 alone. AWS is imported when a command needs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPERATORS = (
     PLAN,
     CONFIG,
     "ec2/calls/*",
-)  # of a record: machines must not write what starts or ends them
+)  # of a record: machines must not write the ones that start or end them
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
     "on-demand": re.compile(r"Running On-Demand (.+) instances"),
@@ -34,7 +34,7 @@ QUOTAS = {
 def region_list(text: str) -> list[str]:
     regions = text.split(",")
     for each in regions:
-        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is no region, as us-east-1")
+        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is not a region, as us-east-1")
     return regions
 
 
@@ -51,7 +51,7 @@ def clean_flags(parser: Parser) -> None:
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
-    """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, until nothing is there or may come."""
+    """Remove a run's resources on EC2, and prove it. Returns FAILED, with the ids, until none exists or may appear."""
     from launch.ec2 import calls
     from launch.ec2.api import Api
 
@@ -65,7 +65,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
         return FAILED if left else DONE
     is_known = bool(record.event_names())
     if is_known and not record.history().has_end:
-        record.append_event("cancelled", reason="launch clean")  # first: a launch that still runs makes nothing then
+        record.append_event("cancelled", reason="launch clean")  # first: a launch that still runs then makes nothing
     left = calls.remove(api, record, regions)
     if left:
         print(*(printable(f"still there: {each}") for each in left), sep="\n")
@@ -89,12 +89,12 @@ def iam_flags(parser: Parser) -> None:
 
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
-    """Print the least that the operator of a folder of runs and the machines of one run need, as JSON."""
+    """Print the minimal policies for the operator of a folder of runs and the machines of one run, as JSON."""
     check(
         re.fullmatch(r"\d{12}|\*", options.account, re.ASCII) is not None,
-        f"--account {options.account} is no account's number",
+        f"--account {options.account} is not an account's number",
     )
-    check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is no role's name")
+    check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is not a role's name")
     run = options.run.rstrip("/").removesuffix(SUFFIX)
     runs = f"{run.rpartition('/')[0]}/"
     data = [folder_statement(f"Data{number}", each) for number, each in enumerate(options.data)]
@@ -114,12 +114,12 @@ def iam(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
-    """Return what permits to read and to list folders of one bucket."""
+    """Return statements that permit to read and to list folders of one bucket."""
     bucket, below = "", []
     for each in folders:
         match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]+[a-z0-9])((?:/[\w.+=@-]+)*)/*", each, re.ASCII)
         if match is None:
-            raise InputError(f"{each} is no folder in S3 of plain characters, as s3://bucket/runs/mine")
+            raise InputError(f"{each} is not a folder in S3 of plain characters, as s3://bucket/runs/mine")
         bucket, prefix = match[1], match[2].strip("/")
         below.append(f"{prefix}/*" if prefix else "*")
     read = {"Action": ["s3:GetObject"], "Resource": [f"arn:aws:s3:::{bucket}/{each}" for each in below]}
@@ -139,14 +139,14 @@ def quota_flags(parser: Parser) -> None:
 
 
 def quota(options: argparse.Namespace, s3: S3Config) -> int:
-    """Say whether the account may run the machines; FAILED if it lacks quota in all regions."""
+    """Say whether the account may run the machines; return FAILED if it lacks quota in all regions."""
     from launch.ec2.api import Api
 
     instance, nodes, pattern = options.instance, options.nodes, QUOTAS[options.market]
     family = re.match(r"[a-z]+\d+", instance)  # trn1 of trn1.32xlarge, p5 of p5en.48xlarge
     check(nodes > 0, f"--nodes {nodes} must be above 0")
     if family is None:
-        raise InputError(f"{instance} is no type of EC2, as trn1.32xlarge")
+        raise InputError(f"{instance} is not a type of EC2, as trn1.32xlarge")
     api, is_enough = Api(s3.profile, s3.region), False
     for region in api.regions(options.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[instance])["InstanceTypes"]
@@ -168,6 +168,6 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def covers(families: str, family: str) -> int:
-    """How well the text of a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 2 exactly."""
+    """Return how well the text of a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 2 exact."""
     words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
     return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

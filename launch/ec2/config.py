@@ -41,7 +41,7 @@ class Ec2Config(ClusterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.placement_group in ("True", "False"):  # as Hydra reads true and false
+        if self.placement_group in ("True", "False"):  # Hydra reads true and false in this form
             self.placement_group = self.placement_group.lower()
         check(
             self.market != "capacity-block" or self.capacity_reservation is not None,

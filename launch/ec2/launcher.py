@@ -1,5 +1,7 @@
-"""The process of a launch on EC2, in the foreground from the first request to the end of the run: nothing else ever has
-machines made. Killed, it leaves machines that train to the end of the run and then end themselves.
+"""The foreground process of a launch on EC2, from the first request to the end of the run.
+
+Only this process ever makes machines. If it is killed, its machines train to the end of the run and then end
+themselves.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from train.system.aws_errors import BadCredentials, Rejected
 from train.system.schema import read_object, read_yaml
 
 POLL_S = 20.0
-FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two calls that are not answered
+FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two attempts at an unanswered call
 LEAVE_S = 180.0  # for machines to upload their logs and end by themselves, once the run has ended
-PROFILE_S = 120.0  # for EC2 to know a profile that was just made, which takes seconds
-VISIBLE_S = 10.0  # after which EC2 knows a group that it has just made
-FAILED_START = "ec2/failed/{}.json"  # why a machine could not start, see boot.sh
+PROFILE_S = 120.0  # the time in which EC2 learns of a new profile, usually seconds
+VISIBLE_S = 10.0  # the time in which EC2 learns of a group that it has just made
+FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
 Result = TypeVar("Result")
 
 
 class NotYet(Failure):
-    """EC2 does not know the instance profile."""
+    """An error because EC2 does not know the instance profile."""
 
 
 class NoCapacity(Failure):
-    """No subnet has such machines now."""
+    """An error because no subnet has such machines now."""
 
 
 class Launcher:
@@ -66,10 +68,10 @@ class Launcher:
             say(str(error))
         except (InputError, Failure) as error:
             if self.is_training:
-                say(f"this launch ends here; its machines train on, and end by themselves. {undo(self.record)}")
+                say(f"this launch ends here; its machines train on and end by themselves. {undo(self.record)}")
                 raise
             self.record.append_event("ended", outcome="failed", reason=str(error))
-            with suppress(BadCredentials, Unreachable):  # what came before says it
+            with suppress(BadCredentials, Unreachable):  # the earlier error already reports it
                 self.remove(leaves=False)
             raise
         ended = self.record.history().ended
@@ -78,7 +80,7 @@ class Launcher:
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def is_interrupted(self) -> bool:
-        """Have machines made and wait for the end of the run. True if it was interrupted, and begins again at once."""
+        """Have machines made and wait for the end of the run; return whether it was interrupted and restarts."""
         call = self.acquire()
         self.is_training, self.seen_s = True, time.time()
         while (reason := self.retried(lambda: self.look(call))) is None:
@@ -87,7 +89,7 @@ class Launcher:
             return False
         say(f"interrupted: {reason}")
         is_decided = "requeued" in self.events_since_machines()  # by the first machine
-        # The groups stay: the next machines are in them.
+        # The groups are kept for the next machines.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
         if not is_decided and not conclude(self.record, self.cluster, Decision("requeue", "failed", reason)):
@@ -101,7 +103,7 @@ class Launcher:
     # ---- making machines ---------------------------------------------------------------------------------------------
 
     def acquire(self) -> Call:
-        """Ask in one subnet after another for all machines, and again for max_wait_s; the call that was answered."""
+        """Ask one subnet after another for all machines, repeatedly for max_wait_s; return the answered call."""
         wanted = f"{self.job.nodes} x {self.job.instance}"
         sites, errors = list(self.resolved.sites), dict[str, Rejected]()
 
@@ -132,7 +134,7 @@ class Launcher:
         return call
 
     def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
-        """Make something, once it is in the record. A call that is not answered is sent again with the same token."""
+        """Make something, once it is recorded. A call without an answer is sent again with the same token."""
         call = calls.begin(self.record, operation, region, submission=self.resolved.id)
         request = parameters(call)
 
@@ -143,16 +145,16 @@ class Launcher:
             try:
                 return self.api.create(region, operation, **request)
             except (Cancelled, Superseded, BadCredentials):
-                if not call.error:  # nor has EC2 heard of it before
+                if not call.error:  # EC2 has not heard of it either
                     self.answered(call, error="not sent")
                 raise
             except Rejected as error:
                 self.answered(call, error=error.code)
-                if error.code == NO_PROFILE:  # whoever has just made one is not to launch twice
+                if error.code == NO_PROFILE:  # a user who has just made a profile should not have to launch twice
                     raise NotYet(str(error)) from error
                 raise
             except Unreachable as error:
-                call.error, call.sent_unix_s = str(error), time.time()  # for status
+                call.error, call.sent_unix_s = str(error), time.time()  # for the status command
                 call.write(self.record)
                 raise
 
@@ -163,7 +165,7 @@ class Launcher:
         self.answered(call, made=made)
         if operation != RUN:
             time.sleep(VISIBLE_S)
-            calls.check(self.record, self.resolved.id)  # meanwhile the run may have been cancelled
+            calls.check(self.record, self.resolved.id)  # the run may have been cancelled meanwhile
         return call
 
     def answered(self, call: Call, *, made: Sequence[str] = (), error: str = "") -> None:
@@ -173,7 +175,7 @@ class Launcher:
     def retried(
         self, act: Callable[[], Result], kind: type[Failure] = Unreachable, limit_s: float = math.inf
     ) -> Result:
-        """Act, and again as long as that raises an error of this kind, for max_wait_s or `limit_s`."""
+        """Act, repeatedly while that raises an error of this kind, for max_wait_s or `limit_s`."""
         began_s, limit_s = time.time(), min(limit_s, self.cluster.max_wait_s)
         for pause_s in growing(FIRST_S, MOST_S):
             try:
@@ -190,7 +192,7 @@ class Launcher:
         raise AssertionError
 
     def security_group(self, site: Site) -> str:
-        """The group of the run in the VPC of a site, made if it is absent; or the one that was given."""
+        """Return the group of the run in the VPC of a site, made if absent; or the one in the settings."""
         if self.cluster.security_group is not None:
             return self.cluster.security_group  # launch.ec2.account has examined it
         name = name_of(self.record)
@@ -206,7 +208,7 @@ class Launcher:
         return ident
 
     def placement_group(self, site: Site) -> str | None:
-        """The placement group of a request, made if it is to be and absent."""
+        """Return the placement group of a request, made if it is wanted and absent."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
         by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 shows a deleted one for a while
         if is_made and not self.api.pages(site.region, "describe_placement_groups", "PlacementGroups", by=by):
@@ -218,10 +220,10 @@ class Launcher:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def look(self, call: Call) -> str | None:
-        """Empty if the run has ended, the reason of an interruption, None while it trains."""
+        """Return "" if the run has ended, the reason of an interruption, None while it trains."""
         now_s = time.time()
         seen = {each.id: each for each in calls.resources(self.api, self.record, [call.region], "instance")}
-        since = self.events_since_machines()  # after EC2's answer: machines end once they have written down why
+        since = self.events_since_machines()  # after EC2's answer: machines end once they have recorded the reason
         if "ended" in since:
             return ""
         calls.check(self.record, self.resolved.id)
@@ -238,7 +240,7 @@ class Launcher:
         return None
 
     def events_since_machines(self) -> dict[str, Event]:
-        """The last event of each kind since machines were made."""
+        """Return the last event of each kind since machines were made."""
         since = dict[str, Event]()
         for event in self.record.events():
             since = {} if event.kind == "machines" else {**since, event.kind: event}
@@ -248,7 +250,7 @@ class Launcher:
         with suppress(FileNotFoundError):
             return text(read_object(self.record.folder.read(FAILED_START.format(ident))), "reason")
         reason = seen.get("StateReason", {}).get("Message") or seen.get("StateTransitionReason", "")
-        return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 does not show it any more"
+        return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 no longer shows it"
 
     def show(self, call: Call) -> None:
         registered = len(self.record.folder.names(REGISTERED.format(call.number)))
@@ -267,7 +269,7 @@ class Launcher:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def remove(self, *, leaves: bool, only: Sequence[str] = calls.KINDS) -> None:
-        """Remove everything, or the kinds `only`; `leaves`: once machines have had the time to end by themselves."""
+        """Remove all resources, or the kinds `only`; `leaves`: once machines have had time to end by themselves."""
         regions = list(dict.fromkeys([*calls.call_regions(self.record), *self.resolved.regions]))
         until_s = time.time() + LEAVE_S if leaves else 0.0
         while time.time() < until_s:
@@ -279,7 +281,7 @@ class Launcher:
 
 
 def allow_itself(api: Api, region: str, group: str) -> None:
-    """Let all traffic of a security group's members with one another pass, both ways."""
+    """Allow all traffic of a security group's members with one another, both ways."""
     permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
     for way in ("ingress", "egress"):
         try:
@@ -294,7 +296,7 @@ def undo(record: Record) -> str:
 
 
 def price(record: Record, market: str) -> float | None:
-    """Dollars an hour of one machine, by the settings of the run; None: unknown."""
+    """Return the dollars an hour of one machine, by the settings of the run; None: unknown."""
     with suppress(FileNotFoundError):
         settings = (read_yaml(record.folder.read(CONFIG)) or {}).get("instance") or {}
         return number(settings, "usd_per_hour_spot" if market == "spot" else "usd_per_hour")

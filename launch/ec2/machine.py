@@ -1,7 +1,7 @@
-"""The node program: it runs one machine of a run on EC2, from its registration to the end. boot.sh starts it.
+"""The node program, which runs one machine of a run on EC2, from its registration to the end. boot.sh starts it.
 
-RUN.launch/ec2/machines/0003/0000.json   a machine of request 3, the first by its launch index, by itself
-              /steps/0003/0001.json      what all machines of the request do next, by the first one, which decides it
+RUN.launch/ec2/machines/0003/0000.json   written by a machine of request 3, the first by its launch index
+              /steps/0003/0001.json      the next step of all machines of the request, written by the first one
 
 The first machine makes the attempts of the run (launch.supervise); the others follow its steps until it says "end".
 torchrun joins their ranks at the first machine's address.
@@ -40,8 +40,8 @@ REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
 BOOT_S = 900.0  # for all machines of a request to boot and register, and for the first one's next step: minutes
-END_S = 60.0  # for what is to end: the trainer may be saving
-ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed
+END_S = 60.0  # for a process to end: the trainer may be saving
+ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: touched after S3 has answered; the output
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Registration:
     instance: FileName  # id, as i-0123456789abcdef0
     host: FileName
     address: FileName  # at which the others reach it
-    index: int  # among those that one request made: the order of the ranks
+    index: int  # among the machines of one request: it decides the order of ranks
 
 
 @dataclass(frozen=True)
 class Step:
     command: str  # of launch.node, or END
-    name: FileName  # of what is tried, for logs and answers
-    group: int = 0  # machines that are joined, by their order; 0: all
+    name: FileName  # of the step, for logs and answers
+    group: int = 0  # machines per joined group, in order; 0: all
 
     def __post_init__(self) -> None:
         if self.command not in (*LIMITS_S, "train", END):
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
-    """Write down what comes after the last attempt; whether all machines are asked for again."""
+    """Record the decision after the last attempt; return whether all machines are asked for again."""
     decision = settled(decision, record, cluster)
     if decision.next == "requeue" and cluster.again:
         retry(record.append_event, "requeued", reason=decision.reason)
@@ -95,7 +95,7 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def identity() -> Registration:
-    """What this machine is, by EC2's metadata service."""
+    """Return this machine's registration, from EC2's metadata service."""
     metadata = Metadata(metadata_endpoint(os.environ))
     try:
         instance, address, index = map(metadata.text, ("instance-id", "local-ipv4", "ami-launch-index"))
@@ -108,15 +108,15 @@ class Machine:
     def __init__(self, run: Record, job: Job, own: Registration, request: int, state: Path) -> None:
         self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
         self.cluster = cluster_of(job, Ec2Config)
-        self.all: list[Registration] = []  # machines of the request, by their launch index
+        self.all: list[Registration] = []  # of the request, by their launch index
         self.number = 0  # of the last step
         self.logs = run.local_folder() / "logs"
-        self.sent: dict[Path, tuple[int, int]] = {}  # logs as they were uploaded: bytes, time of change
+        self.sent: dict[Path, tuple[int, int]] = {}  # uploaded logs: bytes, time of change
         self.sign_s = self.logs_s = -math.inf  # when they were last due, time.monotonic()
         self.stop, self.stops_s = StopFile(run), math.inf
 
     def run(self, stops_s: float) -> int:
-        """Take part in the run; `stops_s`: of time.monotonic(), when the first machine asks it to stop."""
+        """Take part in the run; at `stops_s` of time.monotonic() the first machine asks it to stop."""
         print(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}", flush=True)
         try:
             if not self.join():
@@ -132,7 +132,7 @@ class Machine:
         return DONE
 
     def join(self) -> bool:
-        """Register, and wait for the others; whether all have come in BOOT_S."""
+        """Register, and wait for the others; return whether all have come in BOOT_S."""
         folder = REGISTERED.format(self.request)
         own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
@@ -142,7 +142,7 @@ class Machine:
         came = names()
         reason = f"{len(came)} of {self.job.nodes} machines came in {BOOT_S:.0f} s"
         print(reason, flush=True)
-        if came[0] == own:  # one is enough to say it
+        if came[0] == own:  # one machine is enough to say it
             retry(self.record.append_event, "ended", outcome="failed", reason=reason)
         return False
 
@@ -150,7 +150,7 @@ class Machine:
         return retry(self.record.folder.size, name) is not None
 
     def wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until something is over, and do what is due meanwhile. False if that takes longer."""
+        """Wait until something is over, doing periodic work. Returns False if that takes longer than `limit_s`."""
         until_s = time.monotonic() + limit_s
         while not is_over():
             if time.monotonic() > until_s:
@@ -162,7 +162,7 @@ class Machine:
     # ---- the first machine -------------------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Examine all machines, train on them, and write down what comes next."""
+        """Examine all machines, train on them, and record what follows."""
         hosts, failed = [str(each.host) for each in self.all], dict[str, str]()
         if self.cluster.gate:
             name = f"gate_{self.request:04d}"
@@ -176,7 +176,7 @@ class Machine:
         self.step(Step(END, FileName(END)))
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """A part of the preflight on all machines: this one's exit code, once all have answered or the time is over."""
+        """Run a part of the preflight on all machines; return this one's exit code once all have answered or failed."""
         answers = [PREFLIGHT.format(name, node) for node in nodes]
         result = self.step(Step(command, FileName(name), group))
         self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
@@ -186,7 +186,7 @@ class Machine:
         return self.step(Step("train", FileName(attempt_name(number))))
 
     def step(self, step: Step) -> int:
-        """Have all machines run a command of launch.node at the same time; this one's exit code."""
+        """Have all machines run a command of launch.node at the same time; return this one's exit code."""
         retry(self.record.folder.write, self.next_step, canonical_json(asdict(step)))
         self.number += 1
         return DONE if step.command == END else self.do(step)
@@ -194,7 +194,7 @@ class Machine:
     # ---- the others --------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do each step of the first machine. Leave when it says so, or nothing for BOOT_S."""
+        """Do each step of the first machine. Leave when it says so, or sends no step for BOOT_S."""
         while self.wait(lambda: self.has(self.next_step), BOOT_S):
             step = retry(self.record.read, Step, self.next_step)
             self.number += 1
@@ -231,9 +231,7 @@ class Machine:
         return result
 
     def meanwhile(self) -> bool:
-        """Do what is due again and again: a sign of life for boot.sh if S3 answers, requests to stop, logs. Whether
-        it was due, and S3 has answered.
-        """
+        """Do periodic work (a sign of life, stop requests, logs); return whether it was due and S3 answered."""
         now_s = time.monotonic()
         if now_s - self.sign_s < SIGN_S:
             return False
@@ -255,7 +253,7 @@ class Machine:
         return True
 
     def upload(self) -> None:
-        """Put the logs that have changed into the record: what this machine holds is gone with it."""
+        """Upload the logs that have changed to the record: this machine's files vanish with it."""
         files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
         files[f"machines/{self.own.instance}.txt"] = self.state / LOG
         for name, path in files.items():

@@ -1,4 +1,4 @@
-"""The request for machines, as RunInstances takes it. Pure functions: of equal arguments an equal request."""
+"""The request for machines, as RunInstances takes it. Pure functions: equal arguments give an equal request."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from train.system.folders import sha256_bytes, sha256_json
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 MOST_TAG_CHARS = 256
 SCRIPT = Path(__file__).with_name("boot.sh")
-DEAD_S = 1800  # that the node program may be silent, or without an answer of S3, before its machine ends itself
+DEAD_S = 1800  # the time without a sign of the node program, or an answer of S3, after which its machine ends itself
 SPARE_S = 1800  # after max_run_s, to save and to upload logs
 MOST_BYTES = 16 * 1024  # of user data (EC2 user guide)
 
 
 def run_id(record: Record) -> str:
-    """What marks everything that a run has on EC2; it follows from the run's location alone."""
+    """Return the mark of everything that a run has on EC2; it follows from the run's location alone."""
     return sha256_bytes(record.location.encode())[:16]
 
 
 def name_of(record: Record) -> str:
-    """The name of the run's groups."""
+    """Return the name of the run's groups."""
     return f"baretrain-{run_id(record)}"
 
 
 def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int) -> tuple[str | None, bool]:
-    """The placement group of a request, None for a request without one; and whether the launch makes it.
+    """Return the placement group of a request, None for a request without one; and whether the launch makes it.
 
-    A cluster is in one zone, hence a group for each subnet. Machines of a reservation are where they are: a block takes
-    no group, a reservation none but its own.
+    A cluster is in one zone, so each subnet has a group. A reservation decides where its machines are: a block takes no
+    group, a reservation only the group that it was made with.
     """
     if cluster.placement_group not in ("true", "false"):
         return cluster.placement_group, False
@@ -47,7 +47,7 @@ def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int
 
 
 def tags(record: Record, *kinds: str) -> list[dict[str, Any]]:
-    """Tags that are set by the very call that makes a thing: without them no clean would know it."""
+    """Return tags, which the call that makes a resource sets too: without them `clean` would not find it."""
     values = {"Name": name_of(record), RUN_TAG: run_id(record), DIR_TAG: record.run_dir}
     listed = [{"Key": key, "Value": value} for key, value in values.items()]
     return [{"ResourceType": kind, "Tags": listed} for kind in kinds]
@@ -65,7 +65,7 @@ def run_instances(
     group: str | None,
     placement: str | None,
 ) -> dict[str, Any]:
-    """The request for all machines in one subnet, all or none. `group`: its security group, None before it exists."""
+    """Return the request for all machines in one subnet, all or none. `group`: security group, None without one."""
     disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     kinds = ["instance", "volume", "network-interface"]
     kinds += ["spot-instances-request"] if cluster.market == "spot" else []
@@ -74,7 +74,7 @@ def run_instances(
         "InstanceType": job.instance,
         "MinCount": job.nodes,
         "MaxCount": job.nodes,
-        # EC2 answers a request that is repeated with the same token with the same machines. 64 characters.
+        # EC2 answers a repeated request with the same token with the same machines. 64 characters.
         "ClientToken": sha256_json([resolved.id, number, site.subnet]),
         "NetworkInterfaces": interfaces(resolved, cluster, site, group),
         "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
@@ -117,11 +117,11 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
 
 
 def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
-    """What EC2 passes to each machine of a request, before it is encoded: the same for all, and no secret."""
+    """Return the data that EC2 passes to each machine of a request, before encoding: the same for all, no secret."""
     check(record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://...): machines of EC2 share no other folder")
     is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh calls it
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
-    flags = replace(record.s3, profile=None).flags()  # a machine has its role
+    flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
     words = ["launch.ec2.machine", record.run_dir, f"--request={request}", f"--max-run-s={max_run_s}", *flags]
     words += [f"--job-sha256={record.job_sha256}"]  # user data is EC2's: no machine of the run can change it
     code = {"bundle": job.code.file, "sha256": job.code.sha256}

@@ -1,6 +1,6 @@
-"""Machines of EC2 as a scheduler: a launch resolves what its settings mean, and then stays until the run has ended.
+"""Machines of EC2 as a scheduler: a launch resolves its settings, and then runs until the run has ended.
 
-The plan says what would be asked of EC2, what it may cost, and how to undo it; with check=true EC2 is asked.
+The plan shows the request to EC2, what it may cost, and how to undo it; with check=true EC2 is asked.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scheduler(spec.Scheduler):
         return {"run_instances": planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return what EC2 says of a type with NVIDIA GPUs: Trainium's numbers of ranks are not EC2's to say."""
+        """Return EC2's facts about a type with NVIDIA GPUs: EC2 does not list Trainium's numbers of ranks."""
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
         [info] = api.ask(api.regions(cluster.regions)[0], "describe_instance_types", InstanceTypes=[name])[
@@ -87,7 +87,7 @@ class Scheduler(spec.Scheduler):
         ]
 
     def submit(self, job: Job, record: Record) -> Handle:
-        """Find out what the settings come to. It makes nothing: `attend` does."""
+        """Resolve the settings. It makes nothing: `attend` does."""
         cluster, api = cluster_of(job, Ec2Config), open_api(record)
         check_job(job, cluster, record)
         resolved = resolve(job, cluster, record, api)
@@ -103,12 +103,12 @@ class Scheduler(spec.Scheduler):
         return {**found, "process": owner_name(os.getpid())}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Have the machines made, and wait for the end of the run; its exit code."""
+        """Have the machines made, and wait for the end of the run; return its exit code."""
         resolved = schema.record(Resolved, handle["resolved"])
         try:
             return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
         except KeyboardInterrupt:
-            print(printable(f"this launch ends; its machines train on, and end by themselves. {undo(record)}"))
+            print(printable(f"this launch ends; its machines continue to train, and end by themselves. {undo(record)}"))
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
@@ -124,16 +124,14 @@ class Scheduler(spec.Scheduler):
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def unanswered(self, record: Record) -> State:
-        """Return that this launch has nothing: it asks EC2 for machines once it is submitted. There may be others'."""
+        """Return that this launch has no machines: it asks EC2 for them once it is submitted. Another's may exist."""
         seen = self.state(record, {}) if calls.call_regions(record) else State(is_active=False)
         if seen.is_active:
             return seen
         return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
 
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the machines now. The record says so already, so the launch makes nothing more. Failure if EC2 may still
-        have some that train.
-        """
+        """End the machines now; the record already says so. Raises Failure if EC2 may still have some that train."""
         api, regions = open_api(record), regions_of(record, handle)
         sweep.delete(api, calls.left_over(api, record, regions))
         left = calls.left_over(api, record, regions)
@@ -146,23 +144,23 @@ class Scheduler(spec.Scheduler):
 
 
 def regions_of(record: Record, handle: Handle) -> list[str]:
-    """Return where a run may have machines: by its calls too, since its machines can write what the handle is from."""
+    """Return where a run may have machines: also from its calls, since its machines can write the handle's source."""
     return list(dict.fromkeys([*calls.call_regions(record), *texts(handle, "regions")]))
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
-    """InputError for what no account could change."""
+    """Raise InputError if no account could run these settings."""
     s3, spares, where, profile = record.s3, f"spares={job.spares}", f"run_dir={record.run_dir}", record.s3.profile
     is_type = re.fullmatch(INSTANCE_TYPE, job.instance) is not None
-    no_region = "s3.region is missing: machines have no ~/.aws that says where the bucket is"
+    no_region = "s3.region is missing: machines have no ~/.aws with the bucket's region"
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket"
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
     check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=slurm does")
-    check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share nothing else")
+    check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share no other storage")
     tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of a tag, by which EC2 knows a run"
     check(len(record.run_dir) <= MOST_TAG_CHARS, tagged)
-    check(is_type, f"instance={job.instance} is no type of EC2: name one, as instance=trn1.32xlarge")
+    check(is_type, f"instance={job.instance} is not a type of EC2: name one, as instance=trn1.32xlarge")
     check(profile is None, f"s3.profile={profile}: machines have no ~/.aws but a role; set AWS_PROFILE here instead")
     check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")
     check(bool(cluster.instance_profile), f"{no_role}; python -m launch iam prints what it needs")
@@ -174,7 +172,7 @@ def open_api(record: Record) -> Api:
 
 
 def asks_text(record: Record, handle: Handle) -> str:
-    """What the launch does while it has no machines: empty if it has ended, as far as the record shows."""
+    """Return what the launch does while it has no machines; "" if it has ended, as far as the record shows."""
     events, kinds = record.events(), ("submitted", "requeued", "machines")
     last = next((each for each in reversed(events) if each.kind in kinds), None)
     if last is None or last.kind == "machines" or read_history(events).has_end or is_gone(text(handle, "process")):
@@ -191,8 +189,9 @@ def asks_text(record: Record, handle: Handle) -> str:
 
 
 def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> tuple[Resolved, dict[str, Any]]:
-    """What the settings come to, and the request in the first subnet, before the groups of the run are there. With
-    check=true InputError for the first subnet in which EC2 would not do it; else nothing is asked.
+    """Return the resolved settings, and the request in the first subnet, before the run's groups exist.
+
+    With check=true it raises InputError if EC2 would reject it in a subnet; otherwise EC2 is not asked.
     """
     api = open_api(record) if cfg.check else None
     resolved = resolve(job, cluster, record, api) if api else assumed(job, cluster, record, cfg)
@@ -206,13 +205,13 @@ def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
             if api:
                 api.ask(site.region, "run_instances", DryRun=True, **requests[-1])
         except Rejected as error:
-            if error.code != "DryRunOperation":  # which says that EC2 would do it
+            if error.code != "DryRunOperation":  # that code means that EC2 would do it
                 raise
     return resolved, requests[0]
 
 
 def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Resolved:
-    """What the settings come to, as far as it is known without asking."""
+    """Return the settings as far as they are known without asking."""
     region = (cluster.regions or [record.s3.region or "<AWS_DEFAULT_REGION>"])[0]
     types = [INTERFACE, *([EFA, EFA_ONLY] if cfg.instance.efa_interfaces else [])]
     cards = [
@@ -254,5 +253,5 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
     yield (
         "EC2 would do it (DryRun in each subnet; it does not know whether there is capacity)"
         if cfg.check
-        else "EC2 was not asked: what stands in <> or is of conf/instance is its to say; check=true asks"
+        else "EC2 was not asked: values in <> or from conf/instance may differ there; check=true asks"
     )

@@ -1,4 +1,4 @@
-"""What carries a tag on EC2, found and deleted until nothing is left: machines of a run, the builder of an image."""
+"""The search for tagged resources on EC2 and their removal: machines of a run, the builder of an image."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from train.system.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # between two rounds
 LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
-# What a call says of something that is gone already, or that goes as soon as the machines are gone.
+# Errors about a resource that is already removed, or can be removed once the machines are gone.
 PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
-UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of what only a record knows
+UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of a resource that only a record knows
 BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states in which nothing can be deleted
-GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows such things for a while
-KINDS = {  # what describes it: operation, key of the answer, key of the id
+GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows removed resources for a while
+KINDS = {  # how each is described: operation, key of the answer, key of the id
     "spot-instances-request": ("describe_spot_instance_requests", "SpotInstanceRequests", "SpotInstanceRequestId"),
     "instance": ("describe_instances", "Reservations", "InstanceId"),
     "volume": ("describe_volumes", "Volumes", "VolumeId"),
@@ -34,13 +34,13 @@ KINDS = {  # what describes it: operation, key of the answer, key of the id
 
 @dataclass(frozen=True)
 class Resource:
-    """Something that is there, or that may be."""
+    """A resource that exists or may still appear in the listing."""
 
     region: str
     kind: str
     id: str
     state: str
-    until_unix_s: float = 0.0  # when EC2 will have listed it, if it exists
+    until_unix_s: float = 0.0  # the time by which EC2 lists it, if it exists
     seen: Mapping[str, Any] = field(default_factory=dict)  # EC2's description
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Resource:
 
 
 def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable[str]) -> list[Resource]:
-    """All that EC2 lists by filters, which name a tag; what is gone already too."""
+    """Return all resources that EC2 lists by filters, which name a tag; also removed ones."""
     found = []
     for kind in kinds:
         operation, key, name = KINDS[kind]
@@ -69,7 +69,7 @@ def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable
 
 
 def delete(api: Api, left: Sequence[Resource]) -> None:
-    """One round: spot requests before they start a machine, machines, and the rest once the machines are gone."""
+    """Run one round: spot requests before they start a machine, machines, and the rest once the machines are gone."""
     for region in dict.fromkeys(each.region for each in left):
         here = [each for each in left if each.region == region and each.state != UNANSWERED]
         spot = [each.id for each in here if each.kind == "spot-instances-request"]
@@ -78,7 +78,7 @@ def delete(api: Api, left: Sequence[Resource]) -> None:
             call(api, region, "cancel_spot_instance_requests", SpotInstanceRequestIds=spot)
         listed = [each.id for each in machines if each.state not in (UNLISTED, *BUSY)]
         for ids in (listed, *([each.id] for each in machines if each.state == UNLISTED)):
-            if ids:  # EC2 ends none of several machines if it does not know one of them yet
+            if ids:  # TerminateInstances fails for the whole batch if one id is not visible yet
                 call(api, region, "terminate_instances", InstanceIds=ids)
         for each in here if not machines else ():
             if each.id not in spot and each.state not in BUSY:
@@ -86,7 +86,7 @@ def delete(api: Api, left: Sequence[Resource]) -> None:
 
 
 def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
-    """Delete; what is gone already, or is still in use, is looked at again in the next round."""
+    """Delete; the next round looks again at a resource that is removed already or still in use."""
     try:
         api.ask(region, operation, **parameters)
     except Rejected as error:
@@ -101,9 +101,7 @@ def say(line: str) -> None:
 def sweep(
     look: Callable[[], list[Resource]], remove: Callable[[list[Resource]], None], *, looks: int = 1
 ) -> list[Resource]:
-    """Remove what `look` finds until it finds nothing, `looks` times in a row. Returns what is left after LIMIT_S, and
-    after nothing more can come to be listed.
-    """
+    """Remove what `look` finds until it finds nothing `looks` times in a row; return the rest after LIMIT_S."""
     until_s, said, empty = time.time() + LIMIT_S, set[str](), 0
     for pause_s in growing(FIRST_S, MOST_S):
         left = look()

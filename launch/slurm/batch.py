@@ -1,4 +1,4 @@
-"""Within a Slurm job, on its first node: the preflight, then attempts of the run, then a requeue where that helps.
+"""The program on the first node of a Slurm job: the preflight, then attempts of the run, then perhaps a requeue.
 
 Slurm sends USR1 to this process alone some time before the limit; the run is asked to stop by its file STOP, since
 signals end torchrun and orphan its ranks. A requeue is asked for only after srun has ended: it would kill the step.
@@ -41,11 +41,11 @@ from train.system import processes
 
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2
-# What srun says where slurmctld makes no step, as on a node that was lost and is back before its job has restarted; and
-# where a node does not answer. What the tasks print has a label before it.
+# srun prints this if slurmctld makes no step, as on a node that was lost and is back before its job has restarted, or
+# if a node does not answer. Output of tasks has a label before it.
 NO_STEP = re.compile(rb"^srun: error: (Unable to create step for job .*)", re.MULTILINE)
 NO_LAUNCH = re.compile(rb"^srun: error: (Task launch for .* failed on node .*)", re.MULTILINE)
-STEP_S = 60  # for what an earlier step has left on the nodes to end; a requeue ends it too
+STEP_S = 60  # for leftovers of an earlier step on the nodes to end; a requeue ends it too
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 
@@ -67,7 +67,7 @@ def run_job(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 class Interrupted(Exception):
-    """Slurm has ended the preflight."""
+    """An error because Slurm has ended the preflight."""
 
 
 class Batch:
@@ -79,9 +79,9 @@ class Batch:
         self.is_ending = False  # Slurm ends the job
         self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
         self.is_overdue = False  # the limit has come, and the run has not stopped
-        self.steps = 0  # that srun has started: each has a port of its own
+        self.steps = 0  # number of steps started by srun: each has another port
         self.never_began = False  # Slurm has not started the preflight, or a preparation
-        self.excluded: list[str] = []  # nodes that a requeued job shall not get
+        self.excluded: list[str] = []  # nodes that a requeued job must not get
 
     def train(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -89,7 +89,7 @@ class Batch:
         decision = self.preflight() if self.cluster.gate else None
         if decision is None:
             decision = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        is_end = decision.next != "requeue" or not self.is_ending  # else Slurm itself may requeue the job
+        is_end = decision.next != "requeue" or not self.is_ending  # otherwise Slurm itself may requeue the job
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
@@ -100,9 +100,11 @@ class Batch:
         retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
 
     def ask(self, number: int, _frame: FrameType | None) -> None:
-        """Have the run stop with a checkpoint. Slurm sends USR1 before the time limit, after which the job is requeued;
-        and TERM when it ends the job: for good (scancel), or to start it again by itself (preemption, a lost node).
-        At the limit itself, when the run did not stop in time, it sends TERM too and starts nothing again.
+        """Have the run stop with a checkpoint.
+
+        Slurm sends USR1 before the time limit, after which the job is requeued; and TERM when it ends the job: for good
+        (scancel), or to start it again by itself (preemption, a lost node). At the limit itself, if the run did not
+        stop in time, it also sends TERM and starts nothing again.
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
@@ -114,7 +116,7 @@ class Batch:
         self.stop.ask("the time limit is near" if number == signal.SIGUSR1 else "SIGTERM from Slurm")
 
     def meanwhile(self) -> None:
-        """What is done again and again while srun runs."""
+        """Do the periodic work while srun runs."""
         if self.is_overdue and not retry(self.record.history).is_stop_asked:
             reason = f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
             self.end(self.requeue(Decision("requeue", "failed", reason)))
@@ -125,9 +127,7 @@ class Batch:
         return self.on_nodes("train", self.nodes, name=attempt_name(number))
 
     def srun(self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True) -> int:
-        """Run srun and return its exit code. Raises NeverBegan where Slurm does not start it, on all nodes if it needs
-        all.
-        """
+        """Run srun and return its exit code. Raises NeverBegan if Slurm does not start it; `needs_all`: everywhere."""
         log = self.log()
         before = log.stat().st_size if log is not None else 0
         process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
@@ -139,7 +139,7 @@ class Batch:
         return code
 
     def on_nodes(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """Run a command of launch.node on nodes, at the same time; srun's exit code."""
+        """Run a command of launch.node on nodes, at the same time; return srun's exit code."""
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
         self.steps += 1
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
@@ -166,15 +166,16 @@ class Batch:
         return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
 
     def preflight(self) -> Decision | None:
-        """Examine all nodes and choose those that train; a decision if there are too few: try again on other nodes,
-        once for each set of nodes that failed.
+        """Examine all nodes and choose those that train.
+
+        Returns a decision if there are too few: try again on other nodes, once for each set of nodes that failed.
         """
-        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # answers of others stay apart
+        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # keeps answers of other jobs apart
         try:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
-        except Interrupted:  # this says nothing of the nodes
+        except Interrupted:  # this says nothing about the nodes
             return Decision("requeue", "stopped", self.stop.reason or "the preflight was interrupted by a signal")
-        except NeverBegan as error:  # nor does this
+        except NeverBegan as error:  # neither does this
             self.never_began = True
             return Decision("requeue", "failed", str(error))
         for node, reason in failed.items():
@@ -189,16 +190,17 @@ class Batch:
         return Decision("requeue", "failed", reason)
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """A part of the preflight on nodes. Interrupted if Slurm has ended it."""
+        """Run a part of the preflight on nodes. Raises Interrupted if Slurm has ended it."""
         code = self.on_nodes(command, nodes, name=name, group=group)
         if self.stop.reason is not None or code in SIGNALLED:
             raise Interrupted
         return code
 
     def requeue(self, decision: Decision) -> Decision:
-        """Ask Slurm to start the job again, which ends this process: at once by SIGTERM, which is ignored here, and
-        some time later (KillWait) for good. The job waits meanwhile: Slurm accepts nodes to exclude only when it is
-        pending. The decision that is returned says why a requeue was not possible.
+        """Ask Slurm to start the job again, or return why that was not possible.
+
+        Slurm ends this process: immediately by SIGTERM, which is ignored here, and some time later (KillWait) for good.
+        The job waits meanwhile: Slurm accepts nodes to exclude only when it is pending.
         """
         decision = settled(decision, self.record, self.cluster, never_began=self.never_began)
         if decision.next != "requeue":
@@ -215,13 +217,13 @@ class Batch:
         return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")
 
     def upload(self) -> None:
-        """Put what this job has printed into a record in S3: until then it is on this node."""
+        """Upload the output of this job to a record in S3: until then it is on this node."""
         path = self.log()
         if self.record.is_remote and path is not None:
             self.record.folder.write(f"logs/job_{self.job_id}.txt", path.read_bytes())
 
     def log(self) -> Path | None:
-        """The file that has what this process and srun print."""
+        """Return the file with the output of this process and srun."""
         path = Path(f"/proc/{os.getpid()}/fd/1").readlink()
         return path if path.is_file() else None
 

@@ -1,8 +1,8 @@
-"""Slurm's commands and what is read of their output. They are run without a shell, and none needs accounting.
+"""Slurm's commands and the parsing of their output. They are run without a shell, and none needs accounting.
 
-All raise InputError for what the user has to fix, Unreachable where slurmctld does not answer, and Failure where Slurm
-rejects a request for another reason. Jobs are asked for in columns, and never with their name or comment, to which
-their owner could give any form. The JSON of `squeue --json` has a schema for each release (data_parser in Slurm's
+All raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if Slurm
+rejects a request for another reason. Jobs are read in columns, and never with their name or comment, to which their
+owner could give any form. The JSON of `squeue --json` has a schema for each release (data_parser in Slurm's
 documentation); columns need one parser.
 """
 
@@ -21,8 +21,8 @@ from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.system.schema import BadContent, shown
 
-# Variables that lead to the cluster. The others of Slurm are those of the job in which we may run, or options that no
-# plan has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.
+# These variables lead to the cluster. Slurm's others are those of the job in which we may run, or options that no plan
+# has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
 READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # lists in full; not for sbatch, whose variables the job gets
@@ -33,7 +33,7 @@ SILENT = re.compile(
     re.IGNORECASE,
 )
 UNCONFIGURED = re.compile("configuration (source|file)|cannot stat file")
-CURES = (  # what sbatch says -> what to do; the first that fits
+CURES = (  # sbatch's error -> the cure; the first match counts
     ("partition", "`sinfo --summarize` shows the partitions"),
     ("account", "`sacctmgr show associations user=$USER` shows your accounts"),
     ("qos", "`sacctmgr show associations user=$USER format=account,qos` shows what you may use"),
@@ -58,7 +58,7 @@ JOB_LINE = re.compile(
 
 
 class NoSlurm(InputError):
-    """This machine belongs to no Slurm cluster."""
+    """An error because this machine belongs to no Slurm cluster."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,21 @@ class SlurmJob:
     """A job, or one task of a job array."""
 
     job_id: int
-    state: str  # as Slurm names it: PENDING, RUNNING, COMPLETED, ...
-    reason: str  # why it waits, or why it failed; "" none
-    nodes: tuple[str, ...]  # that it has or had last, by name
+    state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
+    reason: str  # why it waits, or why it failed; "": none
+    nodes: tuple[str, ...]  # names of the nodes that it has, or had last
     array_task: str | None = None  # number of the task; "4-9" for those that have not begun
 
     @property
     def is_over(self) -> bool:
-        """Whether it does not come back by itself."""
+        """True if it has ended and does not restart by itself."""
         return self.state in OVER
 
 
 def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
-    """Return the job, or all tasks of the job array, from lines in these columns. `expand` returns the names in a list
-    of hosts. BadContent for anything else.
+    """Return the job, or all tasks of the job array, from lines in these columns.
+
+    `expand` returns the names in a list of hosts. Raises BadContent if a line is anything else.
     """
     jobs = []
     for line in text.splitlines():
@@ -95,9 +96,9 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
 
 @dataclass(frozen=True)
 class Slurm:
-    """The cluster that SLURM_CONF, or this machine's configuration, leads to."""
+    """The cluster to which SLURM_CONF, or this machine's configuration, leads."""
 
-    timeout_s: float = 60.0  # for one command: they may wait for minutes for a slurmctld that is away
+    timeout_s: float = 60.0  # per command: they may wait for minutes for a missing slurmctld
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
@@ -110,11 +111,13 @@ class Slurm:
         name: str,
         known: Sequence[int] = (),
     ) -> int:
-        """Submit a job and return its id. The options are sbatch's, --job-name=`name` among them; --export would split
-        values at commas. The jobs of this name that are `known` are others.
+        """Submit a job and return its id.
+
+        The options are sbatch's, --job-name=`name` among them; --export would split values at commas. `known` lists
+        earlier jobs of this name.
         """
         out, _ = self.sbatch(["--parsable", *options], script, arguments)
-        last = out.strip().rpartition("\n")[2]  # sites print lines of their own before
+        last = out.strip().rpartition("\n")[2]  # sites print extra lines before it
         job_id = last.strip().partition(";")[0]  # the cluster's name may follow
         if re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
             return int(job_id)
@@ -127,8 +130,10 @@ class Slurm:
         return found.pop()
 
     def estimate(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> str:
-        """Return when and where Slurm expects the job to start: "to start at 2026-11-22T17:50:11 using 2 processors on
-        nodes n[1-2] in partition main". Nothing is submitted. It rejects what `submit` rejects, but not all of it.
+        """Return when and where Slurm expects the job to start. Nothing is submitted.
+
+        The form is "to start at 2026-11-22T17:50:11 using 2 processors on nodes n[1-2] in partition main". It rejects a
+        part of what `submit` rejects.
         """
         out, said = self.sbatch(["--test-only", *options], script, arguments)
         return re.sub(r"^Job \d+ ", "", one_line(said or out))
@@ -144,8 +149,9 @@ class Slurm:
         return out, said
 
     def tasks(self, job_id: int) -> list[SlurmJob]:
-        """Return the tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it, as
-        some minutes after its end (MinJobAge).
+        """Return the tasks of a job array, where those that wait are one; or the job.
+
+        Returns [] if Slurm has forgotten it, as some minutes after its end (MinJobAge).
         """
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
         code, out, said = self.run("squeue", *queued)
@@ -165,20 +171,19 @@ class Slurm:
         self.answer("scancel", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        """Put a job back into the queue. One that runs is ended at once, so srun has to have ended before. One that is
-        over starts again. It waits for some two minutes (cred_expire).
+        """Put a job back into the queue. A running one ends immediately, so srun has to have ended before.
+
+        One that is over starts again. It waits for some two minutes (cred_expire).
         """
         self.answer("scontrol", "requeue", str(job_id))
 
     def excluded(self, job_id: int) -> tuple[str, ...]:
-        """Return the nodes that a job shall not get."""
+        """Return the nodes that a job must not get."""
         said = self.answer("squeue", "--noheader", f"--jobs={job_id}", "--format=%x").strip()
         return () if said in UNKNOWN else self.hostnames(said)
 
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
-        """Keep a job that waits from these nodes, and from no others. Slurm rejects it while the job runs, so a job is
-        requeued first.
-        """
+        """Keep a waiting job from these nodes alone. Slurm rejects it while the job runs, so it is requeued first."""
         self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}")
 
     # ---- nodes and partitions --------------------------------------------------------------------------------------
@@ -191,16 +196,14 @@ class Slurm:
         return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
 
     def address(self, node: str) -> str:
-        """Return the address at which the other nodes reach this one: what the site has given Slurm (NodeAddr)."""
+        """Return the address at which the other nodes reach this one, which the site has given Slurm (NodeAddr)."""
         said = self.answer("sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%o").split()
-        if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):  # a line for each partition
+        if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):  # one line for each partition
             raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
         return said[0]
 
     def check_time_limit(self, time_limit: str, partition: str | None) -> None:
-        """Raise InputError for a longer time than the partition has; None: the default one. Slurm accepts such a job,
-        and it waits for ever.
-        """
+        """Raise InputError if a time is longer than the partition's limit: such a job is accepted and never starts."""
         for line in self.answer("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
             name, _, longest = line.strip().partition("|")
             is_asked_for = name.rstrip("*") == partition if partition else name.endswith("*")
@@ -214,7 +217,7 @@ class Slurm:
     # ---- commands --------------------------------------------------------------------------------------------------
 
     def answer(self, *command: str) -> str:
-        """Return what a command prints. Failure with what Slurm says if it fails."""
+        """Return the output of a command. Raises Failure with Slurm's message if it fails."""
         code, out, said = self.run(*command)
         if code:
             cure = "; only Slurm's operators may do this" if "permission" in said else ""
@@ -249,7 +252,7 @@ class Slurm:
 
 
 def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, each of which is a host's. BadContent for another one."""
+    """Return the names. Raises BadContent unless each is a host's."""
     for name in names:
         if not re.fullmatch(HOST, name):
             raise BadContent(f"{shown(name)} is not the name of a host")
@@ -257,8 +260,9 @@ def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def job_name(run_dir: str) -> str:
-    """Return a name for the job of a run, which no run in another folder has, so that jobs of one name can exclude each
-    other: the last part of the folder's path with other characters as "_", and eight digits of the path's checksum.
+    """Return a name for the job of a run that is unique to its folder, so that its jobs can exclude each other.
+
+    It has the last part of the folder's path with other characters as "_", and eight digits of the path's checksum.
     """
     path = run_dir.rstrip("/")
     last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
@@ -266,7 +270,7 @@ def job_name(run_dir: str) -> str:
 
 
 def one_line(said: str) -> str:
-    """Return what a command of Slurm said, without the names it puts before, each sentence once."""
+    """Return the message of a Slurm command, without the names before it, each sentence once."""
     lines = [re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()]
     lines = [re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines]
     return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"

@@ -9,8 +9,8 @@ from typing import ClassVar
 from launch.config import ClusterConfig
 from train.config import InputError, check, setting
 
-# Options of sbatch that the launcher sets itself, or that would change the meaning of what it reads of the job. For
-# some there is a setting.
+# These options of sbatch are set by the launcher, or would change the meaning of what it reads of the job. Some have a
+# setting instead.
 RESERVED = {
     "partition": "cluster.partition",
     "time": "cluster.time_limit",
@@ -25,8 +25,10 @@ RESERVED = {
 
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
-    """A Slurm site. One YAML a site in conf/cluster/ holds what differs from this. Values are arguments of sbatch: it
-    examines them for the plan (`--test-only`), and none but `prologue` passes through a shell.
+    """A Slurm site. One YAML a site in conf/cluster/ holds the differences from this.
+
+    Values are arguments of sbatch: it examines them for the plan (`--test-only`), and only `prologue` passes through a
+    shell.
     """
 
     signals_ranks: ClassVar[bool] = True
@@ -55,29 +57,29 @@ class SlurmConfig(ClusterConfig):
         )
         check(
             self.container is None or re.match(r"[\w./]", self.container) is not None,
-            f"cluster.container={self.container!r} is no image: a path or a registry's name",
+            f"cluster.container={self.container!r} is not an image: a path or a registry's name",
         )
         for each in self.sbatch_args:
             check_argument(each)
         for folder in self.container_mounts:
-            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # which part a list of mounts
+            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # these characters separate a list of mounts
             check(ok, f"cluster.container_mounts holds {folder!r}: folders have whole paths, without colons and commas")
 
 
 def check_argument(argument: str) -> None:
-    """Raise InputError for a text that is not one option of sbatch, and for an option that is the launcher's."""
+    """Raise InputError if a text is not one option of sbatch, or if the option belongs to the launcher."""
     match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
     if match is None:
         shape = "an option is one line, --name=value or --name, as --qos=high"
         raise InputError(f"cluster.sbatch_args holds {argument!r}: {shape}")
     for name, key in RESERVED.items():
         taken = f"--{name} is for launch alone{f'; set {key}' if key else ''}"
-        # sbatch accepts the beginning of a name too.
+        # sbatch also accepts the beginning of a name.
         check(not name.startswith(match[1]), f"cluster.sbatch_args holds {argument!r}: {taken}")
 
 
 def time_limit_s(text: str) -> int | None:
-    """Seconds of a time in sbatch's notation (man sbatch, --time); None if it is none."""
+    """Return the seconds of a time in sbatch's notation (man sbatch, --time); None if it is none."""
     match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Jobs of Slurm: what is asked of it, and what it says. Within a job launch/slurm/batch.py takes over."""
+"""Jobs of Slurm: requests to it, and its answers. Within a job launch/slurm/batch.py takes over."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Scheduler(spec.Scheduler):
                 "parts_id": job_id,
             }
         except BaseException:
-            slurm.cancel(job_id)  # or the parts would run with nobody to know of them
+            slurm.cancel(job_id)  # otherwise the parts would run without a record
             raise
 
     def state(self, record: Record, handle: Handle) -> State:
-        """The state of the first of its jobs that is not over, or that failed: the merge of parts waits for all."""
+        # It is the state of the first of its jobs that is not over, or that failed: the merge of parts waits for all.
         for name in ("parts_id", "job_id"):
             jobs = Slurm().tasks(number(handle, name)) if name in handle else []
             states = {job.state for job in jobs} - {"COMPLETED"}
@@ -74,9 +74,9 @@ class Scheduler(spec.Scheduler):
 
 
 def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
-    """The jobs of one id in Slurm's terms; of several tasks of an array the one that is furthest from its end."""
+    """Return the jobs of one id in Slurm's terms; of several tasks of an array the one furthest from its end."""
     if not jobs:
-        return f"job {handle[name]} is not known to Slurm any more"
+        return f"job {handle[name]} is no longer known to Slurm"
     job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
     parts = [str(each.array_task) for each in jobs if each.is_over == job.is_over and each.state != "COMPLETED"]
     tasks = f", part {', '.join(parts[:8])}" if name == "parts_id" else ""
@@ -93,13 +93,13 @@ def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
     cluster, name, folder = cluster_of(job, SlurmConfig), job_name(record.run_dir), record.local_folder() / "logs"
     check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
-    # In a name a percent sign begins a pattern (man sbatch, "filename pattern").
+    # A percent sign in a name begins a pattern (man sbatch, "filename pattern").
     is_array = job.kind == "prepare" and job.parts > 1
     made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
-    made += ["--open-mode=append"]  # or a requeued job would begin with an empty log
+    made += ["--open-mode=append"]  # otherwise a requeued job would begin with an empty log
     log = f"{str(folder).replace('%', '%%')}/{'part_%a' if is_array else 'job'}.txt"
     # Nodes need not share a folder with this machine if the record is in S3: job.sh chooses a private one on the node,
-    # and the job puts its output into the record at its end.
+    # and the job uploads its output to the record at its end.
     made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
         made += ["--dependency=singleton"]  # two jobs of this name, and so of this run, never run at the same time
@@ -107,10 +107,10 @@ def options(job: Job, record: Record) -> list[str]:
     else:
         made += ["--nodes=1", *([f"--array=1-{job.parts}"] if is_array else [])]
     made += [f"--partition={cluster.partition}"] if cluster.partition is not None else []
-    made += [f"--chdir={job.folder}"]  # a resume comes from another one perhaps
+    made += [f"--chdir={job.folder}"]  # a resume may come from another folder
     made += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
     made += ["--exclusive", "--mem=0"] if cluster.exclusive else []
-    return [*made, *cluster.sbatch_args]  # of two values of an option sbatch takes the last
+    return [*made, *cluster.sbatch_args]  # sbatch takes the last of several values of an option
 
 
 def arguments(job: Job, record: Record) -> list[str]:

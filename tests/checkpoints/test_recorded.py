@@ -178,7 +178,7 @@ def test_a_launch_on_slurm_is_shown(monkeypatch):
     record = Record("scheduled", S3Config())
     monkeypatch.setattr(Slurm, "tasks", lambda _, job_id: [])
     seen = status(record)
-    assert "job 2 is not known to Slurm any more" in seen.answer.text
+    assert "job 2 is no longer known to Slurm" in seen.answer.text
     (attempt,) = seen.history.attempts
     assert (seen.state, seen.progress.step, attempt.nodes) == ("stopped", 1, ["n1", "n2"])
     assert (attempt.outcome, attempt.exit_code, attempt.checkpoint) == ("stopped", 1, 1)

@@ -220,11 +220,11 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
 )
 def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: str):
     where = write_run(tmp_path / "run", lines)
-    rejects(f"^calibrate={where}: its metrics.jsonl tells no speed: .*{says}", read_calibration, where, S3Config())
+    rejects(f"^calibrate={where}: its metrics.jsonl has no speed measurement: .*{says}", read_calibration, where, S3Config())
 
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path):
-    rejects("is no run folder: it holds no metrics.jsonl", read_calibration, str(tmp_path), S3Config())
+    rejects("is no run folder: it has no metrics.jsonl", read_calibration, str(tmp_path), S3Config())
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
     rejects("the size of its model is unknown", read_calibration, where, S3Config())
     (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")

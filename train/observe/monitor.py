@@ -1,9 +1,7 @@
 """Readings of one machine's hardware while a run trains: utilisation, memory, FLOP/s and errors.
 
 neuron   neuron-monitor, see `train.observe.monitor_neuron`; not run on hardware
-
 nvidia   NVML
-
 cpu      no device; the host is read by psutil, as with the others
 
 A thread of one process per machine reads about once a second, which costs the training nothing. Values without a source
