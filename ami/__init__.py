@@ -1,3 +1,3 @@
-"""Machine images: `python -m ami neuron | cuda` builds them, ami/provision is what is in them."""
+"""Machine images: `python -m ami neuron | cuda` builds them; ami/provision has their content."""
 
-import train as train  # before all else: it reports what this Python lacks
+import train as train  # first: it reports if this Python lacks something

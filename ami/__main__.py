@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     cli.add_schema(AmiConfig, "ami", [])
-    others = list(commands.COMMANDS)[:5]  # the rest is for scripts on an image
+    others = list(commands.COMMANDS)[:5]  # the others are for scripts on an image
     parser = cli.settings_parser(
         "ami",
         AmiConfig,
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan_and_build(cfg: AmiConfig) -> int:
-    """Show what would be built and, with build=true, build it."""
+    """Show the plan of a build and, with build=true, run it."""
     api = Api()
     plan = make_plan(api, cfg, datetime.now(UTC))
     print("\n".join(plan_lines(plan)), flush=True)

@@ -1,4 +1,4 @@
-"""The build of an image by Packer, and the removal of what a build leaves."""
+"""The build of an image by Packer, and the removal of resources that a build leaves."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from train.system.aws_errors import Rejected
 from train.system.folders import scratch_folder
 from train.system.versions import read_versions
 
-KINDS = ("instance", "volume", "security-group", "key-pair")  # of EC2, that Packer makes
-ROLE = "packer-"  # begins the names of the roles that Packer makes
+KINDS = ("instance", "volume", "security-group", "key-pair")  # of EC2 resources that Packer makes
+ROLE = "packer-"  # prefix of the roles that Packer makes
 
 
 def build(api: Api, plan: ImagePlan) -> dict[str, str]:
-    """Build the image; returns its ids by region. What existed only for the build is gone afterwards."""
+    """Build the image; return its ids by region. Resources of the build alone are removed afterwards."""
     program, values, started = packer.find_packer(), plan.variables, time.monotonic()
     with scratch_folder() as folder:
         file = folder / "values.pkrvars.json"
@@ -40,7 +40,7 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
     for region in (values["region"], *values["copy_regions"]):
         image = find_by_name(api, region, plan.cfg.image, values["name"])
         if image is None:
-            raise Failure(f"Packer ended well, and there is no {values['name']} in {region}; see python -m ami list")
+            raise Failure(f"Packer succeeded, but there is no {values['name']} in {region}; see python -m ami list")
         for fault in faults(image):
             raise Failure(f"the image {image.id} in {region} {fault}")
         api.ask(region, "create_tags", Resources=[image.id], Tags=[{"Key": MINUTES, "Value": f"{minutes:.0f}"}])
@@ -49,7 +49,7 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
 
 
 def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
-    """What carries the tag of one build, or of any."""
+    """Return the resources with the tag of one build, or of any."""
     by = {"tag-key": [BUILD]} if build_id is None else {f"tag:{BUILD}": [build_id]}
     left = [each for each in find(api, region, by, KINDS) if each.state not in GONE]
     for role in api.pages(region, "list_roles", "Roles", service="iam"):
@@ -62,8 +62,9 @@ def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
 
 
 def remove_left(api: Api, region: str, build_id: str | None) -> None:
-    """Remove it, and look again until two looks in a row see nothing: EC2 lists new things late. Failure with the ids
-    if something stays.
+    """Remove these resources, until two looks in a row find nothing: EC2 lists new ones late.
+
+    Raises Failure with the ids if some are left.
     """
 
     def remove(left: list[Resource]) -> None:
@@ -90,6 +91,6 @@ def remove_role(api: Api, region: str, name: str) -> None:
         for policy in ask("list_role_policies", RoleName=name)["PolicyNames"]:
             ask("delete_role_policy", RoleName=name, PolicyName=policy)
         ask("delete_role", RoleName=name)
-    except Rejected as error:  # IAM does not know at once what was removed a moment ago
+    except Rejected as error:  # IAM learns with a delay of what was just removed
         if error.code not in ("NoSuchEntity", "DeleteConflict"):
             raise

@@ -20,8 +20,8 @@ from train.run.command import DONE, FAILED, command_parser, guarded, printable
 from train.system.folders import canonical_json, local_path, open_folder
 from train.system.versions import read_versions
 
-KEPT = 3  # images of a kind that prune leaves
-MAY_BE_BUILT = timedelta(hours=6)  # an image without tags that is younger may still be built
+KEPT = 3  # images of each kind that prune leaves
+MAY_BE_BUILT = timedelta(hours=6)  # a younger image without tags may still be under construction
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Command:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Act on a command line that begins with one of COMMANDS; the exit code."""
+    """Run a command line that begins with one of COMMANDS; return the exit code."""
     name, command = arguments[0], COMMANDS[arguments[0]]
     parser = command_parser(f"ami {name}", command.purpose, examples=command.examples)
     for flag in command.flags:
@@ -65,12 +65,12 @@ def list_images(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Exit code 1 if the image has a fault, or other versions than ami/versions.yaml."""
+    """Return exit code 1 if the image has a fault, or other versions than ami/versions.yaml."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     image = read_image(api, regions[0], options.image)
     wrong = [*faults(image)]
-    wrong += [f"has another version than ami/versions.yaml: {each}" for each in differences(image, read_versions())]
+    wrong += [f"differs from ami/versions.yaml: {each}" for each in differences(image, read_versions())]
     for each in wrong:
         print(printable(f"{image.id} {each}"))
     if wrong:
@@ -94,7 +94,7 @@ def promote(options: argparse.Namespace) -> int:
         for fault in faults(image):
             raise InputError(f"{image.id} in {image.region} {fault}")
     for each in differences(images[0], read_versions()):
-        print(printable(f"note: another version than ami/versions.yaml: {each}"))
+        print(printable(f"note: differs from ami/versions.yaml: {each}"))
     for image in images:
         name = OWN_IMAGE.format(image.kind)
         before = read_parameter(api, image.region, name)
@@ -107,7 +107,7 @@ def promote(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Remove old images with their snapshots; never one that is promoted, in use, or perhaps still built."""
+    """Remove old images with their snapshots; never one that is promoted, in use, or perhaps still being built."""
     check(options.keep >= 1, f"--keep {options.keep} must be 1 or more")
     api = Api(options.profile)
     regions = api.regions(options.region)
@@ -137,7 +137,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> list[Image]:
-    """Those of a region that may go: half built, or older than the newest `keep` of their kind."""
+    """Return those images of a region that may go: half built, or older than the newest `keep` of their kind."""
     before = f"{datetime.now(UTC) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
     old = [image for image in images if not image.kind and image.created < before]
     for kind in IMAGES:
@@ -155,7 +155,7 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
 
 
 def clean(options: argparse.Namespace) -> int:
-    """Remove what builds left, those that are under way too. Exit code 1 if anything is there and stays."""
+    """Remove resources that builds left, and running builds. Returns exit code 1 if some remain."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     left = [each for region in regions for each in find_left(api, region, None)]
@@ -176,7 +176,7 @@ def clean(options: argparse.Namespace) -> int:
 
 
 def write_manifest(options: argparse.Namespace) -> int:
-    """Write what is installed. InputError if it is not what images of this kind have."""
+    """Write the installed versions. Raises InputError if they are not those that images of this kind have."""
     manifest = installed()
     check_installed(manifest, read_versions())
     local_path(options.file).write_bytes(canonical_json(manifest))

@@ -10,7 +10,7 @@ from train.system.folders import local_path
 from train.system.machine import is_native
 from train.system.versions import read_versions
 
-IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
+IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # each image's smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
 DISK_GIB = 150  # of the root volume, or as large as that of the base: EC2 bills the part of a snapshot that holds data,
 # and a launch may give a machine a larger one

@@ -1,4 +1,4 @@
-"""What a build puts into the image besides the scripts: versions for them, packages with hashes, our wheel."""
+"""The files that a build adds to the scripts of an image: their versions, packages with hashes, our wheel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = "baretrain"  # which Packer uploads to /tmp
 
 
 def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> Path:
-    """Write all of it below `folder`; returns what Packer uploads."""
+    """Write all files below `folder`; return the folder that Packer uploads."""
     check(
         (ROOT / "constraints.txt").is_file(),
         f"images are built from a checkout, which has constraints.txt; {ROOT} is an installed package",
@@ -49,8 +49,9 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
 
 
 def image_constraints(image: str, versions: Versions) -> str:
-    """Every version that is tested, in an image for Trainium with Neuron's own in place of the same packages. numpy is
-    left open there: what neuronx-cc asks of it was not to be had here.
+    """Return every tested version, in an image for Trainium with Neuron's instead of the same packages.
+
+    numpy is left open there: the version that neuronx-cc requires was not available here.
     """
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":
@@ -61,14 +62,14 @@ def image_constraints(image: str, versions: Versions) -> str:
 
 
 def neuron_constraints(versions: Versions) -> str:
-    """The content of constraints-trn1.txt."""
-    head = f"# Neuron SDK {versions.sdk.name}, which ami/versions.yaml chooses (neuron-sdk); from Neuron's own index. "
+    """Return the content of constraints-trn1.txt."""
+    head = f"# Neuron SDK {versions.sdk.name}, which ami/versions.yaml chooses (neuron-sdk); from Neuron's index. "
     lines = [f"{name}=={version}" for name, version in sorted(versions.python_packages().items())]
     return "\n".join([f"{head}Not run on hardware.", *lines, ""])
 
 
 def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> dict[str, str]:
-    """What the scripts of ami/provision read from /etc/baretrain/image.env."""
+    """Return the values that the scripts of ami/provision read from /etc/baretrain/image.env."""
     return {
         "IMAGE": cfg.image,
         "BASE_IMAGE": base_id,
@@ -90,7 +91,7 @@ def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) 
 
 
 def shell_values(values: Mapping[str, str]) -> str:
-    """Lines of NAME='value' for a shell. InputError for a value that could be more than a value."""
+    """Return lines of NAME='value' for a shell. Raises InputError if a value could be more than a value."""
     for name, value in values.items():
         if re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is None:
             raise InputError(f"{name}={value!r} has characters that image.env cannot hold: letters, digits and _.:/+-")

@@ -1,4 +1,4 @@
-"""Images in a region: what they hold, what is wrong with them, which one is promoted."""
+"""The images of a region: their content, their faults, and the promoted one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from train.config import check
 from train.system.aws_errors import Rejected
 from train.system.versions import Versions
 
-PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the moment and the commit
-TAG = "baretrain:"  # begins the names of tags
-MINUTES = f"{TAG}minutes"  # that the build took
+PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the time and the commit
+TAG = "baretrain:"  # prefix of the tags
+MINUTES = f"{TAG}minutes"  # duration of the build
 
 
 class Image:
@@ -29,37 +29,37 @@ class Image:
         self.created = str(seen.get("CreationDate", ""))  # as 2026-11-20T08:22:00.000Z
         self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
         kind = self.tags.get(KIND_TAG, "")
-        self.kind = kind if kind in IMAGES else ""  # empty: its build did not come to its end
+        self.kind = kind if kind in IMAGES else ""  # empty: its build was not completed
         self.disks = [each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each]  # EBS volumes
         self.snapshots: list[str] = [each["Ebs"]["SnapshotId"] for each in self.disks if "SnapshotId" in each["Ebs"]]
 
 
 def own_images(api: Api, region: str, kind: str = "") -> list[Image]:
-    """The project's images, of one kind or of all, newest first, half-built ones too."""
+    """Return the project's images, of one kind or of all, newest first, including half-built ones."""
     by = {"name": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}
     seen = api.pages(region, "describe_images", "Images", by=by, Owners=["self"], IncludeDeprecated=True)
     return sorted((Image(region, each) for each in seen), key=lambda image: image.created, reverse=True)
 
 
 def find_by_name(api: Api, region: str, kind: str, name: str) -> Image | None:
-    """One of the project's images in a region, where copies have the same name."""
+    """Return one of the project's images in a region; copies have the same name."""
     return next((image for image in own_images(api, region, kind) if image.name == name), None)
 
 
 def read_image(api: Api, region: str, image_id: str) -> Image:
-    """One image. InputError if there is none."""
-    check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is no id of an image, as ami-0123456789abcdef0")
+    """Return one image. Raises InputError if it does not exist."""
+    check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is not an image's id, as ami-0123456789abcdef0")
     return Image(region, api.image(region, image_id))
 
 
 def faults(image: Image) -> Iterator[str]:
-    """Why no machine should start from an image, each with its cure."""
+    """Yield the reasons why no machine should start from an image, each with its cure."""
     again = f"build it again: python -m ami {image.kind or 'neuron'} build=true"
     deprecated = str(image.seen.get("DeprecationTime") or "")
     if image.state != "available":
         yield f"is {image.state}: wait if its build is under way, or {again}"
     if not image.kind:
-        yield f"has no tag {KIND_TAG}: it is half built, or not of this project; {again}"
+        yield f"has no tag {KIND_TAG}: it is half built, or another project's; {again}"
     if image.seen.get("ImdsSupport") != "v2.0":
         yield f"lets machines answer IMDSv1; {again}"
     if not image.disks or not all(disk["Ebs"].get("Encrypted") is True for disk in image.disks):
@@ -71,7 +71,7 @@ def faults(image: Image) -> Iterator[str]:
 
 
 def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
-    """The tags that say what an image is made of."""
+    """Return the tags that describe the content of an image."""
     names = {name: versions[name] for name in ("baretrain", "torch", "efa-installer")}
     if kind == "neuron":
         names |= {"neuron-sdk": versions["neuron-sdk"], **versions.python_packages(), **versions.system_packages()}
@@ -81,7 +81,7 @@ def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
 
 
 def differences(image: Image, versions: Versions) -> list[str]:
-    """Where an image differs from ami/versions.yaml: "torch 2.8.0 -> 2.9.1"."""
+    """Return the differences of an image from ami/versions.yaml: "torch 2.8.0 -> 2.9.1"."""
     wanted = wanted_tags(image.kind, versions) if image.kind else {}
     return [
         f"{tag.removeprefix(TAG)} {image.tags.get(tag, 'unknown')} -> {version}"
@@ -91,7 +91,7 @@ def differences(image: Image, versions: Versions) -> list[str]:
 
 
 def read_parameter(api: Api, region: str, name: str) -> str | None:
-    """The value of an SSM parameter; None if the region has none of this name."""
+    """Return the value of an SSM parameter; None if the region does not have it."""
     try:
         return str(api.ask(region, "get_parameter", service="ssm", Name=name)["Parameter"]["Value"])
     except Rejected as error:

@@ -1,4 +1,4 @@
-"""What is installed on an image, for /etc/baretrain/manifest.json. Runs on the image."""
+"""The versions installed on an image, for /etc/baretrain/manifest.json. Runs on the image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.config import InputError
 from train.system.versions import Versions
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
-SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # beginnings of packages
+SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # prefixes of packages
 EFA = Path("/opt/amazon/efa_installed_packages")
 
 
@@ -41,7 +41,7 @@ def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any
 
 
 def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
-    """InputError for a version that is not that of ami/versions.yaml."""
+    """Raise InputError if a version differs from that of ami/versions.yaml."""
     is_neuron, has, system = manifest["image"] == "neuron", manifest["packages"], manifest["system_packages"]
     wanted = versions.python_packages() if is_neuron else {"torch": versions["torch"]}
     begins = versions.system_packages() if is_neuron else {}

@@ -1,7 +1,8 @@
-"""The Python packages of an image, resolved with their sha256 where the build is started: it installs these alone.
+"""The Python packages of an image, resolved with their sha256 on the computer that starts the build.
 
-Neuron's packages come from Neuron's index alone, all others from PyPI alone. Were both asked for one name, whoever
-registers a name that only one of them has could put code into the image. Neuron's index was not asked here.
+The build installs these alone. Neuron's packages come from Neuron's index alone, all others from PyPI alone. If both
+were asked for one name, anybody who registers a name that only one of them has could put code into the image. Neuron's
+index was not asked here.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from train.config import Failure, InputError, check
 from train.system.versions import INDEX, Versions
 
-NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # which only Neuron's index really has
-BUILDER = "setuptools"  # builds what has no wheel: it must be one of the packages that have a hash
+NEURON = ("libneuronxla", "neuronx-cc", "torch-neuronx")  # only Neuron's index has the real ones
+BUILDER = "setuptools"  # it builds packages without a wheel, so it needs a hash too
 EXTRAS = {"neuron": "report,trn1", "cuda": "report"}
 PUBLIC, OF_NEURON = "requirements.txt", "neuron.txt"
 
@@ -34,14 +35,14 @@ class Package:
 
     @property
     def line(self) -> str:
-        """Of a requirements file."""
+        """A line of a requirements file."""
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n"
 
 
 def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constraints: str, versions: Versions) -> None:
     """Write to `folder` the requirements from PyPI, `wheel` among them, and those from Neuron's index.
 
-    Raises Failure if a package cannot be resolved, InputError if this machine cannot say what an image needs.
+    Raises Failure if a package cannot be resolved, InputError if this machine cannot resolve packages for the image.
     """
     python, of_neuron = find_python(versions["python"]), list[Package]()
     if image == "neuron":
@@ -88,7 +89,7 @@ def find_python(version: str) -> str:
 
 
 def resolve(python: str, *arguments: str) -> list[Package]:
-    """Return what pip would install. It reads no configuration file, which could name another index beside the one."""
+    """Return the packages that pip would install. It reads no configuration file, which could name another index."""
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--ignore-installed", "--quiet"]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PIP_EXTRA_INDEX_URL", None)

@@ -1,4 +1,4 @@
-"""Packer: found, asked for its version, and run."""
+"""The search for Packer, its version, and its execution."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from train.config import Failure, InputError
 
-LEAST = (1, 10)  # with which plugins are installed
-STOP_S = 900  # for Packer to remove what it made after a Ctrl-C
+LEAST = (1, 10)  # the first that installs plugins
+STOP_S = 900  # for Packer to remove its resources after a Ctrl-C
 HOW_TO = "https://developer.hashicorp.com/packer/install"
 
 
 def find_packer() -> str:
-    """Path of a Packer that can build. InputError if there is none, or what it needs is missing."""
+    """Return the path of a Packer that can build. Raises InputError if it, or a program that it needs, is missing."""
     path, wanted = shutil.which("packer"), f"{LEAST[0]}.{LEAST[1]} or newer: {HOW_TO}"
     if path is None:
         raise InputError(f"packer is not installed: {wanted}")
@@ -32,14 +32,14 @@ def find_packer() -> str:
 
 
 def version_of(path: str) -> tuple[int, int]:
-    """Its first two numbers; (0, 0) for another program of that name, such as cracklib's."""
+    """Return its first two numbers; (0, 0) for another program of that name, such as cracklib's."""
     done = subprocess.run([path, "version"], capture_output=True, text=True, check=False, timeout=60)
     match = re.search(r"Packer v(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
-    """Run Packer in `folder`. Ctrl-C, or the end of the time, lets it remove what it made. Failure if it fails."""
+    """Run Packer in `folder`. Ctrl-C, or the time limit, lets it remove its resources. Raises Failure if it fails."""
     process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # Ctrl-C reaches it once, from here
     try:
         code = process.wait(limit_s)

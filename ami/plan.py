@@ -1,4 +1,4 @@
-"""The plan of an image: what it is built from, what it will hold, what it may cost."""
+"""The plan of an image: its base, its content, its possible cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.system.aws_errors import explained
 from train.system.environment import commit
 from train.system.versions import read_versions
 
-BUILD = "baretrain:build"  # tag of all that exists only during a build
+BUILD = "baretrain:build"  # tag of all resources that exist only during a build
 NOT_ASKED = (
     "not known: there are no AWS credentials, so AWS was not asked for the base image, the builder's type in the "
     "region, and earlier images; a build needs them"
@@ -28,14 +28,14 @@ NOT_ASKED = (
 @dataclass(frozen=True)
 class ImagePlan:
     cfg: AmiConfig
-    parameter: str  # of SSM, which names the base image; empty: the user does
+    parameter: str  # SSM parameter with the base image; empty: the user names the image
     base: Image | None  # that ours is built from; None: AWS was not asked
-    last: Image | None  # the newest image of this kind that is whole
-    variables: dict[str, Any]  # what ami/variables.pkr.hcl declares, but files
+    last: Image | None  # the newest complete image of this kind
+    variables: dict[str, Any]  # those of ami/variables.pkr.hcl, except files
 
 
 def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
-    """Ask AWS for the base image and for what was built before. InputError for what could not be built.
+    """Plan an image, asking AWS for its base and for earlier builds. Raises InputError if it could not be built.
 
     Without credentials AWS is not asked, unless a build needs it.
     """
@@ -74,8 +74,9 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
 
 
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
-    """The image to build from. InputError unless the scripts of ami/provision can work on it, and the region has the
-    builder's type.
+    """Return the image to build from.
+
+    Raises InputError unless the scripts of ami/provision can work on it, and the region has the builder's type.
     """
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
     check(
@@ -106,7 +107,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
 
 
 def disk_gib(base: Image | None) -> int:
-    """Return the size of the root volume, which EC2 wants to be no smaller than that of the base."""
+    """Return the size of the root volume, which EC2 requires to be at least that of the base."""
     root = [each for each in base.disks if each["DeviceName"] == base.seen["RootDeviceName"]] if base else []
     return max(DISK_GIB, sum(int(each["Ebs"].get("VolumeSize", 0)) for each in root))
 
@@ -137,7 +138,7 @@ def plan_lines(plan: ImagePlan) -> list[str]:
 
 
 def changes(plan: ImagePlan) -> list[str]:
-    """What differs from the last image."""
+    """Return the differences from the last image."""
     if plan.base is None or plan.last is None:
         return [NOT_ASKED if plan.base is None else "nothing was built before"]
     before, now = plan.last.tags, plan.variables["tags"]
@@ -149,7 +150,7 @@ def changes(plan: ImagePlan) -> list[str]:
 
 
 def cost(plan: ImagePlan) -> str:
-    """Minutes and dollars: those of the last build, and at most."""
+    """Return minutes and dollars: those of the last build, and the maximum."""
     cfg, price = plan.cfg, plan.cfg.instance.usd_per_hour
     minutes = plan.last.tags.get(MINUTES, "") if plan.last else ""
     took = f"the last build took {minutes} minutes; " if minutes.isdecimal() else ""
