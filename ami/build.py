@@ -62,10 +62,7 @@ def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
 
 
 def remove_left(api: Api, region: str, build_id: str | None) -> None:
-    """Remove these resources, until two looks in a row find nothing: EC2 lists new ones late.
-
-    Raises Failure with the ids if some are left.
-    """
+    """Remove these resources until two looks in a row find none: EC2 lists late. Raises Failure if some are left."""
 
     def remove(left: list[Resource]) -> None:
         delete(api, [each for each in left if each.kind != "role"])

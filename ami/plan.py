@@ -74,15 +74,12 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
 
 
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
-    """Return the image to build from.
-
-    Raises InputError unless the scripts of ami/provision can work on it, and the region has the builder's type.
-    """
+    """Return the image to build from. Raises InputError unless scripts and builder can work with it in the region."""
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
     check(
         bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),
         f"{region} has no {cfg.instance.name}: build in a region that has, as regions=[us-east-1,{region}], which "
-        f"copies the image to {region}, or take another builder than instance={IMAGES[cfg.image]}",
+        f"copies the image to {region}, or take a builder other than instance={IMAGES[cfg.image]}",
     )
     image_id = read_parameter(api, region, parameter) if parameter else cfg.base
     if image_id is None:

@@ -1,4 +1,4 @@
-"""A run under random faults against one that nothing disturbs: the same weights in the end? What did the faults cost?
+"""A run under random faults and an undisturbed one: a comparison of their final weights, and the cost of the faults.
 
     python -m benchmarks.chaos [--steps 3000] [--every-s 20] [--ranks 2] [--seed 0]
 
@@ -47,7 +47,7 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
     for child in psutil.Process(launcher.pid).children():
         try:
             result[int(child.environ()["RANK"])] = child
-        except (KeyError, psutil.Error):  # no rank, or one that is just ending
+        except (KeyError, psutil.Error):  # there is no rank, or it is just ending
             continue
     return result
 
@@ -62,25 +62,25 @@ class Chaos:
         self.since_unix_s = 0.0  # time of the last fault
 
     def is_training(self) -> bool:
-        """Whether this attempt has come to its loop: a fault in the middle of a start would only be another start."""
+        """Return whether this attempt has come to its loop: a fault during a start would only cause another start."""
         trained = lines(self.run_dir, "train")
         return bool(trained) and trained[-1]["time_unix_s"] > self.since_unix_s
 
     def is_done(self) -> bool:
-        """Whether the run is; if it was ended and can resume, it is started again."""
+        """Return whether the run is done; if it was ended and can resume, start it again."""
         if self.launcher.poll() is None:
             return False
         path = self.run_dir / "outcome.json"
         outcome = json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
-        if outcome["outcome"] == "done":  # a fault after the last step can make the launcher exit with 1 nevertheless
+        if outcome["outcome"] == "done":  # a fault after the last step may still make the launcher exit with 1
             return True
         if not outcome["goes_on"]:
-            sys.exit(f"the run has ended for good: {outcome['reason']}; see {self.log}")
+            sys.exit(f"the run cannot resume: {outcome['reason']}; see {self.log}")
         self.launcher, self.starts = start(self.overrides, self.ranks, self.log), self.starts + 1
         return False
 
     def run(self, every_s: float) -> None:
-        """Until the run is done."""
+        """Strike until the run is done."""
         strikes_at_s = 0.0
         while not self.is_done():
             if time.monotonic() > strikes_at_s:
@@ -93,7 +93,7 @@ class Chaos:
             time.sleep(0.1)
 
     def strike(self, fault: str) -> bool:
-        """False if there was nobody to strike."""
+        """Strike a process; return False if there was none."""
         ranks = ranks_of(self.launcher)
         if len(ranks) < self.ranks:
             return False
@@ -125,7 +125,7 @@ class Chaos:
 
 
 def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
-    """Weights, and the loss of every step as the run that counts saw it."""
+    """Return the weights, and the loss of every step that was not superseded."""
     weights = torch.load(run_dir / f"checkpoints/step_{steps:08d}/model.pt", weights_only=True)
     return weights, {line["step"]: line["loss"] for line in lines(run_dir, "train")}
 

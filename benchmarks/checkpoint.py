@@ -1,14 +1,14 @@
-"""What a save costs the training: ours beside torch.save and torch.distributed.checkpoint's async_save.
+"""The cost of a save to the training: ours, torch.save and torch.distributed.checkpoint's async_save.
 
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
-The same weights and AdamW moments, on a real disk, while a loop of matrix products runs beside, on one thread as
-under torchrun. Every side of every round is a process of its own, forked from the one that made the state; rounds
-interleave the sides, back and forth. benchmarks/notes.md says what the columns mean.
+The same weights and AdamW moments, on a real disk, while a loop of matrix products runs concurrently, on one thread as
+under torchrun. Every side of every round is a separate process, forked from the one that made the state; rounds
+interleave the sides, back and forth. benchmarks/notes.md explains the columns.
 
 "torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; "buffers
-kept" hands it a stager that lives from save to save, which is the best that it can do. Every checkpoint has a folder
-of its own, the one before is removed. Files are dropped from the page cache before they are loaded; ours includes the
+kept" hands it a stager that lives from save to save, its fastest mode. Every checkpoint has a new folder,
+and the previous one is removed. Files are dropped from the page cache before they are loaded; ours includes the
 checksums.
 """
 
@@ -72,18 +72,18 @@ def build_state(name: str) -> Engine:
     model = build_masked_lm(MODELS[name], vocab_size=VOCAB_SIZE, pad_id=0, seq_len=SEQ_LEN)
     optimizer = build_optimizer(OptimConfig(), model.parameters())
     for moments in optimizer.state.values():
-        moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not there yet
+        moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not yet allocated
         moments["exp_avg_sq"].fill_(1e-6)
     return Engine(DDP(BackendConfig(device="cpu")), model, optimizer)
 
 
 def content_of(state: Engine) -> dict[str, Any]:
-    """What every side saves."""
+    """Return the state that every side saves."""
     return {"model": state.model.state_dict(), "optimizer": state.state()["optimizer"]}
 
 
 def mark_of(state: Engine) -> torch.Tensor:
-    """A small weight, whose value tells of which moment a checkpoint is."""
+    """Return a small weight, whose value identifies the moment of a checkpoint."""
     return min(state.model.parameters(), key=torch.numel).detach()
 
 
@@ -103,14 +103,14 @@ class TorchSave:
         self.state, self.folder = state, folder
 
     def prepare(self) -> Future[Any]:
-        """Whatever can be done before the first save, beside the first steps."""
+        """Do whatever is possible before the first save, concurrent with the first steps."""
         return done()
 
     def path_of(self, number: int) -> Path:
         return self.folder / str(number)
 
     def save(self, number: int) -> Future[Any]:
-        """Blocks the training; the future is done when the checkpoint is there."""
+        """Save, blocking the training; the future is done when the checkpoint is complete."""
         self.path_of(number).mkdir(parents=True)
         with (self.path_of(number) / "state.pt").open("wb") as file:
             torch.save(content_of(self.state), file)
@@ -167,7 +167,7 @@ class Ours(TorchSave):
 class AsyncSave(TorchSave):
     label = "async_save, thread"
     kind = AsyncCheckpointerType.THREAD
-    staging: StagingOptions | None = None  # None: its own default, a new stager for each save
+    staging: StagingOptions | None = None  # None: the default, a new stager for each save
 
     def prepare(self) -> Future[Any]:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # of the group that its saving process makes
@@ -184,7 +184,7 @@ class AsyncSave(TorchSave):
 
     def load(self, number: int) -> None:
         content = content_of(self.state)
-        dcp.load(content, checkpoint_id=self.path_of(number), no_dist=True)  # into the tensors that are there
+        dcp.load(content, checkpoint_id=self.path_of(number), no_dist=True)  # into the existing tensors
 
     def close(self) -> None:
         if self.stager is not None:
@@ -208,15 +208,15 @@ SIDES |= {"async_kept": AsyncSaveKept, "async_process": AsyncSaveProcess}
 LOADED = ("torch.save", "ours", "async")
 
 
-# ---- saving, in a process of its own -------------------------------------------------------------------------------
+# ---- saving, in a separate process ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Save:
     stall_s: float
-    beside_s: float  # from then on, until the checkpoint is there
+    beside_s: float  # from then on, until the checkpoint is complete
     steps_s: list[float]  # of the loop in that time
-    alone_s: float = 0.0  # a step before and after it, on average
+    alone_s: float = 0.0  # the mean step before and after it
     cpu_s: float = 0.0  # of all threads and processes but the loop's, with the stall
 
     @property
@@ -229,7 +229,7 @@ class Save:
 
     @property
     def share(self) -> float:
-        """Steps beside, of those that the loop does alone."""
+        """Share of the steps that the loop does alone, taken during the save."""
         return len(self.steps_s) * self.alone_s / self.beside_s if self.steps_s else 0.0
 
     @property
@@ -239,24 +239,24 @@ class Save:
 
 @dataclass
 class Round:
-    """What one side came to in a process."""
+    """The results of one side in a process."""
 
     prepare: Save
     saves: list[Save]
 
     def later(self, measure: str) -> float:
-        """The median of a measure over all saves but the first."""
+        """Return the median of a measure over all saves but the first."""
         return statistics.median(getattr(save, measure) for save in self.saves[1:] or self.saves)
 
 
 class Loop:
-    """Steps of some milliseconds, each of several kernels, as a training's."""
+    """Steps of some milliseconds, each of several kernels, like those of a training."""
 
     def __init__(self) -> None:
         self.matrix = torch.eye(256)
 
     def until(self, is_over: Callable[[], bool]) -> list[float]:
-        """Seconds of each step taken."""
+        """Take steps until something is over; return the seconds of each."""
         times = [time.monotonic()]
         while not is_over():
             for _ in range(8):
@@ -269,7 +269,7 @@ class Loop:
         return statistics.mean(self.until(lambda: time.monotonic() > end_s))
 
     def beside(self, call: Callable[[], Future[Any]]) -> Save:
-        """What `call` blocks, and the steps taken until its future is done."""
+        """Measure how long `call` blocks, and the steps taken until its future is done."""
         cpu_s, began_s = process_cpu_s(), time.monotonic()
         future = call()
         called_s, loop_cpu_s = time.monotonic(), time.thread_time()
@@ -281,19 +281,19 @@ class Loop:
 
 
 def process_cpu_s() -> float:
-    """Of this process and its children."""
+    """Return the CPU seconds of this process and its children."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + sum(one.user + one.system for one in times)
 
 
 def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
-    """Number the checkpoints from 0; the last one stays."""
+    """Measure saves of checkpoints numbered from 0; the last one is kept."""
     loop = Loop()
     loop.until(lambda: True)
 
     def save(number: int) -> Future[Any]:
         future = side.save(number)
-        mark_of(side.state).fill_(-1)  # the training continues: it must not reach the checkpoint
+        mark_of(side.state).fill_(-1)  # the training continues: this must not reach the checkpoint
         return future
 
     alone = [loop.alone_s(alone_s)]
@@ -312,7 +312,7 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
 
 
 def in_a_fork(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a process that shares all memory so far."""
+    """Return the result of `work` in a process that shares all memory so far."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=lambda: theirs.send(work()))
@@ -330,7 +330,7 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
 
 
 def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
-    """Seconds, with files that are not in the page cache."""
+    """Return the seconds of a load of files that are not in the page cache."""
     for path in side.path_of(number).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -341,13 +341,13 @@ def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
 
 
 def measure_loads(sides: list[TorchSave], rounds: int, number: int) -> dict[str, list[float]]:
-    """Seconds of each round. RuntimeError unless the state is that of the save."""
+    """Return the seconds of each round. Raises RuntimeError unless the state is that of the save."""
     result: dict[str, list[float]] = defaultdict(list)
     for side in sides * rounds:
         mark_of(side.state).fill_(-1)
         result[side.label].append(load_s(side, number, side.load))
         if not bool((mark_of(side.state) == number).all()):
-            raise RuntimeError(f"{side.label} loaded another state than it saved")
+            raise RuntimeError(f"{side.label} loaded a state that differs from the saved one")
         if isinstance(side, Ours):
             result["of which its checksums"].append(load_s(side, number, side.verify))
     return result
@@ -402,7 +402,7 @@ def heading(name: str, state: Engine) -> str:
 def run(
     options: argparse.Namespace, state: Engine, folder: Path
 ) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
-    """The rounds of each side, and seconds of loads."""
+    """Return the rounds of each side, and seconds of loads."""
     rounds: dict[str, list[Round]] = {name: [] for name in options.sides}
     for number, name in turns(options.rounds, options.sides):
         side = SIDES[name](state, folder / name)
@@ -419,7 +419,7 @@ def run(
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, rounds=2, saves=2)  # the first save of each side and round is shown apart
+    parser = harness.parser(__doc__, rounds=2, saves=2)  # the first save of each side and round is shown separately
     parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
     parser.add_argument("--alone-s", type=float, default=1.5, help="seconds of the loop alone, before each save")

@@ -1,15 +1,15 @@
-"""Ways to train over a slow link, each beside plain DDP: throughput, bytes, and the loss after the same sequences.
+"""Ways to train over a slow link, against plain DDP: throughput, bytes, and the loss after the same sequences.
 
     python -m benchmarks.comm [--rate 1gbit] [--rounds 12] [--ranks 1] [--batch 1] [--seq-len 32] [--layers 12]
 
 Two network namespaces of this machine are joined by a link of that rate in each direction (root, iproute2), and each
 has --ranks processes of one thread. All contestants live in the same processes and take turns: a round is 8 steps of
 each, with the same weights at the start and the same batches, and ratios are of one round. The model is ALBERT-base
-with its 30,000 tokens (11.2 million parameters, 45 MB of gradients), in fp32; its text is Python's own documentation.
+with its 30,000 tokens (11.2 million parameters, 45 MB of gradients), in fp32; its text is Python's documentation.
 
     plain           DDP as it is by default
     bf16            backend.grad_compression=bf16
-    alone           nothing is sent: what the computing takes, for the share of the link
+    alone           nothing is sent: the time of computing, for the share of the link
 
 The batch is small so that plain DDP spends a share of its time in the link as fast devices do, and that share is
 printed. Bytes are those that the first machine's network card has sent. The loss is that of sequences which no
@@ -51,7 +51,7 @@ from train.tasks import build_task
 from train.tasks.spec import Task
 from train.tools import prepare
 
-VOCAB_SIZE, TEXT_VOCAB_SIZE = 30_000, 10_000  # of the model, and all that this text can fill
+VOCAB_SIZE, TEXT_VOCAB_SIZE = 30_000, 10_000  # of the model, and the most that this text can fill
 STEPS = 8  # of a round and contestant
 SKIPPED = 1  # first rounds, which are not timed
 WARM_UP, LR = 16, 2e-4  # steps, peak
@@ -60,7 +60,7 @@ CONTESTANTS = PLAIN, BF16, ALONE = "plain", "bf16", "alone"
 
 
 def sent_bytes() -> int:
-    """Bytes that this machine's network card has sent."""
+    """Return the bytes that this machine's network card has sent."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.split()[0] == "eth0:")
 
@@ -91,7 +91,7 @@ class Contestant:
         self.step_bytes.append((sent_bytes() - began_bytes) / len(batches))
 
     def loss(self, batches: list[Batch]) -> float:
-        """The mean over the labels of all ranks' batches."""
+        """Return the mean over the labels of all ranks' batches."""
         with torch.no_grad():
             loss_sum = sum(float(self.task.loss(self.engine.model, batch["inputs"])) for batch in batches)
         total, count = self.world.sum([loss_sum, sum(batch["count"] for batch in batches)])
@@ -125,7 +125,7 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The rows of all contestants, from ranks on two machines."""
+    """Return the rows of all contestants, from ranks on two machines."""
     overrides = [f"output={options.folder / 'data'}", "corpus=pydocs", f"seq_len={options.seq_len}"]
     prepare.run(cli.load_config(PrepareConfig, [*overrides, f"tokenizer.vocab_size={TEXT_VOCAB_SIZE}"]))
     arguments = [f"--folder={options.folder}"]

@@ -1,10 +1,10 @@
-"""Our loader beside LitData, mosaicml-streaming, Hugging Face datasets and numpy; and what windows do to a shuffle.
+"""Our loader, LitData, mosaicml-streaming, Hugging Face datasets and numpy; and the effect of windows on a shuffle.
 
     python -m benchmarks.data [--parts speed resume shuffle] [--rounds 5] [--rows 24576] [--peers-dir DIR]
 
 Shuffled batches [32, 512] of int64 torch tensors, out of 8 shards of uint16 ids that follow Zipf's law, in the page
-cache, each loader's data in its own format. The limit is numpy's: whole batches gathered out of one memory-mapped file
-in a full permutation, no DataLoader. Every measurement has its own process, torch on one thread, where loader and limit
+cache, each loader's data in its format. The limit is numpy's: whole batches gathered out of one memory-mapped file
+in a full permutation, no DataLoader. Every measurement has a process, torch on one thread, where loader and limit
 read in turn: a speed is the median of the ratios of neighbours. Rounds go through all loaders; tables hold least /
 **median** / greatest of the rounds.
 
@@ -53,7 +53,7 @@ RARE = 5  # expected number in a batch below which tokens are counted as one, as
 
 
 def environments(folder: Path, wanted: list[str]) -> dict[str, str]:
-    """The interpreter of every environment that could be made."""
+    """Return the interpreter of every environment that could be made."""
     made = {"ours": sys.executable}
     for name in wanted:
         try:
@@ -64,7 +64,7 @@ def environments(folder: Path, wanted: list[str]) -> dict[str, str]:
 
 
 def environment(folder: Path, requirement: str) -> str:
-    """An interpreter with this package in front of what our own has."""
+    """Return an interpreter with this package in front of those of our environment."""
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists() or done.read_text() != requirement:
         run(sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder))
@@ -77,7 +77,7 @@ def environment(folder: Path, requirement: str) -> str:
 
 
 def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -> Result | None:
-    """What one process measured; None, and why on stderr, if it failed."""
+    """Return the measurement of one process; None, and the reason on stderr, if it failed."""
     command = (python, "-m", "benchmarks.peers.measure", kind, name, str(corpus.folder), str(seconds))
     try:
         result: Result = json.loads(run(*command).splitlines()[-1])
@@ -92,7 +92,7 @@ def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -
 
 
 def write_formats(corpus: Corpus, pythons: dict[str, str]) -> dict[str, Reader]:
-    """Write the corpus as every loader wants it; the loaders whose data there is."""
+    """Write the corpus in every loader's format; return the loaders with data."""
     write_corpus(corpus)
     readers = {name: reader for name, reader in READERS.items() if reader.environment in pythons}
     homes = {reader.format: reader.environment for reader in readers.values() if reader.format in WRITERS}
@@ -103,7 +103,7 @@ def write_formats(corpus: Corpus, pythons: dict[str, str]) -> dict[str, Reader]:
 def measure_loaders(
     corpus: Corpus, pythons: dict[str, str], readers: dict[str, Reader], options: argparse.Namespace
 ) -> dict[str, list[Result]]:
-    """Of each loader, what its runs of all kinds measured, rounds interleaved."""
+    """Return the measurements of all kinds for each loader, rounds interleaved."""
     results: dict[str, list[Result]] = defaultdict(list)
     for _ in range(options.rounds):
         for kind, (name, reader) in itertools.product(("speed", "resume"), readers.items()):
@@ -156,7 +156,7 @@ def large_table(results: dict[str, list[Result]]) -> str:
 
 
 def epoch_batches(shard_rows: list[int], batch: int, lanes: int, window: int, epoch: int) -> np.ndarray:
-    """[batches, batch] row numbers in our order."""
+    """Return [batches, batch] row numbers in our order."""
     from train.data.shards.order import ShardSampler
 
     how = {"seed": 0, "global_batch_size": batch, "lanes": lanes, "window_shards": window}
@@ -165,19 +165,19 @@ def epoch_batches(shard_rows: list[int], batch: int, lanes: int, window: int, ep
 
 
 def distinct_shards(batches: np.ndarray, shard_rows: list[int]) -> float:
-    """In a batch, mean."""
+    """Return the mean number of distinct shards in a batch."""
     bounds = np.cumsum(shard_rows)
     return statistics.mean(len(np.unique(np.searchsorted(bounds, rows, side="right"))) for rows in batches)
 
 
 def variance_of_places(batches: np.ndarray, num_rows: int) -> float:
-    """Variance of a batch's mean place in the corpus, over that of independent draws."""
+    """Return the variance of a batch's mean place in the corpus, over that of independent draws."""
     means = ((batches + 0.5) / num_rows).mean(1)
     return float(np.mean((means - 0.5) ** 2)) * 12 * batches.shape[1]
 
 
 def chi_square(batches: np.ndarray, tokens: np.ndarray) -> float:
-    """Mean chi-square, per degree of freedom, of the tokens of a batch against those of the whole corpus."""
+    """Return the mean chi-square, per degree of freedom, of a batch's tokens against those of the whole corpus."""
     counts = np.bincount(tokens.ravel())
     share = counts / counts.sum()
     size = batches.shape[1] * tokens.shape[1]
@@ -191,14 +191,14 @@ def chi_square(batches: np.ndarray, tokens: np.ndarray) -> float:
 
 
 def prepare_text(folder: Path) -> Path:
-    """The demo's corpus: text that comes with Python."""
+    """Prepare the demo's corpus: text that comes with Python."""
     settings = ("seq_len=64", "tokenizer.vocab_size=2000", "validation_fraction=0.01")
     run(sys.executable, "-m", "train.prepare", "corpus=pydocs", f"output={folder}", *settings)
     return folder
 
 
 def shuffle_table(text: Path, epochs: int) -> str:
-    """Lanes, and windows of K shards of each, against a full permutation; each figure the mean over so many epochs."""
+    """Compare lanes, and windows of K shards of each, with a full permutation; figures are means over these epochs."""
     from train.data.shards.format import ShardSet, read_manifest
 
     shards = ShardSet(text, read_manifest(text), "train")

@@ -1,4 +1,4 @@
-"""How far launch's estimate is from what runs measure: one short run tells the speed, others are predicted by it.
+"""The error of launch's estimate: one short run tells the speed, and others are predicted from it.
 
     python -m benchmarks.estimate --data data/demo [--rounds 3] [--steps 40] [--cases NAME ...]
 
@@ -24,7 +24,7 @@ from train.config import S3Config, TrainConfig
 from train.run import compose as cli
 
 LARGER = ["model.hidden_size=256", "model.intermediate_size=1024"]
-CASES = {  # name -> ranks and settings beside the demo's
+CASES = {  # name -> ranks and settings in addition to the demo's
     "4 micro batches of 8": (1, ["micro_batch_size=8"]),
     "twice the batch": (1, ["global_batch_size=64"]),
     "6 layers instead of 2": (1, ["model.num_layers=6"]),
@@ -41,7 +41,7 @@ def settings(data: Path, run_dir: Path, steps: int, more: list[str]) -> list[str
 
 
 def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:
-    """Run it, and read its speed as `calibrate=RUN` does, but of its fastest steps."""
+    """Run it, and read its speed as `calibrate=RUN` does, but only of its fastest steps."""
     words = ["train", *overrides] if ranks == 1 else torchrun(ranks, "train", *overrides)
     run(sys.executable, "-m", *words, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     known = read_calibration(str(run_dir), S3Config())
@@ -51,7 +51,7 @@ def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:
 
 
 def predict(ranks: int, overrides: list[str], calibration: Calibration, vocab_size: int) -> float:
-    """Sequences per second of all ranks."""
+    """Return the sequences per second of all ranks."""
     cfg = cli.load_config(TrainConfig, overrides)
     given = {"rows": None, "counts": (), "calibration": calibration, "vocab_size": vocab_size}
     result = estimate(cfg, nodes=1, processes_per_node=ranks, seq_len=calibration.seq_len, **given)  # type: ignore[arg-type]

@@ -15,8 +15,8 @@
 
 The same start weights (an encoder and one random head), tokens (compared, row by row), split, batch, epochs, dropout,
 fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
-warm-up begins at 0, a step behind ours. What does not fill a batch is left out beforehand, and both find their texts
-tokenised. Every run is a process of its own; rounds go through all variants, forwards and backwards in turn; the seed
+warm-up begins at 0, a step behind ours. Rows that fill no batch are left out beforehand, and both find their texts
+tokenised. Every run is a separate process; rounds go through all variants, forwards and backwards in turn; the seed
 of order and dropout is the round's number. --published uses on both sides the activation of the published ALBERTs,
 "gelu_new", eight operations in transformers and one kernel in ours.
 
@@ -53,7 +53,7 @@ THEIRS, OURS = (
 AT_DEFAULTS = ("trainer_defaults", "defaults")
 VARIANTS = (*THEIRS, *OURS)
 EVAL_BATCH, TARGET_SHARE = 128, 0.98
-MEASURES = {  # what is reported, and whether more (1) or less (-1) of it is better
+MEASURES = {  # measures in the table, and whether more (1) or less (-1) is better
     "tokens_per_s": ("real tokens/s in training", 1),
     "to_target_s": ("training until the target, s", -1),
     "to_target_all_s": ("the same with the evaluations, s", -1),
@@ -76,7 +76,7 @@ SETTINGS = """
 
 
 def settings(options: argparse.Namespace, folder: Path) -> list[str]:
-    """What all runs of ours have in common."""
+    """Return the settings that all our runs have in common."""
     chosen = [f"backend.precision={options.precision}", f"seq_len={options.seq_len}"]
     return [
         *SETTINGS.split(),
@@ -91,7 +91,7 @@ def settings(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:
-    """What the runs share, in `folder`: our tables data/, tokens/ for the Trainer, the weights start/, facts.json."""
+    """Prepare the files that the runs share: tables data/, tokens/ for the Trainer, weights start/, facts.json."""
     import numpy as np
     import torch
     from transformers import AutoTokenizer
@@ -125,7 +125,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         rows = task.tables.examples(split)
         tokens = rows.map(tokens_of, batched=True, remove_columns=rows.column_names)
         if list(tokens["input_ids"]) != list(task.tables.features(split)["input_ids"]):
-            raise RuntimeError(f"{split}: the Trainer would read other tokens than ours")
+            raise RuntimeError(f"{split}: the Trainer would not read the same tokens as ours")
         tokens.save_to_disk(folder / "tokens" / split)
         rows_of[split] = len(rows)
         shapes[split] = len(np.unique(np.searchsorted(lengths, task.tables.lengths(split))))
@@ -150,7 +150,7 @@ def random_encoder(data: Path, folder: Path) -> Path:
 
 
 def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
-    """What metrics.jsonl says, as Meter.result() of peers/trainer.py. Before an evaluation there is a line of steps."""
+    """Read metrics.jsonl into the form of peers/trainer.py's Meter.result(). A line of steps precedes evaluations."""
     from train.observe.lines import read_lines
     from train.system.folders import LocalFolder
 
@@ -195,7 +195,7 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
 
 
 def measures(result: Result, target: float) -> dict[str, float]:
-    """Of one run."""
+    """Return the measures of one run."""
     reached = next(one for one in result["evaluations"] if one["f1"] >= target)
     return {
         "tokens_per_s": result["tokens"] / result["train_s"],
@@ -211,8 +211,10 @@ def measures(result: Result, target: float) -> dict[str, float]:
 
 
 def compare(rounds: list[dict[str, Result]]) -> Result:
-    """Every measure of every variant, and ours against theirs of the same round (above 1: ours is better): least,
-    median, greatest. RuntimeError unless all runs learnt from as many tokens and were judged after the same steps.
+    """Return every measure of every variant, and ours against theirs of the same round: least, median, greatest.
+
+    Above 1 ours is better. Raises RuntimeError unless all runs learnt from equally many tokens and were evaluated after
+    the same steps.
     """
     runs = [result for round_ in rounds for result in round_.values()]
     work = {(result["tokens"], result["step"], *(one["step"] for one in result["evaluations"])) for result in runs}
@@ -238,7 +240,7 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
     rounds: list[dict[str, Result]] = [{} for _ in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="finetune-") as name:
         folder, threads = Path(name), str(options.threads)
-        own = ["benchmarks.finetune", "--prepare", name, *words]  # behind a -- it would be an override
+        own = ["benchmarks.finetune", "--prepare", name, *words]  # after a -- it would be an override
         run_timed(*own, log=folder / "prepare.log", OMP_NUM_THREADS=threads)
         facts = json.loads((folder / "facts.json").read_text())
         for number, variant in turns(options.rounds, options.variants):

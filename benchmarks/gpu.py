@@ -1,4 +1,4 @@
-"""The product beside its peers at their best, on one GPU in eight minutes, as one table.
+"""The product and its peers in their fastest settings, on one GPU in eight minutes, as one table.
 
     benchmarks/gpu.sh [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
 
@@ -6,9 +6,9 @@ Candidates: "ours" is `train.bench`, the product's loop with its loader and `bac
 run of 100,000 steps. "trainer" is the Hugging Face Trainer as it comes, in bf16. "trainer best" has torch.compile,
 TF32, 4 workers and, where lengths vary, batches of like lengths. "bound" is a bare compiled loop, of
 benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, but for fine-tuning, no dropout. Each is a
-forked process of its own: what fails or hangs costs its row only. What is compiled is compiled first, several side by
-side, into one cache; then each is timed alone. The file of JSON is written after each row. --tiny: small models on the
-CPU, to see that all of it runs.
+forked process, so that one that fails or hangs costs only its row. Candidates that compile do so first, several at a
+time, into one cache; then each is timed alone. The file of JSON is written after each row. --tiny: small models on the
+CPU, as a test of the script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.harness import Result, hide_torch_xla, table
 
 hide_torch_xla()
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask the driver otherwise would bar forked processes from the GPU
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking the driver otherwise would bar forked processes from the GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
@@ -42,10 +42,10 @@ import transformers
 from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 60  # steps of a candidate: graphs and caches fill in the first ones
-LONG_RUN = 100_000  # steps of the run that stands behind a measurement: backend.compile=auto asks for its length
-TOGETHER = 4  # candidates that compile side by side
+LONG_RUN = 100_000  # steps of the run that a measurement stands for: backend.compile=auto asks for its length
+TOGETHER = 4  # candidates that compile at the same time
 COMPILING_SHARE = 1 / 3  # of the budget at most
-LEAST_S, MOST_S = 15, 90  # of the budget left to begin a candidate with; of one candidate
+LEAST_S, MOST_S = 15, 90  # budget left that a candidate needs to begin; limit for one candidate
 MASKED = 0.15  # share of the tokens that is predicted
 GIB = 2**30
 COPIED_BYTES = 2**30
@@ -55,7 +55,7 @@ ROWS = 4096  # of fine-tuning
 
 @dataclass(frozen=True)
 class Work:
-    """A model, a batch, and what is learnt."""
+    """A model, a batch, and a task."""
 
     name: str
     architecture: str
@@ -113,7 +113,7 @@ def tiny(work: Work) -> Work:
 
 
 def make_data(work: Work, folder: Path) -> None:
-    """Write what a work learns from: prepared shards, or texts with a tokenizer of as many words."""
+    """Write the data of a work: prepared shards, or texts with a tokenizer of the same vocabulary."""
     folder.mkdir()
     if not work.classifies:
         from benchmarks.pretraining import Shape, synthetic_data
@@ -153,7 +153,7 @@ def labelled_rows(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a candidate is measured with."""
+    """The input of a candidate's measurement."""
 
     work: Work
     folder: Path
@@ -323,7 +323,7 @@ def machine(device: str) -> Result:
 
 
 class Job:
-    """A function in a forked process with a session of its own, whose output goes to a log."""
+    """A function in a forked process with a separate session, whose output goes to a log."""
 
     def __init__(self, function: Callable[..., Result], *args: Any, log: Path) -> None:
         context = multiprocessing.get_context("fork")
@@ -344,7 +344,7 @@ class Job:
             raise
 
     def result(self, timeout_s: float) -> Result:
-        """Return the function's result, or {"error": why there is none}; the process has ended then."""
+        """Return the function's result, or {"error": the reason}; the process has ended then."""
         answer: Result = {"error": f"it took over {timeout_s:.0f} s"}
         with suppress(EOFError):
             if self.reader.poll(timeout_s):
@@ -356,7 +356,7 @@ class Job:
         return answer
 
     def end(self) -> None:
-        """End the process and what it has started."""
+        """End the process and its children."""
         with suppress(ProcessLookupError):  # it has ended, or has no session yet
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -418,7 +418,7 @@ class Table:
 
 
 def compile_all(runs: Sequence[tuple[str, Run]], folder: Path, budget_s: float) -> None:
-    """Take a few steps of what compiles, several candidates side by side, so that one cache has their graphs."""
+    """Take a few steps of the candidates that compile, several at a time, so that one cache has their graphs."""
     end_s, todo, running = time.monotonic() + budget_s, list(runs), list[Job]()
     while (todo or running) and time.monotonic() < end_s:
         while todo and len(running) < TOGETHER:
@@ -470,7 +470,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(name, "inductor")))
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # several candidates compile side by side
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # several candidates compile at the same time
         answer = measure(options, Path(name))
     print(f"\n{answer.markdown()}")
     return int(any("error" in row for row in answer.content["rows"]))

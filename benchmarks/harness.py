@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, rounds, processes of their own, figures of several rounds, and tables."""
+"""Parts that the benchmarks share: arguments, rounds, processes, figures of several rounds, and tables."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ Name = TypeVar("Name")
 
 
 def hide_torch_xla() -> None:
-    """Keep torch_xla from this process: accelerate imports it where it is installed, and the Trainer then trains on it,
-    use_cpu=True or not.
-    """
+    """Hide torch_xla from this process: accelerate imports it if installed, and the Trainer then trains on it."""
     sys.modules["torch_xla"] = None  # type: ignore[assignment]
 
 
 def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """A parser with an option for each of these whole numbers, which are its defaults."""
+    """Return a parser with an option for each of these whole numbers, which are its defaults."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in numbers.items():
         result.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=f"[{value}]")
@@ -39,7 +37,7 @@ def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
 
 
 def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
-    """All sides in each of the rounds, by turns from the first to the last and from the last to the first."""
+    """Yield all sides in each of the rounds, alternately in forward and backward order."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             yield number, side
@@ -49,8 +47,10 @@ def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
 
 
 def environment_of(command: Sequence[str], changes: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a process to start. RuntimeError if a benchmark that another one has started starts a
-    benchmark: one that does not see its own flag would start itself without end.
+    """Return the environment of a process to start.
+
+    Raises RuntimeError if a benchmark that another one has started starts a benchmark: one that does not see its flag
+    would start itself without end.
     """
     module = next((word for word in command if word.startswith("benchmarks.")), "")
     if module and STARTED in os.environ:
@@ -59,7 +59,7 @@ def environment_of(command: Sequence[str], changes: dict[str, str]) -> dict[str,
 
 
 def run(*command: str, **environment: str) -> str:
-    """Run a command in the repository. Returns what it prints; RuntimeError with the end of its errors if it fails."""
+    """Run a command in the repository; return its output. Raises RuntimeError with its last errors if it fails."""
     env = environment_of(command, environment)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
     if done.returncode:
@@ -69,7 +69,7 @@ def run(*command: str, **environment: str) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process took, with its own children as far as it waited for them."""
+    """The resources that a process used, with its children as far as it waited for them."""
 
     began_unix_s: float
     wall_s: float
@@ -78,7 +78,7 @@ class Usage:
 
 
 def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
-    """Run a module in a process of its own. RuntimeError with the end of its log if it fails."""
+    """Run a module in a new process. Raises RuntimeError with the end of its log if it fails."""
     began_s, began_unix_s = time.perf_counter(), time.time()
     env = environment_of([module], environment)
     with log.open("w") as file:
@@ -92,7 +92,7 @@ def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
 
 
 def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
-    """The words after `python -m` that start a module on several ranks of this machine."""
+    """Return the words after `python -m` that start a module on several ranks of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -101,7 +101,7 @@ def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
 
 
 def lines(run_dir: Path, kind: str) -> list[Result]:
-    """The lines of one kind in a run's metrics.jsonl."""
+    """Return the lines of one kind in a run's metrics.jsonl."""
     from train.observe.lines import read_lines
     from train.system.folders import LocalFolder
 
@@ -112,7 +112,7 @@ def lines(run_dir: Path, kind: str) -> list[Result]:
 
 
 def three(values: Sequence[float]) -> tuple[float, float, float]:
-    """The least, the median and the greatest."""
+    """Return the least, the median and the greatest."""
     return min(values), statistics.median(values), max(values)
 
 
@@ -121,7 +121,7 @@ def ratios(ones: Iterable[float], others: Iterable[float]) -> list[float]:
 
 
 def spread(values: Iterable[float | None], digits: int = 3) -> str:
-    """Least / **median** / greatest to so many digits, once if they are the same; nothing of nothing."""
+    """Format least / **median** / greatest with this number of digits, once if they are the same; "" without values."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -130,7 +130,7 @@ def spread(values: Iterable[float | None], digits: int = 3) -> str:
 
 
 def shown(value: float, digits: int = 3) -> str:
-    """A number to so many digits, without exponents; whole numbers as they are."""
+    """Format a number with this number of digits, without exponents; whole numbers unchanged."""
     if value == int(value):
         return f"{int(value):,}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -138,13 +138,13 @@ def shown(value: float, digits: int = 3) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     head = list(head)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """A table with a row for each measure that some column has, by its label."""
+    """Return a table with a row for each measure that some column has, by its label."""
     rows = [
         [label, *(spread(column.get(measure, ()), 4) for column in columns.values())]
         for measure, label in labels.items()
@@ -156,7 +156,7 @@ def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, 
 
 
 def machine(*packages: str) -> str:
-    """The processor, the system, and the versions of Python and of packages."""
+    """Return the processor, the system, and the versions of Python and of packages."""
     from train.system.environment import processor
     from train.system.memory import usable_cpus
 

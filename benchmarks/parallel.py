@@ -1,8 +1,8 @@
-"""Schedules of a pipeline beside one another: how long a rank waits, against what theory allows.
+"""A comparison of a pipeline's schedules: the waiting time of a rank, and the time that theory allows.
 
     python -m benchmarks.parallel [--stages 2] [--rounds 9] [--layers 8] [--hidden 128] [--rows 16] [--seq-len 128]
 
-One process of one thread for each stage; there should be a core for each, or what they wait for is the core. All
+One process of one thread for each stage; each needs a core, or they wait for one. All
 contestants live in the same processes and take turns: a round is a step of each. The model is a BERT without dropout,
 its rows are random, and the whole batch is the same for all contestants, however many micro batches it is cut into.
 
@@ -48,7 +48,7 @@ def contestants(stages: int) -> list[PipelineConfig]:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """One stage."""
+    """Run one stage."""
     torch.set_num_threads(1)
     backend = DDP(BackendConfig(device="cpu", precision="fp32"))
 

@@ -1,4 +1,4 @@
-"""`train.prepare` beside the tokenizers library's own `encode_batch_fast`, on the same text and the same cores.
+"""`train.prepare` and the tokenizers library's `encode_batch_fast`, on the same text and the same cores.
 
     python -m benchmarks.prepare [--text FILE] [--mb 100] [--rounds 3] [--vocab 6000]
 
@@ -46,7 +46,7 @@ def write_text(path: Path, source: Path | None, num_bytes: int) -> None:
 
 
 def prepared(text: Path, output: Path, *settings: str) -> Usage:
-    """What the whole command took."""
+    """Run the whole command, and return its usage."""
     words = [f"output={output}", "corpus=text", f"corpus.path={text}", f"seq_len={SEQ_LEN}", *settings]
     return run_timed("train.prepare", *words, log=text.with_suffix(".log"))
 
@@ -57,7 +57,7 @@ def prepared(text: Path, output: Path, *settings: str) -> Usage:
 def encode_all(
     text: str, tokenizer: str, part: CorpusPart, threads: int, start_at: float
 ) -> tuple[float, float, float]:
-    """When encoding began and ended (s, of the system's clock) and the CPU seconds it took."""
+    """Return when encoding began and ended (s, of the system's clock) and the CPU seconds it took."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     from tokenizers import Tokenizer
 

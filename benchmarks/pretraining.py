@@ -1,4 +1,4 @@
-"""A pretraining of ours and of transformers on random tokens: shapes, data, batches, models, and what they keep."""
+"""A pretraining of ours and of transformers on random tokens: shapes, data, batches, models, and kept activations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHAPES = {
 
 
 def synthetic_data(folder: Path, shape: Shape) -> None:
-    """A prepared data set of random tokens in data/ of this folder: nothing is learnt here, only timed."""
+    """Write a prepared data set of random tokens to data/ of this folder: it is only for timing."""
     rng, home = np.random.default_rng(0), LocalFolder(folder / "data")
     splits = {}
     for split in SPLITS:
@@ -72,7 +72,7 @@ def synthetic_data(folder: Path, shape: Shape) -> None:
 
 
 def write_tokenizer(home: LocalFolder, vocab_size: int) -> TokenizerInfo:
-    """An empty file in place of a tokenizer, for data that no text was made into."""
+    """Write an empty file in place of a tokenizer, for data that no text was made into."""
     home.write("tokenizer/tokenizer.json", b"{}")
     return TokenizerInfo(
         sha256=sha256_bytes(b"{}"),
@@ -86,8 +86,9 @@ def write_tokenizer(home: LocalFolder, vocab_size: int) -> TokenizerInfo:
 
 
 def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
-    """A run on `synthetic_data` that evaluates and saves nothing on its way. Masks are drawn inside the step: their
-    whole cost is in the figure.
+    """Return a run on `synthetic_data` without evaluations or saves before its end.
+
+    Masks are drawn inside the step: their whole cost is in the figure.
     """
     own = [f"model={shape.model}", f"data.path={folder / 'data'}", f"max_steps={steps}"]
     rest = "data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false optim.lr=1e-4"
@@ -100,12 +101,12 @@ def native_config(folder: Path, shape: Shape, precision: str, steps: int, compil
 
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
-    """The batches that our loop sees, made beforehand."""
+    """Return the batches that our loop sees, made beforehand."""
     return draw(build_task(native_config(folder, shape, "fp32", 1)), shape.batch, steps)
 
 
 def draw(task: Task, batch: int, number: int, *, rank: int = 0, world_size: int = 1) -> list[Batch]:
-    """The first batches of a rank, of so many sequences."""
+    """Return the first batches of a rank, with `batch` sequences each."""
     sampler = ShardSampler(
         task.shard_rows, seed=0, global_batch_size=batch * world_size, rank=rank, world_size=world_size
     )
@@ -115,21 +116,21 @@ def draw(task: Task, batch: int, number: int, *, rank: int = 0, world_size: int 
 
 
 def train_step(engine: Engine, batch: Batch, lr: float = 1e-4) -> None:
-    """A step of one micro batch."""
+    """Take a step of one micro batch."""
     engine.begin_step(batch["count"], lr)
     engine.forward_backward(batch, is_last=True)
     engine.optimizer_step(engine.reduce_and_clip())
 
 
 def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
-    """The rows of a batch as transformers wants them, with labels [S] of the same masks."""
+    """Return the rows of a batch in transformers' form, with labels [S] of the same masks."""
     inputs = batch["inputs"]
     columns = (inputs["input_ids"], inputs["token_type_ids"], full_labels(inputs))
     return [{"input_ids": a, "token_type_ids": b, "labels": c} for a, b, c in zip(*columns, strict=True)]
 
 
 def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Labels [B, S] of the same masks."""
+    """Return labels [B, S] of the same masks."""
     used = inputs["labels"] != IGNORE_INDEX
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
     lines = torch.arange(len(labels))[:, None].expand_as(used)
@@ -138,7 +139,7 @@ def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
-    """What a user of transformers writes: the model class with the published ALBERT v2 settings."""
+    """Return the model of a user of transformers: its class with the published ALBERT v2 settings."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
     return AlbertForMaskedLM(
@@ -159,7 +160,7 @@ def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 class Kept:
-    """The bytes that autograd keeps, each storage once and weights left out, and the most of them at a time."""
+    """The bytes that autograd keeps at the same time at most, each storage once and weights left out."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -192,7 +193,7 @@ class Saved:
 
 
 def activations(shape_name: str, precision: str) -> Result:
-    """MiB per sequence kept for the backward pass by our step and by transformers' model."""
+    """Return the MiB per sequence kept for the backward pass by our step and by transformers' model."""
     shape, result = SHAPES[shape_name], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,9 +1,9 @@
-"""What a step costs the hosts: numbers that every rank waits for, and votes that travel while the device works.
+"""The cost of a step on the hosts: numbers that every rank waits for, and votes that travel while the device works.
 
     python -m benchmarks.ranks [--ranks 2 8 32 64] [--steps 20] [--step-ms 82]
 
 Each rank is a process of this machine, joined by gloo; the device's work is a sleep of `--step-ms` (that of ALBERT-
-base on trn1). "waiting" adds five numbers over the ranks before every step; "voting" is what `Votes` does: post before
+base on trn1). "waiting" adds five numbers over the ranks before every step; "voting" does as `Votes`: post before
 the step, read after it. Figures are milliseconds inside these calls: median over steps of the mean over ranks.
 """
 
@@ -28,7 +28,7 @@ WARM_UP = 3  # steps
 
 
 def rank_main(rank: int, ranks: int, steps: int, step_s: float, folder: str) -> None:
-    """One rank; the first one prints the figures."""
+    """Run one rank; the first one prints the figures."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     torch.set_num_threads(1)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.save_cost [--ranks 1 8 32 128 512]
 
-Each rank is a thread of this process that saves with the product's own AsyncSaver and S3Store: a row of one weight and
-its moment, so two files a rank. What ranks send each other and S3's answers are stand-ins in memory that count, bytes
+Each rank is a thread of this process that saves with the product's AsyncSaver and S3Store: a row of one weight and
+its moment, so two files a rank. Messages between ranks and S3's answers are stand-ins in memory that count, bytes
 as they arrive at a rank. The counted save is the fifth, which removes the second (checkpoint.keep=3). Machines have
 32 ranks.
 """
@@ -40,7 +40,7 @@ from train.parallel.ranks import World
 from train.system.schema import Head
 
 SAVES = 5
-SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in the manifest, as of a run
+SETTINGS = {f"section.name_of_setting_{number}": number for number in range(300)}  # in the manifest, like a run's
 LOCAL = 32  # ranks of a machine
 ROW = 4096  # values of a rank's row
 PAGE = 1000  # objects in an answer of ListObjectsV2
@@ -55,7 +55,7 @@ class Group:
         self.value: Any = None
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks; the others wait until each has taken them."""
+        """Return the values of all ranks; the others wait until each has taken them."""
         self.value = value
         self.barrier.wait()
         values = [end.value for end in self.ends]
@@ -71,7 +71,7 @@ def groups(size: int) -> list[Group]:
 
 
 class Collectives:
-    """What `World` calls of torch.distributed, between threads. Counts the bytes that arrive at each rank."""
+    """The functions of torch.distributed that `World` calls, between threads. It counts the bytes for each rank."""
 
     ReduceOp = dist.ReduceOp
 
@@ -102,7 +102,7 @@ class Collectives:
 
 
 class Objects:
-    """The part of an S3Folder that checkpoints use, in memory. Counts requests by their kind, as boto3 sends them."""
+    """The part of an S3Folder that checkpoints use, in memory. It counts requests by kind, as boto3 sends them."""
 
     location = "s3://counted/run"
 
@@ -215,7 +215,7 @@ class Host:
 
 
 def worlds(size: int) -> list[World]:
-    """A world for the thread of each rank."""
+    """Return a world for the thread of each rank."""
     made = []
     for rank, group in enumerate(groups(size)):
         world = World()
@@ -239,7 +239,7 @@ class Run:
         self.stores = [stores[world.rank // LOCAL] for world in self.worlds]
 
     def on_all(self, action: Callable[[int], Result]) -> list[Result]:
-        """Take an action on all ranks; what they send and ask for is counted from here on."""
+        """Take an action on all ranks; messages and requests are counted from here on."""
         self.collectives.received.clear()
         for machine in self.machines:
             machine.requests.clear()
@@ -279,7 +279,7 @@ class Run:
 
 
 def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
-    """Bytes that arrive at all ranks and at the one that gets most, and requests by their kind, of the last save."""
+    """Return the bytes that reach all ranks, and the busiest one, and requests by kind, of the last save."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(size, scratch)
         run.save()
@@ -288,8 +288,9 @@ def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
 
 
 def load_cost(size: int) -> tuple[float, int]:
-    """Bytes that a resume downloads to all machines, as a multiple of the checkpoint's, and its requests. The random
-    numbers of all ranks, 5 KB each, which go to every machine, are left out.
+    """Return the bytes that a resume downloads, as a multiple of the checkpoint's, and its requests.
+
+    The random numbers of all ranks, 5 KB each, which go to every machine, are left out.
     """
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(size, scratch)

@@ -1,15 +1,15 @@
-"""What the data of a run costs at the size of the mission and beyond: bytes, requests, memory and processor time.
+"""The cost of a run's data at the mission's size and beyond: bytes, requests, memory and processor time.
 
     python -m benchmarks.scale [--parts plan rank disk machines cold] [--shards 1200 20000] [--machines 1 16 64]
 
-No shard is there: see simulated.py. Each part says what is planned and what runs.
+The shards are simulated (simulated.py). Some parts plan, others run:
 
-- plan: shards of 64 MiB, 38 G tokens in 1,200, on machines of 32 ranks, global batches of 4,096. Which shards each
-  machine fetches, and which of them before its first step, fresh and late in the second epoch. Nothing is fetched.
-- rank: what one rank holds and computes until its first micro batch, and for a million sequences more; as a process.
+- plan: shards of 64 MiB, 38 G tokens in 1,200, on machines of 32 ranks, global batches of 4,096: the shards that
+  each machine fetches, in all and before its first step, fresh and late in the second epoch. Nothing is fetched.
+- rank: memory and work of one rank until its first micro batch, and for a million sequences more; as a process.
 - disk: sparse files, opened and read from by one process.
-- machines: processes that fetch all of their part of a smaller set from the server, with the run's own prefetcher, and
-  compare every sequence with its number. The last one's cache is smaller than its part.
+- machines: processes that fetch all of their part of a smaller set from the server, with the run's prefetcher, and
+  compare every sequence with its number. The last machine's cache is smaller than its part.
 - cold: one machine of 16 fetches shards of 64 MiB from the server until its first batch is there.
 
 Memory is the growth of the resident set after imports.
@@ -59,7 +59,7 @@ EPOCHS = 2  # that real machines read
 def sampler_of(
     shard_rows: list[int], number: int, machines: int, *, ranks: int = RANKS, epochs: float = 0
 ) -> ShardSampler:
-    """The order of the first rank of a machine, after so many epochs."""
+    """Return the order of the first rank of a machine, after this number of epochs."""
     here = range(number * ranks, (number + 1) * ranks)
     place: dict[str, Any] = {"rank": here[0], "world_size": machines * ranks, "machine_ranks": here}
     sampler = ShardSampler(shard_rows, seed=0, global_batch_size=BATCH, **place)
@@ -68,8 +68,9 @@ def sampler_of(
 
 
 def planned(data: Simulated, machines: int) -> Result:
-    """Shards that all machines fetch, for evaluations too, also as times the data; the most that one does, and the most
-    before a first step.
+    """Return the shards that all machines fetch, with evaluations, also as a multiple of the data; and two maxima.
+
+    These are the most that one machine fetches, and the most before a first step.
     """
     sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
     fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
@@ -103,18 +104,18 @@ def size_cells(data: Simulated) -> tuple[str, str]:
     return f"{data.shards:,}", shown(data.shards * data.shard_bytes / 1e9)
 
 
-# ---- in processes of their own -------------------------------------------------------------------------------------
+# ---- in separate processes ------------------------------------------------------------------------------------------
 
 
 def memory_mb() -> tuple[float, float]:
-    """The resident set of this process now, and at its peak."""
+    """Return the resident set of this process now, and at its peak."""
     gc.collect()
     kib = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
     return int(kib["VmRSS"]) * 1024 / 1e6, int(kib["VmHWM"]) * 1024 / 1e6
 
 
 def cost_of_rank(folder: str, epochs: float) -> Result:
-    """What a rank holds of manifest and order, and the processor time that they take."""
+    """Measure a rank's memory for manifest and order, and their processor time."""
     (before, _), began_s = memory_mb(), time.process_time()
     manifest = read_manifest(Path(folder))
     read_s = time.process_time() - began_s
@@ -135,7 +136,7 @@ def cost_of_rank(folder: str, epochs: float) -> Result:
 
 
 def cost_of_disk(folder: str) -> Result:
-    """Open data on disk, and read batches that go through all of its shards."""
+    """Open data on disk, and read batches from all of its shards."""
     import torch  # noqa: F401 (what reading needs, not what it costs)
 
     (before, _), began_s = memory_mb(), time.process_time()
@@ -160,8 +161,9 @@ def opened(cfg: ShardsConfig, s3: S3Config) -> PreparedData:
 
 
 class Machine:
-    """One of several machines, as a process with one rank, that reads from S3 into a cache of its own. `small`: it
-    holds windows of one shard of each lane.
+    """One of several machines, as a process with one rank, that reads from S3 into a separate cache.
+
+    `small`: it holds windows of one shard of each lane.
     """
 
     def __init__(
@@ -197,8 +199,9 @@ class Machine:
         return prefetcher
 
     def read(self, steps: int) -> tuple[np.ndarray, int]:
-        """[rows]: the sequences of this machine in so many steps, each compared with its number; and the most bytes
-        that were in the cache after a step.
+        """Return [rows]: the sequences of this machine in these steps, each compared with its number; and cached bytes.
+
+        The latter are the most that were in the cache after a step.
         """
         drawn, most_bytes, reader = [], 0, self.data.split("train")
         with self.prefetcher() as prefetcher:
@@ -217,8 +220,9 @@ class Machine:
         return sum(shard.bytes for shard in self.data.manifest.shards if shard.file in names)
 
     def first_step(self, epochs: float) -> Result:
-        """Fetch until this machine's first step can be drawn: bytes that are there by then, seconds, and processor
-        time, the fetching process's too.
+        """Fetch until this machine's first step can be drawn; return the fetched bytes, seconds, and processor time.
+
+        The latter includes the fetching process.
         """
         self.order.consumed_rows = int(epochs * self.order.steps) * self.order.global_batch_size
         began_s, reader = time.perf_counter(), self.data.split("train")
@@ -230,7 +234,7 @@ class Machine:
 
 
 def child(kind: str, given: dict[str, Any]) -> Result:
-    """What a process of its own measures."""
+    """Return the measurements of a new process."""
     if kind == "rank":
         return cost_of_rank(**given)
     if kind == "disk":
@@ -289,7 +293,7 @@ def disk_table(data: Simulated, folder: Path) -> str:
 
 
 def run_machines(data: Simulated, home: Path, machines: int) -> list[Result]:
-    """What each of several machines fetches in some epochs, and what was in its cache; the last cache is small."""
+    """Measure the bytes that machines fetch in some epochs, and those in their caches; the last cache is small."""
     data.write(home / "data")
     batch = 16 * machines
     steps = EPOCHS * (data.rows // batch)

@@ -1,5 +1,6 @@
-"""Prepared data of any size that is not there: shards are sparse files, or a server makes them from their names when
-they are read. Manifest, lengths, headers and checksums are those of real shards.
+"""Prepared data of any size without files: sparse shards, or a server that makes shards from their names when read.
+
+Manifest, lengths, headers and checksums are those of real shards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from train.data.shards.format import TOKENIZER_FILE, DataManifest, Rows, Shard, 
 from train.system.folders import LocalFolder, sha256_bytes
 from train.system.schema import FileName, Sha256
 
-DIGITS = 30_000  # a row's number in this base is its first two tokens, so that what was read can be compared
+DIGITS = 30_000  # a row's number in this base is its first two tokens, so that read rows can be compared
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 SHARD = re.compile(r"(train|validation)-(\d{5,})\.safetensors")
 REGION = "us-east-1"
@@ -29,9 +30,9 @@ REGION = "us-east-1"
 
 @dataclass(frozen=True)
 class Simulated:
-    """Training shards and a validation shard of equally many sequences; those of the default fill the usual 64 MiB.
+    """Training shards and a validation shard of equal numbers of sequences; the default fills the usual 64 MiB.
 
-    Each row holds its number if `is_numbered`. Else all shards have the same content, zeros, whose checksum is
+    Each row holds its number if `is_numbered`. Otherwise all shards have the same content, zeros, whose checksum is
     computed once, however many there are.
     """
 
@@ -42,7 +43,7 @@ class Simulated:
 
     @property
     def rows(self) -> int:
-        """Training sequences."""
+        """Number of training sequences."""
         return self.shards * self.shard_rows
 
     @cached_property
@@ -63,7 +64,7 @@ class Simulated:
         return save(vars(Rows(tokens, np.zeros(self.shard_rows, np.uint16), np.zeros(self.shard_rows, np.uint8))))
 
     def content(self, file: str) -> bytes:
-        """Return what is in a shard, from its name."""
+        """Return the content of a shard, from its name."""
         match = SHARD.fullmatch(file)
         assert match is not None, file
         if not self.is_numbered:
@@ -104,8 +105,9 @@ class Simulated:
 
 
 class StandInS3:
-    """An S3 server of this machine for the data in `folder`, whose shards it makes when they are read. It counts the
-    requests and bytes of each user: the access key is a name, and no signature is compared.
+    """An S3 server of this machine for the data in `folder`, whose shards it makes when they are read.
+
+    It counts the requests and bytes of each user: the access key is a name, and no signature is compared.
     """
 
     def __init__(self, data: Simulated, folder: Path) -> None:
@@ -142,7 +144,7 @@ class StandInS3:
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a machine that ends breaks off what it still fetches
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a machine that ends aborts its downloads
             super().handle_error(request, client_address)
 
 

@@ -28,7 +28,7 @@ from benchmarks.harness import ROOT, ratios, three, turns
 
 
 def ours(data: Path, scratch: Path) -> list[str]:
-    """The command of the demo that writes its first step's line; it is killed then."""
+    """Return the command of the demo that writes its first step's line; it is killed then."""
     run_dir = tempfile.mkdtemp(dir=scratch)
     settings = [f"data.path={data}", f"run_dir={run_dir}/run", "log_every=1", "backend=ddp", "backend.device=cpu"]
     return ["train", "experiment=demo", "model=albert_tiny", *settings]
@@ -43,7 +43,7 @@ def trainer(data: Path, scratch: Path) -> list[str]:
 
 
 def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
-    """Wall and CPU seconds until the first line that begins with "step 1". Python finds modules in `folders`."""
+    """Return wall and CPU seconds until the first line that begins with "step 1". `folders` have modules."""
     command = [sys.executable, "-m", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
     began_s = time.perf_counter()
@@ -64,7 +64,7 @@ def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
 
 
 def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None) -> dict[str, object]:
-    """Least, median and greatest seconds of each side, and of its ratios to ours of the same round."""
+    """Return least, median and greatest seconds of each side, and of its ratios to ours of the same round."""
     sides = {"ours": (ours, [ROOT]), **{f"ours at {tree}": (ours, [tree]) for tree in trees}}
     if accelerate is not None:
         sides["trainer"] = (trainer, [ROOT, accelerate])

@@ -1,13 +1,13 @@
-"""Our training loop and the Hugging Face Trainer, each beside a bare PyTorch step, step by step in one process.
+"""Our training loop and the Hugging Face Trainer, each compared step by step with a bare PyTorch step, in one process.
 
     python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--contestants]
 
 "bare" is our optimised step with no loop around it and its batches ready in memory; "ours" is `train.loop.run`;
-"trainer" is transformers' Trainer on transformers' own model class with its defaults. Between any two steps of a loop
+"trainer" is transformers' Trainer on transformers' model class with its defaults. Between any two steps of a loop
 one bare step is taken: ratios are of neighbours in time, medians of a round's pairs, and survive a machine that is
 shared. Other contestants are both compiled, and the Trainer with its model's "eager" attention. The share of the peak
 is the model's arithmetic a second against that of the fastest product of two matrices, around the rounds. --activations
-counts what is kept for the backward pass instead.
+counts the memory kept for the backward pass instead.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CLOCKS = ("wall", "cpu")
 
 
 class Bare:
-    """Forward, backward, clip, update on batches that lie ready: our model and optimizer with no loop around them."""
+    """Forward, backward, clip, update on batches that are ready: our model and optimizer with no loop around them."""
 
     def __init__(self, folder: Path, shape: Shape, precision: str) -> None:
         cfg = native_config(folder, shape, precision, 1)
@@ -83,7 +83,7 @@ class Bare:
 
 
 class Pairs:
-    """Seconds of a loop's steps, each beside those of a bare step taken right before it; by wall and CPU clock."""
+    """Seconds of a loop's steps, each paired with a bare step taken right before it; by wall and CPU clock."""
 
     def __init__(self, bare: Bare) -> None:
         self.bare = bare
@@ -92,7 +92,7 @@ class Pairs:
         self.began: tuple[float, float] | None = None
 
     def between_steps(self) -> None:
-        """The loop's step ends here; take a bare step; the loop's next one begins."""
+        """End a step of the loop, take a bare step, and begin the loop's next one."""
         before = clocks()
         if self.began is not None:
             self.steps.append([after - began for after, began in zip(before, self.began, strict=True)])
@@ -101,7 +101,7 @@ class Pairs:
         self.bares.append([after - began for after, began in zip(self.began, before, strict=True)])
 
     def medians(self) -> dict[str, float]:
-        """Median wall seconds of the loop's steps, and median ratio of the pairs, wall and CPU."""
+        """Return median wall seconds of the loop's steps, and median ratio of the pairs, wall and CPU."""
         pairs = list(zip(self.steps, self.bares, strict=False))[SKIPPED:]
         result = {"step_wall_s": statistics.median(step[0] for step, _ in pairs)}
         for index, clock in enumerate(CLOCKS):
@@ -110,14 +110,14 @@ class Pairs:
 
 
 def clocks() -> tuple[float, float]:
-    """Wall seconds, and CPU seconds of all threads of this process, once the device has done its work."""
+    """Return wall seconds, and CPU seconds of all threads of this process, once the device has done its work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
 def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False) -> Pairs:
-    """The product's own entry, with the pairs taken in its recorder."""
+    """Run the product's entry, with the pairs taken in its recorder."""
     pairs = Pairs(Bare(folder, shape, precision))
 
     class Pairing(loop.Recorder):
@@ -175,7 +175,7 @@ CONTESTANTS = {
 
 
 def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> Result:
-    """Medians over the rounds: seconds per step, and each loop's ratio to the bare steps between its own."""
+    """Return medians over the rounds: seconds per step, and each loop's ratio to the bare steps between its steps."""
     shape, device = SHAPES[shape_name], DDP(BackendConfig(device=DEVICE.type, precision=precision))
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:

@@ -1,12 +1,12 @@
-"""Our loop on PyTorch/XLA beside the script that a tutorial leads to, from the first step on, on the CPU.
+"""Our loop on PyTorch/XLA and the script that a tutorial leads to, from the first step on, on the CPU.
 
     python -m benchmarks.xla [--rounds 3] [--steps 30] [--shape base|demo]
 
 "naive" is a plain PyTorch/XLA script of the shape of AWS's sentiment fine-tuning sample, written afresh;
 "ours" is `train.loop.run`. Same weights, sequences, masks and batch, checked by the first loss;
-fp32, one process, no ranks. Every run is a process of its own, because a graph is compiled once in each. The device is
+fp32, one process, no ranks. Every run is a separate process, because a graph is compiled once in each. The device is
 waited for after steps 1, 2 and 4 and after the last only, so that working ahead of it is not punished. A read is a
-transfer from the device to the host, of any number of tensors at once: until it ends, nothing new is queued.
+transfer from the device to the host, of any number of tensors together: until it ends, nothing new is queued.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ SHAPES = {
 }
 
 
-# ---- one run, in a process of its own ------------------------------------------------------------------------------
+# ---- one run, in a separate process --------------------------------------------------------------------------------
 
 
 Reading = dict[str, float]
 
 
 def take_reading() -> Reading:
-    """Clocks, and PyTorch/XLA's counts since the start of the process."""
+    """Return clocks, and PyTorch/XLA's counts since the start of the process."""
     import torch_xla.debug.metrics as metrics
 
     def metric(name: str) -> tuple[int, float]:
@@ -88,7 +88,7 @@ def between(earlier: Reading, later: Reading) -> Reading:
 
 
 class Meter:
-    """Readings at the begin and the end of each of `num_steps` steps, and what they come to."""
+    """Readings at the begin and the end of each of `num_steps` steps, and their results."""
 
     def __init__(self, num_steps: int, flush: Callable[[], None] = lambda: None) -> None:
         self.num_steps, self.flush = num_steps, flush
@@ -134,8 +134,9 @@ class Meter:
 
 
 def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
-    """What a user writes who follows a tutorial. Nothing is done about what PyTorch/XLA makes of it: the decoder, tied
-    to the embedding until `.to(device)`, is trained as a weight of its own.
+    """Train as a user who follows a tutorial, with all that PyTorch/XLA makes of it.
+
+    The decoder, tied to the embedding until `.to(device)`, is trained as a separate weight.
     """
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -144,7 +145,7 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
     from transformers import get_linear_schedule_with_warmup
 
     made = torch.load(folder / "rows.pt", weights_only=True)
-    meter = Meter(num_steps, flush=torch_xla.sync)  # what the loader would do at the next batch
+    meter = Meter(num_steps, flush=torch_xla.sync)  # does what the loader would at the next batch
 
     device = torch_xla.device()
     torch.manual_seed(cfg.seed)
@@ -172,15 +173,13 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
 
 
 def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
-    """The product's own entry, with readings taken in its recorder. It runs for one step more: its last one evaluates
-    and saves.
-    """
+    """Run the product's entry, with readings taken in its recorder, one step more: the last one evaluates and saves."""
     import torch_xla.core.xla_model as xm  # before the clock starts, as in naive
 
     from train import loop
     from train.run.stopping import StopRequest
 
-    meter = Meter(num_steps)  # a step of ours ends with what it has queued
+    meter = Meter(num_steps)  # a step of ours ends with the work that it has queued
     counts, sums, parameters = [], [], []
 
     class Metered(loop.Recorder):
@@ -192,7 +191,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
             super().end_step(reads, **values)
             meter.end()
             counts.append(sum(batch["count"] for batch in values["micro_batches"]))
-            if self.progress.step == 1:  # between two steps, in nobody's time
+            if self.progress.step == 1:  # between two steps, in no side's time
                 parameters[:] = [parameter.numel() for parameter in self.engine.parameters]
                 sums.extend(xm._maybe_convert_to_cpu([self.engine.loss_sum]))
 
@@ -216,7 +215,7 @@ def config(folder: Path, options: argparse.Namespace) -> TrainConfig:
 
 
 def write_data(folder: Path, options: argparse.Namespace) -> None:
-    """The prepared data for our loop, and the batches that it will draw as plain rows for the naive script."""
+    """Write the prepared data for our loop, and the batches that it will draw as plain rows for the naive script."""
     shape = SHAPES[options.shape]
     pretraining.synthetic_data(folder, shape)
     batches = pretraining.ready_batches(folder, shape, options.steps + SKIPPED)
@@ -236,7 +235,7 @@ def check_same_work(results: dict[str, Result]) -> None:
 
 
 def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Result]:
-    """Every measure of every variant, and naive's over ours of the same round: least, median, greatest."""
+    """Return every measure of every variant, and naive's over ours of the same round: least, median, greatest."""
     rounds: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name), options)

@@ -1,4 +1,4 @@
-"""Loaders side by side: ours, those of other libraries and plain numpy, each on the same sequences in its own format.
+"""A comparison of loaders: ours, other libraries' and plain numpy, on the same sequences, each in its format.
 
-Everything here runs in an interpreter that may not have ours installed, so a library is imported only by its reader.
+This code runs in an interpreter that may lack our package, so a library is imported only by its reader.
 """

@@ -1,4 +1,4 @@
-"""A bare encoder with its loop, compiled as one graph: the bound that `benchmarks.gpu` shows beside libraries."""
+"""A bare encoder with its loop, compiled as one graph: the bound that `benchmarks.gpu` compares with libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POSITIONS = 512
 
 
 class Norm(nn.LayerNorm):
-    """A norm that computes in fp32 and returns bf16, so that sums of its results are bf16 as well."""
+    """A norm that computes in fp32 and returns bf16, so that sums of its results are bf16 too."""
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
@@ -33,7 +33,7 @@ class Layer(nn.Module):
         self.norm, self.last_norm = Norm(hidden), Norm(hidden)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[B, S, H] of [B, S, H]."""
+        """Return [B, S, H] of [B, S, H]."""
         qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, heads, S, HEAD]
         attended = F.scaled_dot_product_attention(*qkv.unbind())
         states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))
@@ -53,7 +53,7 @@ class BareEncoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of `labels` [B, P] at `positions` [B, P] of sequences `ids` [B, S]."""
+        """Return the mean loss of `labels` [B, P] at `positions` [B, P] of sequences `ids` [B, S]."""
         states = self.project(self.norm(self.words(ids) + self.places.weight[: ids.size(1)]))
         for layer in self.layers:
             states = layer(states)
@@ -63,7 +63,7 @@ class BareEncoder(nn.Module):
 
 
 def bare_step(model: BareEncoder, batches: list[tuple[Tensor, ...]], *, compiler: str) -> Callable[[], Tensor]:
-    """Return a function that takes a training step in bf16 on the next of the batches, which lie on the device."""
+    """Return a function that takes a training step in bf16 on the next of the batches, which are on the device."""
     device = batches[0][0].device.type
     compiled: Any = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

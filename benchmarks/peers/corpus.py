@@ -1,4 +1,4 @@
-"""The sequences that every loader reads: Zipf-distributed ids in one flat file, which is also what the limit reads."""
+"""The sequences that every loader reads: Zipf-distributed ids in one flat file, which the limit reads too."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Corpus:
 
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """Number of batches in an epoch."""
         return self.rows // self.batch
 
     def path_of(self, name: str) -> Path:
-        """Where a format is kept."""
+        """Return the path of a format's files."""
         return self.folder / name
 
     def flat(self) -> np.memmap:
-        """[rows, seq_len] uint16, in one file."""
+        """Return [rows, seq_len] uint16, in one file."""
         return np.memmap(self.path_of("flat.bin"), np.uint16, "r", shape=(self.rows, self.seq_len))
 
     def shard(self, number: int) -> np.ndarray:
-        """[shard_rows, seq_len] uint16."""
+        """Return [shard_rows, seq_len] uint16."""
         return self.flat()[number * self.shard_rows : (number + 1) * self.shard_rows]
 
 
@@ -65,6 +65,6 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def row_numbers(batch: np.ndarray) -> list[int]:
-    """Which rows a batch [B, S] holds."""
+    """Return the numbers of the rows in a batch [B, S]."""
     numbers: list[int] = ((batch[:, 0] - FIRST_ID) * DIGITS + batch[:, 1] - FIRST_ID).tolist()
     return numbers

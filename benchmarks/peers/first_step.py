@@ -1,4 +1,4 @@
-"""The demo pretraining as a script with the Hugging Face Trainer: python -m benchmarks.peers.first_step ROWS TOKENIZER
+"""The demo pretraining with the Hugging Face Trainer: `python -m benchmarks.peers.first_step ROWS TOKENIZER`.
 
 ROWS is a file of numpy with token rows [N, S], ready to be masked; TOKENIZER a folder. "step 1" is printed after the
 first step; `benchmarks.start` waits for it.
@@ -39,7 +39,7 @@ def main(rows: str, tokenizer_folder: str) -> None:
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=32,
-        max_steps=2,  # the first step is no last one, after which there is more to do
+        max_steps=2,  # the first step must not be the last one, after which there is more to do
         learning_rate=2e-3,
         adam_beta2=0.98,
         save_strategy="no",

@@ -1,4 +1,4 @@
-"""One measurement of one loader in a process of its own: python -m benchmarks.peers.measure KIND READER FOLDER SECONDS
+"""One measurement of one loader: `python -m benchmarks.peers.measure KIND READER FOLDER SECONDS`.
 
 Prints one line of JSON. torch computes on one thread.
 """
@@ -31,19 +31,19 @@ TURNS = 20
 
 
 def measure_write(name: str, corpus: Corpus, _: float) -> Result:
-    """Here the name is of a format."""
+    """Measure a write; here the name is of a format."""
     return {"write_s": timeit.timeit(lambda: WRITERS[name](corpus), number=1)}
 
 
 def measure_speed(name: str, corpus: Corpus, seconds: float) -> Result:
-    """The loader and the limit in turn, so that a neighbour's load touches both."""
+    """Measure the loader and the limit in turn, so that a neighbour's load affects both."""
     reader = READERS[name]
     import_s = timeit.timeit(reader.load or (lambda: None), number=1)
     start = time.perf_counter()
     batches = itertools.chain.from_iterable(itertools.repeat(reader.build(corpus)))  # epoch after epoch
     check_batch(next(batches), corpus)
     first_batch_s = time.perf_counter() - start
-    turns = 1 if reader.num_workers else TURNS  # workers would read on while the limit has its turn
+    turns = 1 if reader.num_workers else TURNS  # workers would continue to read during the limit's turn
     base = limit(corpus)
     limits, speeds = [speed(base, seconds / turns)], []
     for _ in range(turns):
@@ -55,8 +55,8 @@ def measure_speed(name: str, corpus: Corpus, seconds: float) -> Result:
 
 
 def speed(batches: Iterator[Tensor], seconds: float) -> float:
-    """Tokens a second in so many seconds of reading on."""
-    next(batches)  # what the other has left in the processor's caches
+    """Return the tokens per second while reading for this number of seconds."""
+    next(batches)  # warms the processor's caches up again
     tokens, start = 0, time.perf_counter()
     for number, batch in enumerate(batches, start=1):
         tokens += batch.numel()
@@ -68,11 +68,11 @@ def speed(batches: Iterator[Tensor], seconds: float) -> float:
 def check_batch(batch: Tensor, corpus: Corpus) -> None:
     seen, wanted = (batch.dtype, tuple(batch.shape)), (torch.int64, (corpus.batch, corpus.seq_len))
     if seen != wanted:
-        raise RuntimeError(f"a batch is {seen} in place of {wanted}")
+        raise RuntimeError(f"a batch is {seen} instead of {wanted}")
 
 
 def measure_resume(name: str, corpus: Corpus, _: float) -> Result:
-    """Seconds from nothing to the first batch at 90 % of an epoch; and if it is the right one."""
+    """Measure the seconds from nothing to the first batch at 90 % of an epoch, and check that batch."""
     reader = READERS[name]
     timed_first(lambda: reader.build(corpus))  # libraries import more when they are first used
     loader: Any = reader.build(corpus)
@@ -102,9 +102,7 @@ def timed_first(build: Callable[[], Iterable[Tensor]]) -> tuple[float, Tensor]:
 
 
 def measure_large(_: str, corpus: Corpus, __: float) -> Result:
-    """Our start at 90 % of ten million rows against one at 0 %. The rows are those of the corpus again and again: only
-    the order is that of a large one.
-    """
+    """Measure our start at 90 % and at 0 % of ten million rows: the corpus' rows repeated, in a large one's order."""
     large = {"shard_rows": [LARGE_ROWS // LARGE_SHARDS] * LARGE_SHARDS}
     first = int(LARGE_ROWS // corpus.batch * RESUME_AT)
     timed: dict[int, list[float]] = {0: [], first: []}

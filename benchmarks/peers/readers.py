@@ -1,6 +1,6 @@
 """One reader for each loader: shuffled batches [batch, seq_len] of int64 torch tensors, in the way its pages advise.
 
-`first` is the number of batches to leave out at the start of an epoch, where a loader has no state of its own.
+`first` is the number of batches to leave out at the start of an epoch, if a loader has no state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.peers.corpus import VOCAB_SIZE, Corpus
 
 
 def orders(corpus: Corpus) -> Iterator[np.ndarray]:
-    """The rows of one batch after the other, in a full permutation, for ever."""
+    """Yield the rows of one batch after the other, in a full permutation, without end."""
     for epoch in itertools.count():
         order = np.random.default_rng([0, epoch]).permutation(corpus.rows)
         for start in range(0, corpus.batches * corpus.batch, corpus.batch):
@@ -33,7 +33,7 @@ def orders(corpus: Corpus) -> Iterator[np.ndarray]:
 
 
 def limit(corpus: Corpus) -> Iterator[Tensor]:
-    """Whole batches out of one flat file, without a DataLoader."""
+    """Yield whole batches out of one flat file, without a DataLoader."""
     flat = corpus.flat()
     for rows in orders(corpus):
         yield torch.from_numpy(flat[rows].astype(np.int64))
@@ -43,7 +43,7 @@ def limit(corpus: Corpus) -> Iterator[Tensor]:
 
 
 class Gathered:
-    """Sequences as they are stored: what a loader costs without masks. Rows after the last begin again."""
+    """Sequences as they are stored: the cost of a loader without masks. Rows after the last begin again."""
 
     def __init__(self, shards: Any) -> None:
         self.shards = shards
@@ -62,7 +62,7 @@ def ours(
     masked: bool = False,
     shard_rows: list[int] | None = None,
 ) -> Iterator[Tensor]:
-    """`shard_rows` in place of the corpus' own: a larger one, to time its order."""
+    """Read in our order; `shard_rows` replace those of the corpus: a larger one, to time its order."""
     from train.data.batches.loader import Batches, MaskedRows
     from train.data.batches.masking import Masker
     from train.data.shards.format import ShardSet, read_manifest
@@ -175,7 +175,7 @@ def read_litdata(corpus: Corpus) -> Any:
 
 
 def streaming() -> Any:
-    """It imports torchvision, for data sets of images; a stub does where that does not match this build of torch."""
+    """Return streaming, with a stub for torchvision, which it imports, if that does not match this build of torch."""
     try:
         import streaming as module
     except (ImportError, RuntimeError):
@@ -198,7 +198,7 @@ def write_mds(corpus: Corpus) -> None:
 
 
 def mds(corpus: Corpus) -> Any:
-    """In its default order, py1e."""
+    """Return MDS data in its default order, py1e."""
 
     def stack(samples: list[dict[str, np.ndarray]]) -> Tensor:
         return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
@@ -224,7 +224,7 @@ class Reader:
 
 
 def readers_of_ours() -> dict[str, Reader]:
-    """With and without masks, each with none, one and two workers."""
+    """Return our readers with and without masks, each with none, one and two workers."""
     load, result = partial(import_module, "train.data.batches.loader"), {}
     labels = {"ours": ("**ours**", "ours, 1 worker", "ours, 2 workers")}
     labels["masked"] = ("ours with masks", "ours with masks, 1 worker", "ours with masks, 2 workers")

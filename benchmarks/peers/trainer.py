@@ -1,6 +1,6 @@
-"""One fine-tuning with the Hugging Face Trainer: python -m benchmarks.peers.trainer VARIANT FOLDER SEED RESULT
+"""One fine-tuning with the Hugging Face Trainer: `python -m benchmarks.peers.trainer VARIANT FOLDER SEED RESULT`.
 
-FOLDER is what `benchmarks.finetune` has prepared; RESULT becomes a file of JSON, Meter.result().
+FOLDER was prepared by `benchmarks.finetune`; RESULT becomes a file of JSON, Meter.result().
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.harness import hide_torch_xla
 
 
 class Meter:
-    """What a run comes to."""
+    """The readings of a run."""
 
     def __init__(self) -> None:
         self.begin()
@@ -27,18 +27,18 @@ class Meter:
         self.evaluations: list[dict[str, float]] = []
 
     def begin(self) -> None:
-        """The first step is next."""
+        """Begin to count; the first step is next."""
         self.begun_s, self.begun_unix_s = time.perf_counter(), time.time()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done within is no training; it may be nested."""
+        """Exclude the block from training time; blocks may be nested."""
         began_s, before_s = time.perf_counter(), self.aside_s
         yield
         self.aside_s = before_s + time.perf_counter() - began_s
 
     def take(self, split: str, mask: Any) -> None:
-        """Before a batch with the attention mask [B, S]."""
+        """Count a batch with the attention mask [B, S] before its step."""
         self.shapes[split].add(tuple(mask.shape))
         if split == "train":
             self.tokens += int(mask.sum())
@@ -58,7 +58,7 @@ class Meter:
 
 
 def metered(trainer: type, meter: Meter) -> Any:
-    """The Trainer class with the meter's readings."""
+    """Return the Trainer class with the meter's readings."""
 
     class Metered(trainer):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def metered(trainer: type, meter: Meter) -> Any:
 
 
 def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Of TrainingArguments: what our settings are in its words."""
+    """Return the TrainingArguments that correspond to our settings."""
     ours = facts["settings"]
     optim = ours["optim"]
     return {
@@ -116,7 +116,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
-    """What a user of transformers writes, with a meter."""
+    """Train as a user of transformers would, with a meter."""
     hide_torch_xla()
     import torch
     import transformers
@@ -152,7 +152,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     )
     decayed = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
     if set(trainer.get_decay_parameter_names(model)) != decayed:
-        raise RuntimeError("the Trainer lets other weights decay than ours")
+        raise RuntimeError("the Trainer and ours decay different weights")
     trainer.train()
     if not meter.evaluations or meter.evaluations[-1]["step"] != meter.step:
         trainer.evaluate()

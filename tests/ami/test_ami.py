@@ -281,7 +281,7 @@ def value(aws, kind="neuron"):
 def test_list_verify_promote_and_back(aws, says):
     old, new = add_own(name="0", age_days=9, changed={"baretrain:torch": "2.8.0"}), add_own(age_days=1)
     says(f"verify {new}")
-    assert says(f"verify {old}", 1) == f"{old} has another version than ami/versions.yaml: torch 2.8.0 -> 2.9.1\n"
+    assert says(f"verify {old}", 1) == f"{old} differs from ami/versions.yaml: torch 2.8.0 -> 2.9.1\n"
     out = says(f"promote {new}")
     assert f"none -> {new}" in out and "nothing was changed" in out
     with pytest.raises(ClientError):
