@@ -13,9 +13,9 @@ The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of 384, MIT licen
 
 "ours" is `python -m train` as it comes, "trainer" the Trainer as it comes, "trainer best" the Trainer in bf16 with
 batches of similar lengths, which is what ours does by default on a CPU. The two sides have the same weights, rows,
-epochs, batch and peak learning rate. Each run is a process of its own, with one thread; the sides take turns.
+epochs, batch and peak learning rate. Each run is a separate process, with one thread; the sides take turns.
 
-What a run has learnt is measured on its exported folder by plain transformers in fp32, with scores that share no code
+A run's result is measured on its exported folder by plain transformers in fp32, with scores that share no code
 with the product. `train.predict` is compared with those answers, and the first export of the tweets trains on in the
 Trainer and then in the product.
 """
@@ -70,7 +70,7 @@ def vocabulary(model: Path) -> list[str]:
 
 
 def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator) -> list[Result]:
-    """Return rows of a task that a model can learn: what decides is in the text."""
+    """Return rows of a task that a model can learn: the text has the deciding words."""
 
     def some(least: int, most: int) -> list[str]:
         return [words[n] for n in rng.integers(0, len(words), rng.integers(least, most + 1))]
@@ -214,7 +214,7 @@ def benchmark(options: argparse.Namespace, home: Path) -> None:
 
 
 def there_and_back(home: Path, options: argparse.Namespace) -> None:
-    """Train our first export on in the Trainer, and what the Trainer leaves on in the product."""
+    """Train our first export further in the Trainer, and the Trainer's result further in the product."""
     theirs, ours = home / "classify_there", home / "classify_back"
     train("trainer", "classify", 0, theirs, options, begin=home / "classify_ours_0/export")
     train("ours", "classify", 0, ours, options, begin=theirs / "export")

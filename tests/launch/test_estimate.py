@@ -214,7 +214,7 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
         ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s holds None"),
         (
             [trained(10, 25.0), {**trained(30, 30.0), "tokens": 16001}, END],
-            "tokens in 1000 sequences on 2 ranks are not",
+            "tokens in 1000 sequences on 2 ranks do not come",
         ),
     ],
 )

@@ -31,7 +31,7 @@ from train.tasks import Task
 
 logger = logging.getLogger("train")
 KILLED_LOADER = "killed by signal: Killed"
-FULL_SHARED_MEMORY = "killed by signal: Bus error"  # of a loader that touched a page of /dev/shm which is not there
+FULL_SHARED_MEMORY = "killed by signal: Bus error"  # of a loader that touched a missing page of /dev/shm
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
@@ -58,19 +58,20 @@ class Attempt:
     folder: RunFolder
     identity: dict[str, Any]
     stop: StopRequest
-    saves: bool = True  # if not, each rank may have a run folder of its own
+    saves: bool = True  # if not, the ranks may have separate run folders
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # the requests to stop, with their ranks
-    kind: str = ""  # of the first of them
+    kind: str = ""  # kind of the first of them
     is_described: bool = False  # whether the run has described itself in its folder
 
     def __post_init__(self) -> None:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
 
     def joined(self, world: World) -> None:
-        """Exchange what ranks have to know: from rank 0, who owns the folder and how the last attempt ended, and from
-        the ranks of this machine their processes. Every rank calls it.
+        """Exchange facts between ranks; every rank calls it.
+
+        Rank 0 tells who owns the folder and how the last attempt ended, and the ranks of this machine their processes.
         """
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
@@ -80,7 +81,7 @@ class Attempt:
             self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(peers if launched().is_under_torchrun else {})  # else they may be in other containers
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise in other containers perhaps
 
     def sees_owner(self) -> bool:
         """Return whether this rank sees the lease of rank 0, as it does if they share the folder."""
@@ -95,15 +96,16 @@ class Attempt:
 
 
 def started_ago_s() -> float:
-    """The age of the command that started the run: torchrun's, since its restarts belong to one start."""
+    """Return the age of the command that started the run: torchrun's, since its restarts belong to one start."""
     return age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
 @contextmanager
 def begin(attempt: Attempt) -> Iterator[Attempt]:
-    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does. Nothing
-    is left of a start that is rejected before the run has described itself. Raises InputError if another job has the
-    folder.
+    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does.
+
+    A start that is rejected before the run has described itself leaves nothing. Raises InputError if another job has
+    the folder.
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
@@ -127,7 +129,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
                 folder.take_back()
                 folder.ownership.is_withdrawn = True
                 raise
-            if kind in OUT_OF_MEMORY:  # no mistake of the program: one line says what to change
+            if kind in OUT_OF_MEMORY:  # not a mistake of the program: one line says what to change
                 memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
                 record_failure(memory, attempt)
                 raise memory from error
@@ -136,9 +138,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 
 
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
-    """Record that the run ended in order. Every rank calls it; rank 0 writes the outcome. Raises LeaseLost if another
-    job has the folder by now.
-    """
+    """Record that the run ended in order; all ranks call it. Raises LeaseLost if another job has the folder."""
     folder = attempt.folder
     folder.ownership.check()
     folder.exit_file(reason, step)
@@ -154,10 +154,10 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
-    """Record that the run failed. Of several ranks, the outcome of the one that failed first stays."""
+    """Record that the run failed. Of several ranks, the outcome of the one that failed first is kept."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
     ownership = attempt.folder.ownership
-    if isinstance(error, LeaseLost):  # perhaps another rank's
+    if isinstance(error, LeaseLost):  # perhaps another rank has lost it
         ownership.lost = ownership.lost or str(error)
     if ownership.lost or ownership.owner is None:  # the folder is another job's, or may be
         return
@@ -166,7 +166,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     elif isinstance(error, StoppedEarly):
         outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
-        outcome, reason = "stopped", f"left at once on a second signal ({attempt.stop.signal} came first)"
+        outcome, reason = "stopped", f"left immediately on a second signal ({attempt.stop.signal} came first)"
     else:
         name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
         outcome, reason = "failed", f"failed: {name}{error}"
@@ -176,7 +176,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
 
 
 class OutOfMemory(Failure):
-    """What is to be lowered; `kind` says of which memory."""
+    """An error for lack of memory, with the settings to lower; `kind` names the memory."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -184,11 +184,11 @@ class OutOfMemory(Failure):
 
 
 def kind_of(error: BaseException) -> str:
-    """The short name of a failure, by which launchers judge it."""
+    """Return the short name of a failure, by which launchers judge it."""
     if isinstance(error, OutOfMemory):
         return error.kind
     kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
-    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's name; XLA's
         return "out_of_device_memory"
     if FULL_SHARED_MEMORY in str(error):
         return "out_of_shared_memory"
@@ -199,7 +199,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
-    """The reason of a failure for lack of memory, with the peak and what to lower."""
+    """Return the reason of a failure for lack of memory, with the peak and the settings to lower."""
     first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
     if kind == "out_of_shared_memory":
         return f"out of shared memory: {first_line.partition('. ')[0]}: /dev/shm is full; {LARGER}"

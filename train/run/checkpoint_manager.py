@@ -1,4 +1,4 @@
-"""What a run does with its checkpoints: it resumes from the newest, saves, goes back to one, and exports the best."""
+"""The use of checkpoints by a run: it resumes from the newest, saves, rolls back to one, and exports the best."""
 
 from __future__ import annotations
 
@@ -28,29 +28,27 @@ if TYPE_CHECKING:
     from train.run.attempt import Attempt
 
 logger = logging.getLogger("train")
-PATIENCE_S = 300.0  # for which the last save is retried while S3 does not answer
+PATIENCE_S = 300.0  # the time in which the last save is retried while S3 does not answer
 MAX_ROLLBACKS = 2  # the run ends the next time: other data has not helped twice
 
 
 class CheckpointManager:
-    """The checkpoints of one attempt. All ranks call each method at the same steps: first `resume`, then the others
-    inside `saving`.
-    """
+    """The checkpoints of one attempt. All ranks call `resume`, then the others inside `saving`, at the same steps."""
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
         self.attempt, self.backend, self.engine = attempt, backend, engine
         self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
-        self.last_rollback: int | None = None  # the step that the run went back to
-        self.lost: goodput.Lost | None = None  # what a fault has cost, until it is reported
+        self.last_rollback: int | None = None  # the step that the run returned to
+        self.lost: goodput.Lost | None = None  # the cost of a fault, until it is reported
 
     # ---- before the loop -----------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
-        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if there is one, after removing
-        what killed attempts left behind. Returns how far the run has come.
+        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if any; return the progress.
 
-        Raises NoneValid on all ranks if the metrics name a checkpoint and there is none.
+        Leftovers of killed attempts are removed first. Raises NoneValid on all ranks if the metrics name a checkpoint
+        and there is none.
         """
 
         def tidy() -> None:
@@ -64,7 +62,7 @@ class CheckpointManager:
             newest = self.world.run_on_rank0(lambda: goodput.newest_saved(self.attempt.folder.local))
             if newest is not None:
                 raise NoneValid(
-                    f"metrics.jsonl says that step {newest} was saved, and there is no checkpoint in "
+                    f"metrics.jsonl says that step {newest} was saved, but there is no checkpoint in "
                     f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
                 )
         return self.loaded.progress
@@ -83,8 +81,9 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
-        """Continue the metrics where the checkpoint left them, and save beside the block. A pending save is waited for
-        at its end, unless the run has to leave at once.
+        """Continue the metrics where the checkpoint left them, and save concurrently with the block.
+
+        A pending save is waited for at its end, unless the run has to leave immediately.
         """
         self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
@@ -112,15 +111,16 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's own sums; if the number of ranks has changed, rank 0 takes all of them, as it always does
-        those that are saved as sums over the ranks: labels and tokens.
+        """Restore each rank's sums; if the number of ranks has changed, rank 0 takes all of them.
+
+        Rank 0 always takes labels and tokens, which are saved as sums over the ranks.
         """
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
-        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # saved beside steps that were skipped
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # it was saved with skipped steps
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
@@ -133,11 +133,11 @@ class CheckpointManager:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the run has to end: saves fail, or the run folder was lost. None if it may continue."""
+        """The reason why the run has to end: saves fail, or the run folder was lost. None if it may continue."""
         return self.saver.failure or self.attempt.folder.ownership.failure
 
     def report(self) -> None:
-        """Report saves that have ended and, once the first step is done, what a fault has cost."""
+        """Report saves that have ended and, once the first step is done, the cost of a fault."""
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             since_s = time.time() - self.lost.last_sign_unix_s
@@ -155,8 +155,9 @@ class CheckpointManager:
         return saves
 
     def is_due(self) -> bool:
-        """Return whether to save after this step, which is not the last. The first step after a rollback is saved too,
-        to keep the fact of the rollback and the new position in the data.
+        """Return whether to save after this step, which is not the last.
+
+        The first step after a rollback is saved too, to keep the rollback and the new position in the data.
         """
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
@@ -164,8 +165,9 @@ class CheckpointManager:
         return progress.step % cfg.every == 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
-        """Begin to save this step. `metric` is the score of its evaluation, if there was one. The last save waits for
-        the one before it, and so does that of the best evaluation if it will be exported.
+        """Begin to save this step. `metric` is the score of its evaluation, if there was one.
+
+        The last save waits for the previous one, and so does that of the best evaluation if it will be exported.
         """
         progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
@@ -181,9 +183,10 @@ class CheckpointManager:
             self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
 
     def roll_back(self) -> Progress:
-        """Restore weights, optimizer and step of the newest checkpoint, or of the one before it if the last rollback
-        was to that one. The data continues from its present position. Raises FloatingPointError if there is no
-        checkpoint to go back to, or this happened too often.
+        """Restore weights, optimizer and step of the newest checkpoint; the data continues from its present position.
+
+        If the last rollback was to that checkpoint, the previous one is taken. Raises FloatingPointError if there is no
+        checkpoint, or this happened too often.
         """
         now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
@@ -212,7 +215,7 @@ class CheckpointManager:
         return progress
 
     def _quarantine_what_failed(self) -> None:
-        """Quarantine the checkpoint of the last rollback if the run has saved nothing newer and older ones are left."""
+        """Quarantine the checkpoint of the last rollback if the run has saved nothing newer and older ones exist."""
         self.attempt.folder.ownership.check()
         last, steps = self.last_rollback, self.store.steps()
         since = [step for step in steps if last is not None and step in (last, last + 1)]
@@ -223,15 +226,17 @@ class CheckpointManager:
     # ---- at the end ----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until the last save is committed. Raises SavesFail on all ranks if it failed, and LeaseLost if the run
-        folder was lost since the votes were last counted.
+        """Wait until the last save is committed.
+
+        Raises SavesFail on all ranks if it failed, and LeaseLost if the run folder was lost since the votes were last
+        counted.
         """
         self.saver.wait(self.on_wait)
         lost = self.attempt.folder.ownership.failure
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
         failure = None
-        for saved in self._report_saves()[-1:]:  # earlier ones were alarms only
+        for saved in self._report_saves()[-1:]:  # earlier ones were only alarms
             if saved.failure is not None and not saved.num_bytes:
                 failure = f"saving step {saved.step}: {saved.failure}; {self.saver.newest_text}"
         failure = self.world.broadcast(failure)
@@ -239,7 +244,7 @@ class CheckpointManager:
             raise SavesFail(failure)
 
     def facts(self) -> dict[str, Any]:
-        """Fields of the summary, on rank 0: what saving and faults have cost, and how often to save."""
+        """Return fields of the summary, on rank 0: the cost of saves and faults, and how often to save."""
         stalls_s = self.saver.stalls_s
         if self.world.rank != 0 or not stalls_s:
             return {}
@@ -253,20 +258,22 @@ class CheckpointManager:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove what earlier owners have left of saves, of one too that may only be silent: once the run is done no
-        other attempt does, and no step of theirs comes after the last one.
+        """Remove leftovers of earlier owners' saves, also of one that may only be silent.
+
+        Once the run is done no other attempt does, and no step of theirs comes after the last one.
         """
         if self.world.rank == 0:
             try:
                 self.attempt.folder.ownership.check()
                 self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
             except NotPermitted:
-                pass  # which has been said at the start
+                pass  # the start has reported this
             except (InputError, Failure) as error:
                 logger.warning("files of unfinished saves stay in %s: %s", self.store.location, error)
 
     def restore_best(self) -> int:
-        """Give the model of rank 0 the weights of the best evaluation, once training has ended, and return their step.
+        """Give the model of rank 0 the weights of the best evaluation, once training has ended; return their step.
+
         If these were not saved or are damaged, the best checkpoint among the others is taken.
         """
         progress, manifests = self.recorder.progress, self.store.look_at_all()[0]
@@ -286,7 +293,7 @@ class CheckpointManager:
             with fitting(path):
                 weights, own = read_weights(path, manifests[step]), self.engine.model.state_dict()
                 if own.keys() != weights.keys():
-                    raise LookupError(f"weights of other names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
+                    raise LookupError(f"weights with different names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
                 for name, value in own.items():  # an engine may have hooks on `load_state_dict`
                     value.copy_(weights[name])
             self.store.release(path)
@@ -295,6 +302,6 @@ class CheckpointManager:
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
-    """How long the last save is tried again: no longer than this attempt may take."""
+    """Return how long the last save is retried: at most the time that this attempt may take."""
     left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
     return max(0.0, min(PATIENCE_S, left_s))

@@ -1,7 +1,4 @@
-"""What all commands have in common: exit codes, flags with --help and --version, and one line for every error.
-
-The module needs neither Hydra nor torch.
-"""
+"""Parts that all commands share: exit codes, flags with --help and --version, one-line errors. No Hydra, no torch."""
 
 from __future__ import annotations
 
@@ -41,10 +38,10 @@ class Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command's flags, which cannot be abbreviated; it raises InputError for wrong ones."""
+    """Parser of a command's flags, which cannot be abbreviated; it raises InputError if they are wrong."""
 
     def __init__(self, *, details: Callable[[], str] | None = None, **options: Any) -> None:
-        """`details` returns the last part of --help."""
+        """Make a parser; `details` returns the last part of --help."""
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.details = details
         for kind in (int, float):
@@ -60,10 +57,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return what reads a flag's number by the rules of a setting's."""
+    """Return a function that reads a flag's number by the rules of settings."""
 
     def read(text: str) -> float:
-        value = kind(text)  # it reads the digits of other alphabets too
+        value = kind(text)  # `kind` would also read the digits of other alphabets
         if not text.isascii() or not abs(value) < LARGEST:  # NaN is below nothing
             raise argparse.ArgumentTypeError(f"{text} must be a finite number in the digits 0 to 9, below 2^63")
         return value
@@ -110,7 +107,7 @@ def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> Non
 
 
 def s3_of(options: argparse.Namespace) -> S3Config:
-    """The settings that the flags of `add_s3_flags` hold."""
+    """Return the settings in the flags of `add_s3_flags`."""
     return S3Config(
         endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
     )
@@ -119,7 +116,7 @@ def s3_of(options: argparse.Namespace) -> S3Config:
 def run_flags(
     parser: Parser, arguments: Sequence[str] | None, action: Callable[[argparse.Namespace, S3Config], int]
 ) -> int:
-    """Read the flags, those of S3 among them, and act; returns the exit code."""
+    """Read the flags, those of S3 among them, and act; return the exit code."""
 
     def act() -> int:
         options = parser.parse_args(arguments)
@@ -136,12 +133,12 @@ def guarded(
 ) -> int:
     """Act and return the exit code.
 
-    An error is printed as one line on standard error, after a traceback if it is a mistake of the program; of the ranks
-    of a machine, one prints it. `after_rejection` is called with what was rejected, and by default leaves it for what
-    started torchrun; `interrupted` is the line and the exit code after Ctrl-C.
+    An error is printed as one line on standard error, after a traceback if it is a mistake of the program; one of a
+    machine's ranks prints it. `after_rejection` is called with the reason of a rejection, and by default leaves it for
+    the program that started torchrun; `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # standard error does too; the C locale has only ASCII
     line, code = "", DONE
     use_console("stderr")
     try:
@@ -161,7 +158,7 @@ def guarded(
             line, code = f"error: {explained(error)}", FAILED
         drop_unwritten()
     except Exception as error:
-        if str(error).lstrip().startswith("Invalid log settings"):  # as torch says when it is imported
+        if str(error).lstrip().startswith("Invalid log settings"):  # torch's message when it is imported
             line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no log of torch; unset it", REJECTED
         else:
             traceback.print_exc()
@@ -176,7 +173,7 @@ def guarded(
 
 
 def drop_unwritten() -> None:
-    """Have the flush at exit succeed, which would change the exit code, where standard output takes nothing more."""
+    """Drop unwritten output if standard output is closed: a failed flush at exit would change the exit code."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -184,15 +181,15 @@ def drop_unwritten() -> None:
 
 
 def is_unread() -> bool:
-    """Whether standard output is a pipe without a reader."""
+    """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
-    with suppress(OSError, ValueError):  # standard output is no file
+    with suppress(OSError, ValueError):  # standard output is not a file
         poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def check_encoding(arguments: Sequence[str]) -> None:
-    """Raise InputError for arguments whose bytes are no text in this locale, which no file could record."""
+    """Raise InputError if an argument is not text in this locale, so that no file could record it."""
     for argument in arguments:
         try:
             argument.encode()
@@ -201,13 +198,13 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """The text as one line without control characters, which file names may have, and without passwords of URLs."""
+    """Return the text as one line without control characters, which file names may have, and passwords of URLs."""
     line = re.sub(r"://\S*@", "://...@", " ".join(text.split()))  # user:password@ of a URL
     line = re.sub(r"(endpoint=[^\s?#]*)[?#]\S*", r"\1?...", line)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def explained(error: OSError) -> str:
-    """The message of an error of the operating system, with its path."""
+    """Return the message of an error of the operating system, with its path."""
     path, reason = error.filename2 or error.filename, error.strerror or str(error) or type(error).__name__
     return reason if path is None else f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason

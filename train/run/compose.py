@@ -54,7 +54,7 @@ from train.tasks import TASKS, spec_of
 
 __all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
 
-SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the option of a group selects
+SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass) of a group's options
     *(("task", kind, spec.settings) for kind, spec in TASKS.items()),
     *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
     ("data", "shards", ShardsConfig),
@@ -66,7 +66,7 @@ SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the o
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
-CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds its own
+CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds another
 
 NAME = re.compile(r"\w[\w./]*")  # of a setting
 
@@ -84,7 +84,7 @@ def register_schemas() -> None:
 
 
 def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
-    """Make a schema with the file conf/`name`.yaml known, and the dataclasses of its groups' options."""
+    """Register a schema with the file conf/`name`.yaml, and the dataclasses of its groups' options."""
     CONFIGS[schema] = name
     SCHEMAS.extend(option for option in options if option not in SCHEMAS)
     register_schemas.cache_clear()
@@ -93,13 +93,13 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Compose `conf/train.yaml`, or the file of another schema, with the overrides and check every value.
 
-    Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
+    Raises InputError, one line, if a key or option is unknown, or a value missing, impossible or of a wrong type.
     """
     return checked(compose_config(schema, overrides), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
-    """The device and the machine of a run, by its overrides or by some of them: other settings may be missing."""
+    """Return the device and the machine of a run, from some or all of its overrides: other settings may be missing."""
     composed = compose_config(TrainConfig, overrides)
     check_what_is_set(composed, TrainConfig, overrides)
     backend, instance = OmegaConf.to_object(composed.backend), OmegaConf.to_object(composed.instance)
@@ -108,7 +108,7 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
 
 
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """Convert settings to dataclasses; InputError for one that is missing or impossible."""
+    """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
     try:
         plain = OmegaConf.to_container(composed)  # ${oc.env:...} is not looked up: config.yaml would keep its value
         assert isinstance(plain, dict)
@@ -117,7 +117,7 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(config, TrainConfig):  # the task and the optimizer are in their tables, with settings of their kind
+    if isinstance(config, TrainConfig):  # the tables have the task and the optimizer, with settings of their kind
         spec_of(config.task)
         check_optimizer(config.optim)
     return config
@@ -184,7 +184,7 @@ def check_override(schema: type, override: str) -> None:
 
 
 def spelling(key: str, equals: str, value: str) -> str:
-    """Return a hint for text that Hydra does not read as key=value: how it reads it."""
+    """Return a hint on how Hydra reads text that it does not read as key=value."""
     name = key.strip()
     if not equals:
         return f"write {name}=..." if NAME.fullmatch(name) else "quote special characters, as in 'key=\"a (b)\"'"
@@ -199,14 +199,14 @@ def spelling(key: str, equals: str, value: str) -> str:
 
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what follows from the overrides where a recipe may say otherwise; see `train.run.precedence`."""
+    """Return the settings that follow from the overrides even if a recipe differs; see `train.run.precedence`."""
     parse = OverridesParser.create().parse_override
     given = {override.partition("=")[0]: parse(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
 def close_to(name: str, keys: Sequence[str]) -> str:
-    """A hint for an unknown name: the known key whose last word is closest to its own, of the same section if equal."""
+    """Return a hint for an unknown name: the known key with the closest last word, preferably of the same section."""
     section, _, word = name.rpartition(".")
     last = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda key: key.rpartition(".")[0] == section)}
     close = difflib.get_close_matches(word, list(last), n=1)
@@ -217,9 +217,9 @@ KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or f
 
 
 def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
-    """One line for the user, from the several of an error of Hydra or OmegaConf."""
+    """Return one line for the user, from the several of an error of Hydra or OmegaConf."""
     while isinstance(cause := error.__cause__, HydraException) or getattr(cause, "full_key", None) is not None:
-        assert cause is not None  # under a debugger OmegaConf adds a cause of its own, which names no setting
+        assert cause is not None  # under a debugger OmegaConf adds another cause, which names no setting
         error = cause
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
@@ -252,13 +252,13 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
 
 
 def is_of(override: str, full_key: str) -> bool:
-    """Whether an override sets `full_key`, a part of it, or the section or list that holds it."""
+    """Return whether an override sets `full_key`, a part of it, or the section or list that holds it."""
     key = override.partition("=")[0]
     return full_key == key or full_key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{full_key}.")
 
 
 def known_keys(schema: type) -> list[str]:
-    """All settings of the schema, those of its groups' options too, for "did you mean"."""
+    """Return all settings of the schema, also those of its groups' options, for "did you mean"."""
     sections: list[tuple[str, Any]] = [(item.name, item.default_factory) for item in fields(schema)]
     sections += [(group, kind) for group, _, kind in SCHEMAS if group in {name for name, _ in sections}]
     inner = [f"{name}.{item.name}" for name, kind in sections if is_dataclass(kind) for item in fields(kind)]
@@ -284,8 +284,9 @@ def run(
     given: Sequence[str] = (),
     after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
-    """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code. What was
-    rejected is printed and then passed to `after_rejection`.
+    """Read the command line, which precedes the overrides `given`, check it and act; return the exit code.
+
+    The reason of a rejection is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:
@@ -311,7 +312,7 @@ def run(
 
 
 def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
-    """Run the checks of a run on settings that may still miss some values."""
+    """Run the checks of a run on settings that may still lack some values."""
     filled = copy.deepcopy(composed)
     try:
         for key in OmegaConf.missing_keys(filled):

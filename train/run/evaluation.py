@@ -1,4 +1,4 @@
-"""Evaluations: the same numbers on any number of ranks, each example counted once."""
+"""Evaluations, whose numbers are the same on any number of ranks: each example is counted once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig. None if a rank is
-    asked to stop meanwhile: then the run owes the evaluation.
+    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig.
+
+    Returns None if a rank is asked to stop meanwhile: then the run owes the evaluation.
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
@@ -56,22 +57,24 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
 
 
 def write_samples(attempt: Attempt, step: int) -> None:
-    """Write some validation examples with the answers of the model that was exported at `step`; rank 0. The run is
-    whole without them, and has ended: what stops them is a line of the log.
+    """Write some validation examples with the answers of the model exported at `step`; on rank 0.
+
+    The run is complete without them, and has ended: a failure is one line of the log.
     """
     folder, most = attempt.folder, attempt.cfg.samples
     try:
         answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
     except (InputError, Unreachable, OSError) as error:
-        logger.warning("no samples of what the model has learnt are written: %s", error)
+        logger.warning("no samples of the model's answers are written: %s", error)
 
 
 def measure(
     attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool
 ) -> tuple[dict[str, float], np.ndarray] | None:
-    """Metrics over the validation data on all ranks, and on rank 0 the statistics [examples, n] that they are from.
-    None if a rank is asked to stop, and where only the graph is wanted: a batch for each rank, whose numbers mean
+    """Return metrics over the validation data on all ranks, and on rank 0 their statistics [examples, n].
+
+    Returns None if a rank is asked to stop, and if only the graph is wanted: a batch for each rank, whose numbers mean
     nothing.
     """
     plan, task = attempt.plan, attempt.task
@@ -84,7 +87,7 @@ def measure(
         num_workers=0,
         prefetch=1,
         pin_memory=False,
-        multi_batch=None if task.buckets is None else 1,  # those drawn together have one shape
+        multi_batch=None if task.buckets is None else 1,  # batches that are drawn together have one shape
     )
     statistics = []  # left on the device until the end, so that it never waits for the host
     num_done = 0
@@ -99,21 +102,23 @@ def measure(
             num_done += 1
     finally:
         engine.model.train()
-    if num_done < len(order):  # all ranks have equally many
+    if num_done < len(order):  # the ranks have equally many
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     gathered = backend.world.gather((engine.data_rank, rows))
     if backend.collects:
         return None
     by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
-    # On the host, in the order of the data: the same numbers on any number of ranks.
+    # It is on the host, in the order of the data: the same numbers on any number of ranks.
     merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
     return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.heartbeat), merged
 
 
 def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:
-    """The single batches, until a rank is asked to stop. Each is drawn while the ranks vote on the one before it: no
-    rank computes alone while another has failed to draw, which all ranks raise.
+    """Yield the single batches, until a rank is asked to stop.
+
+    Each is drawn while the ranks vote on the previous one: no rank computes alone while another has failed to draw,
+    which all ranks raise.
     """
     batch, failure = draw(batches)
     votes.cast(failure)

@@ -1,4 +1,4 @@
-"""The data of a run as the loop sees it: its order, its position, its micro batches."""
+"""The data of a run for its loop: order, position, micro batches."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from train.parallel.ranks import World
 
 logger = logging.getLogger("train")
-MICRO_BATCHES_AHEAD = 4  # that a loader process keeps ready: more cost memory, and a step waits for none of them
+MICRO_BATCHES_AHEAD = 4  # kept ready by a loader process: more cost memory, and a step waits for none of them
 HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
 
 
 def check_same_data(ids: list[str]) -> None:
-    """InputError unless all ranks read the same data."""
+    """Raise InputError unless all ranks read the same data."""
     for rank, data_id in enumerate(ids):
         check(
             data_id == ids[0],
-            f"rank {rank} reads other data than rank 0 (id {data_id[:12]} and {ids[0][:12]}): data.path must lead "
+            f"rank {rank} does not read rank 0's data (id {data_id[:12]} and {ids[0][:12]}): data.path must lead "
             "to the same data on every machine; does one have an older copy?",
         )
 
 
 class TrainData:
-    """The micro batches of each step of this rank, from the run's position on. The `prefetcher` brings the shards."""
+    """The micro batches of each step of this rank, from the run's position on. The `prefetcher` fetches the shards."""
 
     def __init__(
         self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
@@ -51,9 +51,9 @@ class TrainData:
             "batch_size": plan.micro_batch_size,
             "num_workers": cfg.data.num_workers,
             "prefetch": MICRO_BATCHES_AHEAD,
-            "multi_batch": multi_batch if task.buckets is None else 1,  # those drawn together have one shape
+            "multi_batch": multi_batch if task.buckets is None else 1,  # batches that are drawn together have one shape
         }
-        shortest = task.seq_len if task.buckets is None else 1  # of batches of several lengths little is known
+        shortest = task.seq_len if task.buckets is None else 1  # little is known of batches of several lengths
         world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
         micro_batches = Batches(
             task.train_data(),
@@ -69,14 +69,14 @@ class TrainData:
             self.prefetcher.consumed(examples)
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
-        """The next step's micro batches, on the device; see `draw`."""
+        """Return the next step's micro batches, on the device; see `draw`."""
         return draw(self.steps)
 
 
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
+    """Return this rank's order of the data, from the run's position. In a new run caches limit the windows."""
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
     here = machines[world.rank // world.local_size]
@@ -102,9 +102,7 @@ def train_order(
 
 
 def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSampler:
-    """The order of a new run: as many lanes as the data has shards for, fewer if a machine's cache is too small for a
-    shard of each.
-    """
+    """Return the order of a new run: one lane per shard at most, fewer if a machine's cache is too small for them."""
     most = min(len(task.shard_rows), WINDOW_SHARDS)
     while True:
         lanes = lanes_of(place["global_batch_size"], most)
@@ -119,7 +117,7 @@ def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSamp
 
 
 def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
-    """The next batches, none at the end, or why they cannot be drawn: the other ranks do not know, and would wait."""
+    """Return the next batches ([] at the end), or the failure to draw them, which the other ranks must learn."""
     try:
         batches = next(steps, [])
     except InputError as error:
@@ -128,7 +126,7 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
 
 
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
-    """This rank's batches of an evaluation. `collects`: only graphs are wanted, a batch of each length a rank."""
+    """Return this rank's batches of an evaluation. `collects`: only for graphs, one batch per length and rank."""
     rank, size = engine.data_rank, engine.data_size
     if task.buckets is None:
         return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)

@@ -1,4 +1,4 @@
-"""What faults and saves cost a run, and how often it should save, from metrics.jsonl of all attempts. No torch here."""
+"""The cost of faults and saves to a run, and a suggestion how often to save, from metrics.jsonl. No torch here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Lost:
 def lost(
     run: Folder, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
 ) -> Lost | None:
-    """The cost of the fault that ended the attempt before `attempt`, which begins at `step`; None if there was none or
-    it ended in order. `outcome` is that attempt's, empty if it left none; its `last_lease` holds the step of its last
-    heartbeat. At least the steps between were lost: the last ones may have left no trace. Only their lines are read.
+    """Return the cost of the fault that ended the attempt before `attempt`, which begins at `step`.
+
+    Returns None if there was none or it ended in order. `outcome` is that attempt's, empty if it left none; its
+    `last_lease` holds the step of its last heartbeat. At least the steps between were lost: the last ones may have left
+    no trace. Only their lines are read.
     """
     lines = (line for line in read_back(run) if line["attempt"] < attempt)
     newest = next(lines, None)
@@ -49,7 +51,7 @@ def lost(
 def facts(
     run: Folder, *, wall_s: float, stall_s: float, save_s: float, step_s: float, max_loss_s: float
 ) -> dict[str, float | None]:
-    """Fields of the summary line: what faults have cost so far, and how often to save."""
+    """Return fields of the summary line: the cost of faults so far, and how often to save."""
     lines = read_lines(run, containing=b'"steps_lost"')
     faults = [line for line in lines if line["kind"] == "fault" and "steps_lost" in line]
     mttf_s = wall_s / len(faults) if faults else None
@@ -59,7 +61,7 @@ def facts(
         "steps_lost": sum(line["steps_lost"] for line in faults),
         "recover_s": sum(line["recover_s"] for line in faults),
         "wall_s": wall_s,
-        "stall_s": stall_s,  # of a save, on average
+        "stall_s": stall_s,  # per save, on average
         "mttf_s": mttf_s,
         "suggested_interval_s": interval_s,
         "suggested_every": max(1, round(interval_s / step_s)) if step_s else None,
@@ -67,15 +69,17 @@ def facts(
 
 
 def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: float, save_s: float = 0.0) -> float:
-    """Seconds between two saves: sqrt(2 * stall * mean time to failure), the first order of J. T. Daly, "A higher order
-    estimate of the optimum checkpoint interval", FGCS 22 (2006), after J. W. Young, CACM 17 (1974). It is at most
-    `max_loss_s`, which it also is without a fault so far, and at least what a save takes.
+    """Return the seconds between two saves: sqrt(2 * stall * mean time to failure).
+
+    This is the first order of J. T. Daly, "A higher order estimate of the optimum checkpoint interval", FGCS 22 (2006),
+    after J. W. Young, CACM 17 (1974). It is at most `max_loss_s`, also without a fault so far, and at least the time of
+    a save.
     """
     best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)
     return max(save_s, min(best_s, max_loss_s))
 
 
 def newest_saved(run: Folder) -> int | None:
-    """The last step that was committed, if any."""
+    """Return the last step that was committed, if any."""
     lines = read_back(run, containing=b'"checkpoint"')
     return next((line["step"] for line in lines if line["kind"] == "checkpoint"), None)

@@ -32,7 +32,7 @@ TYPES: dict[object, str] = {
 
 
 def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
-    """The most used settings of a schema with their defaults and meaning, and the groups of conf/`name`.yaml."""
+    """Return the most used settings of a schema with defaults and meaning, and the groups of conf/`name`.yaml."""
     lines = ["most used settings (key=value; --cfg job prints all, python -m train.settings explains all):"]
     for key in keys:
         item, meaning = explained_field(schema, key)
@@ -44,7 +44,7 @@ def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
 
 
 def hanging(head: str, text: str, *, indent: int) -> list[str]:
-    """Lines of a hanging indent: `head`, and `text` in a column at its right."""
+    """Return lines of a hanging indent: `head`, and `text` in a column at its right."""
     if len(head) > WIDTH - indent:
         above = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
         return [*above, *hanging("", text, indent=indent)]
@@ -57,7 +57,7 @@ def hanging(head: str, text: str, *, indent: int) -> list[str]:
 
 
 def explained_field(schema: type, key: str) -> tuple[Field, str]:
-    """The field at "checkpoint.every", in the section's class or one that extends it, and its comment."""
+    """Return the field at "checkpoint.every", in the section's class or one that extends it, and its comment."""
     *path, name = key.split(".")
     for part in path:
         schema = typing.get_type_hints(schema)[part]
@@ -68,12 +68,12 @@ def explained_field(schema: type, key: str) -> tuple[Field, str]:
 
 
 def comment(kind: type, name: str) -> str:
-    """The comment of a field in the words of the command line, where None is null."""
+    """Return the comment of a field in the words of the command line, where None is null."""
     return comments(kind).get(name, "").replace("None", "null")
 
 
 def shown_default(item: Field) -> str:
-    """The default as it is written on the command line; dots for a setting that has none."""
+    """Return the default in the form of the command line; dots for a setting without one."""
     if callable(item.default_factory):
         return plain(item.default_factory())
     value = item.default
@@ -85,7 +85,7 @@ def shown_default(item: Field) -> str:
 
 
 def plain(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Return a value in the form of the command line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {plain(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -94,7 +94,7 @@ def plain(value: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type in the words of error messages: "whole number or null"."""
+    """Return a type in the words of error messages: "whole number or null"."""
     inner = [each for each in typing.get_args(hint) if each is not types.NoneType]
     if types.NoneType in typing.get_args(hint):
         return f"{type_name(inner[0])} or null"
@@ -105,14 +105,14 @@ def type_name(hint: Any) -> str:
 
 
 def allowed(item: Field) -> str:
-    """The choices or the limits of a field; empty if it has none."""
+    """Return the choices or the limits of a field; "" if it has none."""
     limits = [LIMITS[name][1].format(limit) for name, limit in item.metadata.items() if name in LIMITS]
     return " | ".join(map(str, item.metadata.get("among", ()))) or ", ".join(limits)
 
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Comments of the fields of a dataclass, inherited ones too. One stands beside its field and continues below.
+    """Return the comments of a dataclass's fields, inherited ones too. Each begins at its field and continues below.
 
     A field that is defined again without a comment keeps that of the base class.
     """
@@ -121,7 +121,7 @@ def comments(kind: type) -> dict[str, str]:
         name = ""
         for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
             if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-                name = match[1] if match[2] else ""  # what follows continues no inherited comment
+                name = match[1] if match[2] else ""  # the next lines do not continue an inherited comment
                 texts[match[1]] = match[2] or texts.get(match[1], "")
             elif line.startswith("    # ") and texts.get(name):
                 texts[name] += line.removeprefix("    #")
@@ -135,7 +135,7 @@ def comments(kind: type) -> dict[str, str]:
 
 @functools.cache
 def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
-    """Groups of conf/`name`.yaml, each with its default option (None: no option) and all options."""
+    """Return groups of conf/`name`.yaml, each with its default option (None: no option) and all options."""
     folder = resources.files("conf")
     listed = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
     options_of = {}
@@ -158,8 +158,9 @@ def option_values(group: str, option: str) -> dict[str, Any]:
 
 @contextmanager
 def words_as_text() -> Iterator[None]:
-    """A block in which YAML reads `no`, `off`, `yes` and `on` as words, as the command line does: a label or a language
-    may be called so. Settings that are true or false accept the words, too.
+    """Make YAML read `no`, `off`, `yes` and `on` as words in this block, as the command line does.
+
+    A label or a language may have such a name. Settings that are true or false accept the words, too.
     """
     known = yaml.SafeLoader.yaml_implicit_resolvers
     truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
@@ -174,7 +175,7 @@ def words_as_text() -> Iterator[None]:
 
 
 def option_help(group: str, option: str) -> str:
-    """The first sentence of an option's file; of a machine type without a comment, its devices."""
+    """Return the first sentence of an option's file; for a machine type without a comment, its devices."""
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     words = " ".join(line.removeprefix("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))

@@ -1,4 +1,4 @@
-"""Settings that hold the user's own names: labels, columns' values, files."""
+"""Settings that hold the user's names: labels, columns' values, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABELS = "data.labels"
 
 
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split overrides into those that Hydra reads and the settings that hold the user's own names.
+    """Split overrides into those that Hydra reads and the settings that hold the user's names.
 
     Such names may have any character, and Hydra's grammar accepts neither {-1: neg} nor [don't]. A value that begins
     with ~ is quoted for Hydra.
@@ -36,7 +36,7 @@ def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def quoted(text: str) -> str:
-    """A value of an override that is read as this text, whatever it holds but references (${...})."""
+    """Quote a value of an override so that it is read as this text, whatever it holds but references (${...})."""
     return QuotedString(text, Quote.double).with_quotes()
 
 
@@ -52,7 +52,7 @@ def own_table(key: str, text: str) -> dict[str, str | None]:
 
 
 def own_list(key: str, text: str) -> list[str]:
-    """Parse a list of names, each of which is as it is written: [no, null, 1e3] holds these three words."""
+    """Parse a list of names, each taken literally: [no, null, 1e3] holds these three words."""
     value = as_written(text)
     ok = isinstance(value, list) and all(isinstance(name, str) for name in value)
     check(ok, f"{key}={text}: {key} is a list, as [a, b]")
@@ -60,7 +60,7 @@ def own_list(key: str, text: str) -> list[str]:
 
 
 def as_written(text: str) -> Any:
-    """Return what YAML holds, with scalars as texts; None if it is none."""
+    """Return the content of YAML, with scalars as texts; None if it is invalid."""
     try:
         return yaml.BaseLoader(text).get_single_data()
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""What the user types wins over a recipe (experiment=...), also where another key chooses the same thing."""
+"""The precedence of typed settings over a recipe (experiment=...), also if another key chooses the same thing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.run.help import option_values
 LENGTHS = ("max_steps", "max_examples", "max_epochs")
 SIZES = ("vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range"))
-# By a setting that the user types, those that choose the same thing, which a recipe may have set.
+# For a setting that the user types, these choose the same thing, and a recipe may have set them.
 REPLACED: dict[str, tuple[str, ...]] = {
     "model.init_from": ("model.pretrained", *OF_NEW_MODEL),
     "model.pretrained": ("model.init_from", *OF_NEW_MODEL),
@@ -23,11 +23,11 @@ REPLACED: dict[str, tuple[str, ...]] = {
     "tokenizer.vocab_size": ("tokenizer.pretrained",),
     **{key: tuple(other for other in LENGTHS if other != key) for key in LENGTHS},
 }
-TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # given beside the setting that replaces them, both count
+TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # if typed together with the setting that replaces them, both count
 
 
 def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
-    """Return the settings that follow from the given ones where a recipe may say otherwise.
+    """Return the settings that follow from the given ones even if a recipe differs.
 
     An option of a group wins over the recipe's values, and a setting over those in REPLACED. Raises InputError if two
     are given that choose the same thing.
@@ -54,10 +54,7 @@ def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError for a number in other digits than 0 to 9, which Python's int() and float() read as well.
-
-    `given`: by override, what it holds.
-    """
+    """Raise InputError if a number has digits that only Python reads, not 0 to 9. `given`: each override's value."""
     for override, values in given.items():
         for name, value in leaves(values, override.partition("=")[0]):
             is_number = isinstance(OmegaConf.select(composed, name), int | float)

@@ -1,4 +1,4 @@
-"""What a rank that is rejected does for those who do not see its exit code. No torch until then."""
+"""The messages of a rejected rank to those who do not see its exit code. No torch until then."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from train.system.launched import launched
 from train.system.torchrun import leave_rejection
 
 logger = logging.getLogger("train")
-INFORM_S = 60.0  # the first machine, if it is rejected, stays for machines that come later by up to this
+INFORM_S = 60.0  # the time that a rejected first machine waits for machines that come later
 
 
 def inform_others(rejection: str) -> None:
-    """Let who started torchrun, and ranks elsewhere, know that this one is rejected; torchrun ends those of this
-    machine.
-    """
+    """Tell torchrun's starter, and ranks elsewhere, that this rank is rejected; torchrun ends those of this machine."""
     leave_rejection(rejection)
-    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was rejected
+    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be the reason
         launch = launched()
         if launch.is_one_machine:
             return

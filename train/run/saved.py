@@ -1,4 +1,4 @@
-"""The configuration that a run folder holds, whoever wrote it. No torch here."""
+"""The configuration in a run folder, which anybody may have written. No torch here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from train.tasks import TASKS
 
 
 def read_config(folder: Folder) -> TrainConfig:
-    """The configuration that a run was last started with. InputError if there is none that this version reads.
+    """Return the configuration that a run was last started with. Raises InputError if this version reads none.
 
     Others may have written it, so nothing in it is looked up (`${oc.env:...}`), and it does not decide which server is
     asked with this machine's credentials, nor where anything is written: `s3`, `data.cache_dir` and `hub` are the
-    defaults, `run_dir` is the folder that was read. It may name what is read: data, and weights by a path or Hub id.
+    defaults, `run_dir` is the folder that was read. It may name sources: data, and weights by a path or Hub id.
     """
     config_path = f"{folder.location}/config.yaml"
     try:
@@ -37,7 +37,7 @@ def read_config(folder: Folder) -> TrainConfig:
         schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
-        raise InputError(f"{config_path} is missing: the model's sizes are in there") from error
+        raise InputError(f"{config_path} is missing: it has the model's sizes") from error
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
     except InputError:

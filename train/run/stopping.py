@@ -8,7 +8,7 @@
     5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), also for StoppedEarly.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + its number), and `train.entry` leaves with that code
-at once. While the main thread is in a call that runs no Python handler, the thread `listen` does it, after GRACE_S.
+immediately. While the main thread is in a call that runs no Python handler, the thread `listen` does it, after GRACE_S.
 When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). No torch here.
 
 EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
@@ -50,29 +50,31 @@ logger = logging.getLogger("train")
 GRACE_S = 5.0  # after a second signal, for the main thread to leave by itself
 REPEAT_S = 2.0  # torchrun repeats the Ctrl-C that the terminal has sent: within this time it is the same request
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
-BLOCK_MARGIN_S = 60  # beside the save: for the steps in which the ranks agree, and for clocks that differ
-EVENT_LEAD_S = 120  # before a scheduled stop; as long as after a spot notice
+BLOCK_MARGIN_S = 60  # in addition to the save: for the steps in which the ranks agree, and for clocks that differ
+EVENT_LEAD_S = 120  # before a scheduled stop; the same as after a spot notice
 FOR_GOOD = ("instance-stop", "instance-retirement")
 POLL_S = 5.0  # AWS recommends it; a spot notice comes two minutes before the end
 CLOSE_S = 5.0  # for the last request; a thread that S3 holds longer ends with the process
 
 
 class StoppedEarly(BaseException):
-    """A signal came while there was nothing to save: the run is as it was, and the same command continues it."""
+    """An error because a signal came while there was nothing to save: the same command continues the run."""
 
 
 class StopRequest:
-    """While open, this catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP. The second
-    signal ends the process at once; while the main thread is in a call that runs no Python handler, a thread does.
+    """A context that catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP.
 
-    Other threads call `ask`. A signal after that counts as the first: EC2, Slurm and torchrun send
-    SIGTERM after a notice, and the run must not leave without the checkpoint that it stops for.
+    The second signal ends the process immediately; while the main thread is in a call that runs no Python handler, a
+    thread does.
+
+    Other threads call `ask`. A signal after that counts as the first: EC2, Slurm and torchrun send SIGTERM after a
+    notice, and the run must not leave without the checkpoint that it stops for.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None  # leave at the next step, with a checkpoint
-        self.kind = ""  # an identifier of the reason, for programs; empty where the reason itself is one
-        self.save_s = 0.0  # seconds that the last save took
+        self.kind = ""  # an identifier of the reason, for programs; empty if the reason itself is one
+        self.save_s = 0.0  # duration of the last save
         self.signal: str | None = None  # the first one's name
         self.at_s = 0.0  # when it came
         self.has_nothing_to_save = False
@@ -92,11 +94,11 @@ class StopRequest:
         for number, handler in self.before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.fd_before)
-        self.sender.close()  # which ends the thread
+        self.sender.close()  # this ends the thread
 
     @contextmanager
     def nothing_to_save(self) -> Iterator[None]:
-        """Inside, the first signal raises StoppedEarly at once; so does entering after one."""
+        """Raise StoppedEarly immediately on the first signal inside the block, or on entering after one."""
         self.has_nothing_to_save = True
         try:
             if self.signal is not None:
@@ -121,7 +123,7 @@ class StopRequest:
                 first_s = first_s or now_s
 
     def ask(self, reason: str, *, kind: str = "") -> None:
-        """Have the run leave at the next step. The first reason stays. From any thread."""
+        """Have the run leave at the next step. The first reason counts. May be called from any thread."""
         with self.lock:
             if self.reason is None:
                 self.reason, self.kind = reason, kind
@@ -129,7 +131,7 @@ class StopRequest:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.signal is not None and now_s - self.at_s > REPEAT_S:
-            sys.exit(128 + number)  # what is published stays valid: files are renamed once they are whole
+            sys.exit(128 + number)  # published files stay valid: they are renamed once they are complete
         if self.signal is None:
             self.signal, self.at_s = signal.Signals(number).name, now_s
             self.ask(self.signal)
@@ -143,14 +145,14 @@ class StopRequest:
 class Notices:
     """Threads that ask `stop` to leave, a context of local rank 0 of each machine.
 
-    Each source has a thread of its own, which asks at once and then every POLL_S: S3 may take minutes to answer
-    whether a file exists, and a spot notice leaves two. A source that fails is reported once and asked again. Before an
-    end that is known, `stop.save_s` is kept free, which the last save took. Raises InputError for a capacity block that
-    has no time left and for an invalid address.
+    Each source has a separate thread, which asks immediately and then every POLL_S: S3 may take minutes to answer
+    whether a file exists, and a spot notice leaves two. A source that fails is reported once and asked again. Before a
+    known end, `stop.save_s`, the time of the last save, is reserved. Raises InputError if a capacity block has no time
+    left or an address is invalid.
     """
 
     def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:
-        """`began_s` is of time.monotonic()."""
+        """Watch for requests; `began_s` is of time.monotonic()."""
         self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
         self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
         end = self.cfg.block_end
@@ -215,7 +217,7 @@ class Notices:
         for event in events if isinstance(events, list) else ():
             if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
                 continue
-            begins = parsedate_to_datetime(field(event, "NotBefore"))  # as "21 Jan 2019 09:00:43 GMT"
+            begins = parsedate_to_datetime(field(event, "NotBefore"))  # a text such as "21 Jan 2019 09:00:43 GMT"
             if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
                 asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
                 self.stop.ask(asked, kind="scheduled_event")
@@ -229,21 +231,23 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
 
 
 def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
-    """Whether this is an EC2 instance. On Nitro, as on Trainium and all newer types, the asset tag is the instance's id
-    (EC2 user guide, "Detect whether a host is an EC2 instance").
+    """Return whether this is an EC2 instance.
+
+    On Nitro, as on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect whether a
+    host is an EC2 instance").
     """
     return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
 
 
 def field(notice: Any, name: str) -> str:
-    """A field of a notice. Raises ValueError if it is missing or no text."""
+    """Return a field of a notice. Raises ValueError if it is missing or not a text."""
     if not isinstance(notice, dict) or not isinstance(notice.get(name), str):
         raise ValueError(f"{name} is missing in {notice}")
     return notice[name]
 
 
 def now() -> datetime:
-    """The time by the wall clock, since ends of blocks and events are dates."""
+    """Return the time by the wall clock, since ends of blocks and events are dates."""
     return datetime.now(UTC)
 
 
@@ -262,8 +266,10 @@ class Counted(NamedTuple):
 
 
 class Votes:
-    """What each rank has to say about the run after a step: stop, or a failure. No step waits for it: a vote
-    travels while the devices work (benchmarks/ranks.py). Every rank calls each method at the same steps.
+    """The votes of the ranks on the run after a step: stop, or a failure.
+
+    No step waits for them: a vote travels while the devices work (benchmarks/ranks.py). Every rank calls each method at
+    the same steps.
     """
 
     def __init__(self, world: World, stop: StopRequest) -> None:
@@ -273,12 +279,12 @@ class Votes:
         self.counted = Counted(0, 0)
 
     def cast(self, failure: Exception | None) -> None:
-        """Post this rank's vote; `failure`: why the run cannot continue after the step that begins now."""
+        """Post this rank's vote; `failure`: the reason why the run cannot continue after the step that begins now."""
         self.failure = failure
         self.counting = self.world.begin_sum([self.stop.reason is not None, failure is not None])
 
     def count(self) -> Counted:
-        """The votes that were cast before the step."""
+        """Return the votes that were cast before the step."""
         self.counted = Counted(*self.counting())
         return self.counted
 
@@ -288,6 +294,6 @@ class Votes:
             self.world.raise_failure(self.failure)
 
     def reasons(self) -> list[tuple[int, str, str, str]]:
-        """Rank, reason, its kind and the host of each rank that was asked to stop."""
+        """Return rank, reason, its kind and the host of each rank that was asked to stop."""
         answers = enumerate(self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node())))
         return [(rank, reason, kind, host) for rank, (reason, kind, host) in answers if reason is not None]

@@ -35,7 +35,7 @@ from train.system.processes import ENDED_STATES, read_process
 from train.system.run_folder import RunFolder
 
 STDERR = 2
-PERIOD_S = 1.0  # between two looks, or a tenth of the shorter limit
+PERIOD_S = 1.0  # between two checks; a tenth of the shorter limit if that is less
 MARGIN_PERIODS = 10  # by which the timer in C is later than the limit, so that the thread can report first
 OTHERS_PERIODS = 3  # for other ranks to write their stacks before the first one exits, and torchrun ends them
 LEFT = 2**62  # the step of a rank that has left in order: no other rank waits for it
@@ -75,21 +75,22 @@ class Peer(NamedTuple):
 
 
 class Watchdog:
-    """The heartbeats of this rank, and the thread that compares those of its machine's ranks with their limits. Use it
-    as a context, after `RunFolder.open`, which removes the exit records of the attempt before.
+    """The heartbeats of this rank, and the thread that compares those of its machine's ranks with their limits.
+
+    Use it as a context, after `RunFolder.open`, which removes the exit records of the previous attempt.
     """
 
     def __init__(self, cfg: WatchdogConfig, folder: RunFolder, *, oom_counter: Path | None = None) -> None:
         self.cfg, self.folder, self.rank = cfg, folder, launched().rank
-        self.own = Heartbeat()  # not shared unless the watchdog is open
+        self.own = Heartbeat()  # private unless the watchdog is open
         self.handle = -1  # of the shared memory
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
-        self.is_start = True  # the phase has the time of a start
+        self.is_start = True  # the phase has the time limit of a start
         self.rearm_s = 0.0  # time from which a heartbeat arms the timer in C again, which takes 0.1 ms
         self.armed_s = 0.0  # the limit that it was armed with
-        self.compiles: Callable[[], bool] = lambda: False  # whether a rank does, which may be this one
-        self.is_compiling = False  # in a phase that has the time of a step
+        self.compiles: Callable[[], bool] = lambda: False  # whether a rank is compiling, perhaps this one
+        self.is_compiling = False  # in a phase that has the time limit of a step
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
         self.suspects: dict[int, float] = {}  # the last heartbeats of ranks that were late at the last look
         self.oom_counter = oom_counter or find_oom_counter()
@@ -121,9 +122,7 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin another phase, which is a heartbeat too. `is_start`: the rank joins, loads or compiles, for which it
-        has `watchdog.start_s`.
-        """
+        """Begin another phase, a heartbeat too. `is_start`: it has `watchdog.start_s`, to join, load or compile."""
         number = -1 if step is None else step
         self.own.at_s = time.monotonic()  # first, since the next limit may be shorter
         if number != self.own.step:
@@ -142,8 +141,10 @@ class Watchdog:
             self.arm()
 
     def joined(self, peers: Mapping[int, tuple[int, int, int]]) -> None:
-        """All ranks have joined. `peers` are the other ranks of this machine: the process id and start of each, see
-        Process, and the `handle` of its watchdog.
+        """Take note that all ranks have joined.
+
+        `peers` are the other ranks of this machine: the process id and start of each, see Process, and the `handle` of
+        its watchdog.
         """
         for rank, (pid, started, handle) in peers.items():
             memory = None
@@ -152,7 +153,7 @@ class Watchdog:
             self.peers[rank] = Peer(pid, started, memory)
 
     def arm(self) -> None:
-        """Have the timer in C end this process unless it is armed again in time."""
+        """Make the timer in C end this process unless it is armed again in time."""
         self.rearm_s, self.armed_s = time.monotonic() + self.period_s, self.limit_s
         faulthandler.dump_traceback_later(self.limit_s + MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
 
@@ -174,7 +175,7 @@ class Watchdog:
                 self.arm()  # this rank waits for another one that still has time
 
     def allow_compiling(self) -> None:
-        """Give this rank the time of a start while a rank compiles, and that of a step from its end on."""
+        """Give this rank the time of a start while a rank compiles, and that of a step afterwards."""
         before = self.is_compiling
         self.is_compiling = not self.is_start and self.own.age_s > self.cfg.step_s / 2 and self.compiles()
         if before and not self.is_compiling:
@@ -184,13 +185,14 @@ class Watchdog:
             self.arm()
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The present heartbeats of this machine's ranks."""
+        """Return the present heartbeats of this machine's ranks."""
         memories = {self.rank: self.own, **{rank: peer.memory for rank, peer in list(self.peers.items())}}
         return {rank: Heartbeat.from_buffer_copy(each) for rank, each in memories.items() if each is not None}
 
     def find_stuck(self) -> int | None:
-        """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left in
-        two looks: during the first one a rank may be writing its heartbeat, or about to.
+        """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left.
+
+        Both of two checks must agree: during the first one a rank may be writing its heartbeat, or about to.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -202,7 +204,7 @@ class Watchdog:
         return min(behind, key=lambda rank: (not self.is_stopped(rank), behind[rank].count, behind[rank].at_s))
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether another rank of this machine is stopped (SIGSTOP), and so cannot exit by itself."""
+        """Return whether another rank of this machine is stopped (SIGSTOP), and so cannot exit by itself."""
         peer = self.peers.get(rank)
         process = read_process(peer.pid) if peer is not None else None
         return process is not None and process.state == "T"
@@ -210,7 +212,7 @@ class Watchdog:
     def end(self, stuck: int) -> None:
         """Report which rank is stuck, kill ranks that are stopped and cannot exit themselves, and exit."""
         self.is_open = False  # a heartbeat may no longer arm the timer
-        # The timer is needed here too: the file system of the run folder may hang as well.
+        # The timer is needed here too: the file system of the run folder may also hang.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
         ranks = self.heartbeats()
         last, is_alike = ranks[stuck], len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
@@ -228,9 +230,7 @@ class Watchdog:
         os._exit(1)
 
     def report_gone(self) -> None:
-        """Report ranks of this machine that ended without an exit record: the kernel, a driver or a person killed
-        them.
-        """
+        """Report ranks that ended without an exit record: the kernel, a driver or a person killed them."""
         for rank, peer in list(self.peers.items()):
             process = read_process(peer.pid)
             if process is not None and process.started == peer.started and process.state not in ENDED_STATES:
@@ -249,6 +249,7 @@ class Watchdog:
         self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
     ) -> None:
         """Write how the run failed, at which heartbeat, the exit records of `ranks`, and the stacks of this process.
+
         The first rank that records the failure prints it. Nothing is written to a folder of another job.
         """
         is_first, step = True, last.step if last.step >= 0 else None
@@ -259,7 +260,7 @@ class Watchdog:
                     file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n".encode())
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
-            if self.folder.ownership.owner is not None:  # else this rank has yet to join, and does not know
+            if self.folder.ownership.owner is not None:  # otherwise this rank has not joined yet, and does not know
                 goes_on = may_continue(kind, self.folder.previous.get("kind", ""))
                 outcome = Outcome("failed", kind, reason, step, None, goes_on=goes_on)
                 is_first = write_outcome(self.folder.folder, outcome, replaces=LOST_PEER)
