@@ -165,4 +165,4 @@ def test_a_tokenizer_of_other_words_than_the_weights_is_rejected(folder, tmp_pat
     same, other = write_tokenizer(tmp_path / "same"), write_tokenizer(tmp_path / "other", words=WORDS[::-1])
     assert len(task_tokenizer(ModelConfig(pretrained=str(folder), tokenizer=str(same)))) == 10
     mixed = ModelConfig(pretrained=str(folder), tokenizer=str(other))
-    rejects("another vocabulary than that of the weights", task_tokenizer, mixed)
+    rejects("does not have the vocabulary of the weights", task_tokenizer, mixed)

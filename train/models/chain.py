@@ -1,8 +1,7 @@
-"""A network as a chain of layers, of which one pass may run a part: what pipelines need of an encoder.
+"""A network as a chain of layers, of which one pass may run a part: the form of an encoder that pipelines need.
 
-The forward pass of transformers stays as it is, with its masks, positions and heads. Layers of other parts let the
-hidden states through, and the pass is left after the last layer of a part, so that no architecture needs code of its
-own.
+The forward pass of transformers is kept, with its masks, positions and heads. Layers of other parts let the hidden
+states through, and the pass ends after the last layer of a part, so that no architecture needs special code.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ PROJECTIONS = ("embeddings_project", "embedding_hidden_mapping_in")  # between e
 
 
 class Reached(Exception):
-    """The hidden states after the last layer of a part, on their way out of the forward pass."""
+    """The hidden states after the last layer of a part, raised to leave the forward pass."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class Chain:
-    """The layers of a network in the order in which they are applied, and what is before and after them."""
+    """The layers of a network in the order in which they are applied, and the modules before and after them."""
 
     def __init__(self, model: Network) -> None:
-        """InputError for an architecture whose layers are not known here."""
+        """Find the layers. Raises InputError if an architecture's layers are not known here."""
         self.network = network = model.network
         base, config = network.base_model, network.config
         check(
@@ -45,7 +44,7 @@ class Chain:
             f"parallel=pipeline does not cut a {config.model_type} with conv_kernel_size={width}, a convolution "
             "beside its first layer; set parallel=data",
         )
-        self.gives_pairs = config.model_type in CHOOSING  # of hidden states and attention weights
+        self.gives_pairs = config.model_type in CHOOSING  # hidden states and attention weights
         groups = repeated_layers(base)
         is_shared = hasattr(config, "num_hidden_groups")  # ALBERT applies each of its groups several times
         depth = config.num_hidden_layers if is_shared else len(groups)
@@ -54,7 +53,7 @@ class Chain:
         self.before: list[nn.Module] = [base.embeddings, *projections]
         heads = [module for module in network.children() if module is not base]
         self.after: list[nn.Module] = [module for module in (*heads, getattr(base, "pooler", None)) if module]
-        if not getattr(config, "legacy", True):  # such a head of DeBERTa is given the embedding
+        if not getattr(config, "legacy", True):  # such a head of DeBERTa takes the embedding
             self.after.append(base.get_input_embeddings())
         self.head_share = model.head_share
         self.part, self.position = range(depth), 0
@@ -63,26 +62,27 @@ class Chain:
     # ---- what a part holds and costs -------------------------------------------------------------------------------
 
     def users(self, parts: Sequence[range]) -> dict[nn.Parameter, set[int]]:
-        """The numbers of the parts that use each parameter of the network."""
+        """Return the numbers of the parts that use each parameter of the network."""
         last = len(parts) - 1
         users: dict[nn.Parameter, set[int]] = {}
         pieces = [(self.before, 0), *((self.layers[part.start : part.stop], i) for i, part in enumerate(parts))]
         for modules, number in [*pieces, (self.after, last)]:
             for parameter in (parameter for module in modules for parameter in module.parameters()):
                 users.setdefault(parameter, set()).add(number)
-        # What is left belongs to no layer: relative positions, which all layers read, and norms after the last.
+        # Other parameters belong to no layer: relative positions, which all layers read, and norms after the last.
         everywhere = {parameter: set(range(len(parts))) for parameter in self.network.parameters()}
         return everywhere | users
 
     def cut(self, num_parts: int) -> list[range]:
-        """The layers in parts, one or more each, such that the most expensive part costs as little as possible. Costs
-        are products for each token, attention apart, which all layers have alike.
+        """Return the layers in parts, one or more each, such that the most expensive part costs as little as possible.
+
+        Costs are products for each token, without attention, which is the same in all layers.
         """
         before, after = products(self.before), products(self.after) * self.head_share
         costs = [products([layer]) for layer in self.layers]
         costs[0], costs[-1] = costs[0] + before, costs[-1] + after
         depth = len(costs)
-        best = {0: (0.0, [0])}  # by the number of layers: the most expensive part up to here, and where parts end
+        best = {0: (0.0, [0])}  # by the number of layers: the most expensive part so far, and where parts end
         for number in range(1, num_parts + 1):
             best = {
                 end: min(
@@ -98,15 +98,17 @@ class Chain:
     # ---- forward passes --------------------------------------------------------------------------------------------
 
     def divide(self) -> None:
-        """Have the network run only the layers of the part that `run` chooses. Called once it has moved."""
+        """Make the network run only the layers of the part that `run` chooses. Called once it has moved."""
         for module in self.before:
             module.forward = self._before(module.forward)
         for layer in dict.fromkeys(self.layers):
             layer.forward = self._layer(layer.forward)
 
     def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
-        """What `call` returns, which runs the model, if `part` has the last layer; else the hidden states [B, S, H]
-        after it. `received`: those before its first layer, unless that is the network's first.
+        """Return the result of `call`, which runs the model, if `part` has the last layer; else the states [B, S, H].
+
+        These are the states after the part. `received`: those before its first layer, unless that is the network's
+        first.
         """
         self.part, self.received, self.position = part, received, 0
         try:
@@ -120,7 +122,7 @@ class Chain:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.received is None:
                 return forward(*args, **kwargs)
-            return self.received  # in place of embeddings, which this rank does not hold
+            return self.received  # instead of embeddings, which this rank does not hold
 
         return run
 
@@ -141,7 +143,7 @@ class Chain:
 
 
 def products(modules: Sequence[nn.Module]) -> float:
-    """Multiplications for each token: one for each number of a matrix, none for a table that is looked up."""
+    """Return the multiplications for each token: one for each number of a matrix, none for a lookup table."""
     inner = (module for outer in modules for module in outer.modules() if not isinstance(module, nn.Embedding))
     return float(
         sum(weight.numel() for module in inner for weight in module.parameters(recurse=False) if weight.ndim > 1)

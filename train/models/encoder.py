@@ -1,4 +1,4 @@
-"""Encoders of `transformers`, of any architecture: how all tasks build them, and masked language models.
+"""Encoders of `transformers`, of any architecture, which all tasks build here, and masked language models.
 
 Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabulary.
 """
@@ -29,7 +29,7 @@ from train.models.pretrained import read_model_config, read_weights
 from train.system.memory import total_memory_bytes
 from train.system.model_folder import ENCODERS
 
-# The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
+# The names of sizes in transformers' configurations (with aliases): the usual one, then DistilBERT's.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
@@ -43,13 +43,13 @@ SIZES = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
+ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' names, by architecture
 
 
 class MaskedLM(Network):
-    """A masked language model that computes logits [B, P, V] at the given positions only, instead of all S.
+    """A masked language model that computes logits [B, P, V] only at the given positions, instead of all S.
 
-    A hook on the encoder picks its output at `positions` before the model's own head reads it. This works for every
+    A hook on the encoder picks its output at `positions` before the model's head reads it. This works for every
     architecture whose head reads the encoder's last hidden state.
     """
 
@@ -64,7 +64,7 @@ class MaskedLM(Network):
         return output
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
+        """Return logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
         return self._checked(self._run(input_ids, token_type_ids, positions).logits, positions)
 
     def _run(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Any:
@@ -76,13 +76,13 @@ class MaskedLM(Network):
     def _checked(self, logits: Tensor, positions: Tensor) -> Tensor:
         if logits.shape[:2] != positions.shape:
             raise RuntimeError(
-                f"{type(self.network).__name__} gave logits {tuple(logits.shape)} for {tuple(positions.shape)} "
+                f"{type(self.network).__name__} returned logits {tuple(logits.shape)} for {tuple(positions.shape)} "
                 "positions: its head does not read the encoder's last hidden state"
             )
         return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """No parameters: the head's largest weight is the encoder's embedding, and all are learnt at one rate."""
+        # There are none: the head's largest weight is the encoder's embedding, and all are learnt at one rate.
         return []
 
 
@@ -95,16 +95,16 @@ class OrderedMaskedLM(MaskedLM):
             network.sop_classifier.dropout.p = 0.0  # Google's objective has none; transformers' is for fine-tuning
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: as it is, swapped."""
+        """Return logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: original, swapped."""
         output = self._run(input_ids, token_type_ids, positions)
         return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
 
 
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """[B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, as products with rows of zeros and a one.
+    """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by products with one-hot rows.
 
-    That costs 2 * S * H FLOPs a position, and suits Trainium, where each number of a gather is a copy of its own and
-    each of its gradient an addition in memory. It is exact; but TF32 rounds the states, as the head's product does.
+    That costs 2 * S * H FLOPs a position, and suits Trainium, where a gather copies each number separately, and its
+    gradient adds each separately in memory. It is exact; but TF32 rounds the states, as the head's product does.
     """
     tokens = torch.arange(hidden.size(1), device=positions.device)
     return (positions[..., None] == tokens).to(hidden.dtype) @ hidden
@@ -113,7 +113,7 @@ def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
 def build_masked_lm(
     cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int, predicts_order: bool = False
 ) -> MaskedLM:
-    """A model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
+    """Return a model for `vocab_size` pieces and sequences of `seq_len`. Raises InputError if cfg does not fit them."""
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if predicts_order:
         known = " or ".join(ORDER_LOGITS)
@@ -127,9 +127,11 @@ def build_masked_lm(
 def make_network(
     auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """A model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, and frozen as cfg says;
-    and the names of the parameters that the checkpoint did not have. On the meta device it has no weights, and none are
-    read. InputError if transformers has no such model, or if it cannot read sequences of `seq_len`.
+    """Return a model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, frozen as in cfg.
+
+    The second result has the names of the parameters that the checkpoint did not have. On the meta device it has no
+    weights, and none are read. Raises InputError if transformers has no such model, or if it cannot read sequences of
+    `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
@@ -152,7 +154,7 @@ def make_network(
 
 
 class Reached(Exception):
-    """The end of what `check_reads` computes."""
+    """An exception that ends the computation of `check_reads`."""
 
 
 @torch.no_grad()
@@ -164,12 +166,12 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
 
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
-    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # padding has no position of its own
+    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # padding has no position
     try:
         network.base_model.eval()(input_ids=row)  # dropout would draw random numbers
     except Reached:
         pass
-    except Exception as error:  # whatever the code of an architecture raises
+    except Exception as error:  # any exception of an architecture's code
         why = " ".join(str(error).split())
         raise InputError(
             f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens: {why}"
@@ -182,7 +184,7 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
 
 
 def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTrainedConfig:
-    """The configuration for transformers: that of a checkpoint, or of the architecture with the given sizes."""
+    """Return the configuration for transformers: that of a checkpoint, or of the architecture with the given sizes."""
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
     if cfg.pretrained is not None:
         config = read_model_config(cfg.pretrained)
@@ -202,7 +204,7 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # of the architecture's own tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # of the architecture's tokenizer
         outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
         sizes |= dict.fromkeys(outside)
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # other fields may follow from these
@@ -224,7 +226,7 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
 
 
 def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
-    """The name of one of SIZES in a configuration of transformers. InputError if it has no such size."""
+    """Return the name of one of SIZES in a configuration of transformers. Raises InputError if it has no such size."""
     theirs = next((name for name in SIZES[ours] if hasattr(config, name)), None)
     if theirs is None:
         raise InputError(f"model.{ours}={wanted}: {config.model_type} has no such size; leave it out")
@@ -232,7 +234,7 @@ def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
 
 
 def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
-    """`model_config`. InputError unless the model fits tokenizer, sequences and this machine's memory."""
+    """Return `model_config`. Raises InputError unless the model fits tokenizer, sequences and this machine's memory."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check(
         config.vocab_size >= vocab_size,
@@ -249,7 +251,7 @@ def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: i
 
 
 def check_memory(config: PreTrainedConfig) -> None:
-    """Raise InputError for a model whose weights alone exceed this machine's memory."""
+    """Raise InputError if a model's weights alone exceed this machine's memory."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_positions", "embedding_size")
     theirs = {ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names}
     sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
@@ -281,16 +283,16 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
-    """The number of tokens that a model can read; None if nothing limits it. InputError for a model that transformers
-    cannot build, or that this machine's memory does not hold.
+    """Return the number of tokens that a model can read; None if nothing limits it.
 
-    A table of positions with padding counts them from behind the row of padding, which is that of the token.
+    A table of positions with padding counts them from behind the row of padding, which is that of the token. Raises
+    InputError if transformers cannot build the model, or this machine's memory does not hold it.
     """
     check_memory(config)
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # whatever a value makes the code of an architecture raise
+    except Exception as error:  # any exception of an architecture's code
         why = " ".join(str(error).split())
         raise InputError(f"transformers can build no {config.model_type} of this configuration: {why}") from error
     tables = [module for name, module in model.named_modules() if name.split(".")[-1] == "position_embeddings"]

@@ -23,8 +23,8 @@ from train.models.network import Network
 
 logger = logging.getLogger("train")
 
-SCALE = "target_scale"  # of a configuration of transformers, while a model learns
-# The names of a head's dropout in the configurations of transformers.
+SCALE = "target_scale"  # a key in transformers' configuration, while a model learns
+# Configurations of transformers have these names for a head's dropout.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
@@ -32,8 +32,9 @@ class PaddedEncoder(Network):
     """An encoder that reads padded sequences, with the head of transformers' AutoModelFor<head>."""
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
-        """Logits: [B, C] of a label for a sequence, [B, S, C] of one for each token, [B, S, 2] of start and end of a
-        span. The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding.
+        """Return logits: [B, C] for a sequence's label, [B, S, C] for tokens' labels, [B, S, 2] for a span's ends.
+
+        The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding.
         """
         mask = None if real is None else self.mask(real)
         inputs = {"input_ids": input_ids, "attention_mask": mask, **self.segments(token_type_ids)}
@@ -44,14 +45,14 @@ class PaddedEncoder(Network):
         return logits
 
     def finish(self, plain: PreTrainedModel) -> None:
-        """Bring what was learnt of standardised targets into their units."""
+        # The outputs for standardised targets are brought into their units.
         scale = vars(plain.config).pop(SCALE, None)
         if scale is not None:
             rescale(last_layer(plain)[1], scale["mean"], scale["deviation"])
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The output of a PaddedEncoder for a batch, which has no mask if it has no padding."""
+    """Return the output of a PaddedEncoder for a batch, which has no mask if it has no padding."""
     logits: Tensor = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["token_type_ids"])
     return logits
 
@@ -68,9 +69,9 @@ def build_with_head(
 ) -> PaddedEncoder:
     """Return a model of AutoModelFor<head> for a tokenizer of `vocab_size` pieces and sequences of at most `seq_len`.
 
-    `labels` names the outputs in their order. `problem_type` says what a SequenceClassification head learns, in
-    transformers' terms. model.hidden_dropout is the head's dropout as well. Raises InputError if they do not fit, or
-    if the checkpoint has a head for other labels.
+    `labels` names the outputs in their order. `problem_type` is the objective of a SequenceClassification head in
+    transformers' terms. model.hidden_dropout is the head's dropout too. Raises InputError if they do not fit, or if the
+    checkpoint has a head for other labels.
     """
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
@@ -82,7 +83,7 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = 2  # start and end; a checkpoint may have labels of its own
+        config.num_labels = 2  # start and end; a checkpoint may have different labels
     vars(config).pop(SCALE, None)  # a checkpoint's config.json may hold anything
     if head == "SequenceClassification":
         config.problem_type = problem_type
@@ -94,15 +95,17 @@ def build_with_head(
 
 @dataclass(frozen=True)
 class Scale:
-    """What a head computes for its C outputs: (number - mean) / deviation."""
+    """The scale of a head's C outputs: (number - mean) / deviation."""
 
     mean: list[float]  # [C]
     deviation: list[float]  # [C], above 0
 
 
 def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
-    """Have the model learn in `scale`, which its configuration keeps for the export. A head that `is_trained` already
-    computes numbers in their units. Raises InputError if its last layer cannot be brought into them.
+    """Have the model learn in `scale`, which its configuration keeps for the export.
+
+    A head that `is_trained` already computes numbers in their units. Raises InputError if its last layer cannot be
+    converted.
     """
     if scale is None:
         return
@@ -114,15 +117,13 @@ def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool)
 
 
 def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
-    """Return the layer that computes the outputs of a head, and its name. Raises InputError if there is none that has
-    biases.
-    """
+    """Return the layer that computes the outputs of a head, and its name. Raises InputError if it has no biases."""
     inside = set(network.base_model.modules())
     layers = [(name, module) for name, module in network.named_modules() if module not in inside]
     linear = [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear)]
     check(
         bool(linear) and linear[-1][1].out_features == network.config.num_labels and linear[-1][1].bias is not None,
-        f"the head of {type(network).__name__} ends in no linear layer with biases: set task.standardize=false",
+        f"the head of {type(network).__name__} does not end in a linear layer with biases: set task.standardize=false",
     )
     return linear[-1]
 
@@ -144,14 +145,15 @@ def names_of_head(config: PreTrainedConfig) -> list[str]:
     shown = shortlist(map(repr, names))
     check(
         is_usable,
-        f"{config.name_or_path}/config.json: id2label must hold a name of its own for each label, not {shown}",
+        f"{config.name_or_path}/config.json: id2label must have a different name for each label, not {shown}",
     )
     return names
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """InputError if a checkpoint's head is for other labels, or another order. LABEL_0, ... stand for no names: the log
-    says which labels they are taken for.
+    """Raise InputError if a checkpoint's head is for other labels, or another order.
+
+    LABEL_0, ... stand for no names: the log says which labels they are taken for.
     """
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:

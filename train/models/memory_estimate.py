@@ -6,9 +6,9 @@ States are those of mixed precision as ZeRO counts them (https://arxiv.org/abs/1
 Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1): a layer keeps 34 bytes for each
 token and hidden unit in 16 bits, of which 2 are masks of dropout and 32 are 16 numbers; 8 of these are the feed-forward
 part's for a width of 4 hidden sizes. Autocast keeps 8 bytes more: the two sums that norms read are in fp32, and
-queries, keys and values each have a copy of their input in 16 bits. CPUs, whose norms stay in bf16, keep fewer. The
-scores of attention, 5 bytes a pair of tokens and head there, are not kept: PyTorch's SDPA computes them again. What
-lives for a moment of the backward pass is not counted, but in the factor of CPUs, which keep scores that have dropout.
+queries, keys and values each have a copy of their input in 16 bits. CPUs, whose norms are in bf16, keep fewer. The
+scores of attention, 5 bytes a pair of tokens and head there, are not kept: PyTorch's SDPA computes them again.
+Temporary memory of the backward pass is not counted, but in the factor of CPUs, which keep scores that have dropout.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from train.models.model_sizes import Shape
 
 GIB = 2**30
 STATE_BYTES = 4  # of fp32: weights, gradients, and each of two moments
-WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # and those that have no fp32 weights, or bf16 ones beside them
+WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # with no fp32 weights, or with bf16 ones in addition
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # of a number that products read; 2 in the other precisions
 AUTOCAST = ("bf16", "fp16")
 MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # bytes and numbers of a layer for each token and hidden unit
-# Of a run on CPUs, from the peaks of seven (five are in benchmarks/notes.md), which these three give within 7 %.
+# These three, for runs on CPUs, reproduce the peaks of seven runs (five are in benchmarks/notes.md) within 7 %.
 CPU_PROCESS_BYTES = int(0.85 * GIB)  # of a process with torch and transformers, before there is a model
-CPU_ACTIVATIONS = 1.25  # of what is kept: with what lives for a moment of the backward pass
-CPU_SCORE_BYTES = 14  # of a pair of tokens and head, where its scores have dropout
-LOGIT_BYTES = 8  # of a score of the vocabulary, beside the product's own: its copy in fp32, and log-softmax
+CPU_ACTIVATIONS = 1.25  # times the kept activations, for temporary memory of the backward pass
+CPU_SCORE_BYTES = 14  # per pair of tokens and head, if its scores have dropout
+LOGIT_BYTES = 8  # per score of the vocabulary, in addition to the product's: its copy in fp32, and log-softmax
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the fullest of them."""
+    """Bytes of the rank that needs most."""
 
     weights: float
     gradients: float
     moments: float
     copies: float  # of weights: gathered from other ranks, or in the type that products read
     activations: float
-    saving: float = 0  # on the host, where the device is one: the copy that a save is written from
-    process: float = 0  # of the host, as well: the program and its libraries
+    saving: float = 0  # on the host, if the device is the host: the copy that a save is written from
+    process: float = 0  # the program and its libraries, also of the host
 
     @property
     def total(self) -> float:
@@ -51,7 +51,7 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """What a checkpoint holds, and a save copies to the host."""
+        """Memory of a checkpoint's content, which a save copies to the host."""
         return self.weights + self.moments
 
     def __str__(self) -> str:
@@ -69,13 +69,13 @@ def memory_of(
     seq_len: int,
     precision: str,
 ) -> Memory:
-    """The memory of a rank that trains on micro batches of this size."""
+    """Return the memory of a rank that trains on micro batches of this size."""
     model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.head_size(seq_len)
     separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
     in_layers = separate * shape.layer_parameters()
     every = shape.trained_parameters(head)
     # A stage of a pipeline has its share of the layers, or all of those that are shared; the fullest one has the
-    # embedding or the head as well.
+    # embedding or the head too.
     depth, own_layers = shape.num_hidden_layers, layers_of_rank(shape, held)
     here = every - in_layers * (depth - own_layers) / depth if separate == depth else every
     unfrozen = shape.trained_parameters(
@@ -88,7 +88,7 @@ def memory_of(
         "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
         "model": here,
     }
-    # Whole tensors are shared out, the largest of which is the embedding.
+    # Whole tensors are distributed, the largest of which is the embedding.
     largest = 0 if model.freeze_embeddings or not held.whole_tensors else shape.vocab_size * shape.embedding_width
     moments = max(trained * held.moments, largest)
     sums = trained if held.sums_whole and accumulation > 1 else 0
@@ -102,8 +102,9 @@ def memory_of(
 
 
 def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
-    """Return what a rank holds whose device is the host. `scores`: pairs of tokens, of all heads and layers of a micro
-    batch, whose attention has dropout.
+    """Return the memory of a rank whose device is the host.
+
+    `scores`: pairs of tokens, of all heads and layers of a micro batch, whose attention has dropout.
     """
     activations = CPU_ACTIVATIONS * needed.activations + CPU_SCORE_BYTES * scores
     saving = needed.state if saves else 0
@@ -111,20 +112,21 @@ def on_cpu(needed: Memory, *, scores: float, saves: bool) -> Memory:
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
-    """The layers that the fullest rank holds, at least: a large head leaves more of them to the other stages."""
+    """Return a lower bound of the fullest rank's layers: a large head leaves more of them to the other stages."""
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 
 def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, precision: str) -> float:
-    """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`; those
-    of an evaluation, if they are more.
+    """Return the bytes that one rank's forward pass keeps for the backward pass, of `tokens` in rows of `seq_len`.
+
+    It is the bytes of an evaluation, if these are more.
     """
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     value_bytes = PRODUCT_BYTES.get(precision, 2)
     other_bytes = MASK_BYTES + AUTOCAST_BYTES * (precision in AUTOCAST)
     # The first layers are those that are frozen, so that the fullest stage may have none of them.
     num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
-    ffn_values = 2 * (shape.ffn_products - 1)  # into the activation and out of it; both twice where it is gated
+    ffn_values = 2 * (shape.ffn_products - 1)  # into the activation and out of it; both twice if it is gated
     layer = tokens * (hidden * (other_bytes + ATTENTION_VALUES * value_bytes) + ffn_values * ffn * value_bytes)
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer
@@ -134,12 +136,12 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     head = cfg.task.head_size(seq_len)
     rows, prediction = tokens / seq_len, shape.vocab_size * (value_bytes + LOGIT_BYTES)
     in_training = layers + rows * held.activations * head.predictions * prediction
-    # An evaluation keeps no layers, and a pipeline's is of the whole batch at once.
+    # An evaluation keeps no layers, and a pipeline's is of the whole batch together.
     return max(in_training, (cfg.eval_batch_size or rows) * head.eval_predictions * prediction)
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
-    """The settings that need less memory, the cheapest first."""
+    """Return the settings that need less memory, the cheapest first."""
     layers = [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
     split = [cfg.parallel.frees] if world_size > 1 else []
     return ", ".join(["lower micro_batch_size (the global batch stays)", *layers, *split])

@@ -13,7 +13,7 @@ from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
 from train.system.folders import Folder, LocalFolder, is_s3, local_path
 from train.system.schema import BadContent, of_type, read_object
 
-MOST = 10**9  # of any size: their products stay numbers that a float holds
+MOST = 10**9  # of any size: their products remain numbers that a float holds
 MAX_CONFIG_BYTES = 2**20
 CONFIGS = ("config.json", "export/config.json", "model/config.json")  # of transformers' folder, and of a run's
 
@@ -38,12 +38,12 @@ class Shape:
 
     @property
     def is_modern(self) -> bool:
-        """Whether it is a ModernBERT: a gated feed-forward part, no biases, no table of positions or segments."""
+        """True for a ModernBERT: a gated feed-forward part, no biases, no table of positions or segments."""
         return self.model_type == "modernbert"
 
     @property
     def ffn_products(self) -> int:
-        """Products of the feed-forward part of a layer."""
+        """Number of products in the feed-forward part of a layer."""
         return 3 if self.is_modern else 2
 
     @property
@@ -64,7 +64,7 @@ class Shape:
         return weights + biases
 
     def trained_parameters(self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0) -> int:
-        """Parameters that have a gradient. The few thousand of the scores of labels are left out."""
+        """Return the number of parameters with a gradient. The few thousand of the scores of labels are left out."""
         hidden = self.hidden_size
         layers = self.num_hidden_groups if self.is_albert else max(0, self.num_hidden_layers - freeze_layers)
         total = layers * self.layer_parameters()
@@ -79,8 +79,9 @@ class Shape:
         return total + (hidden**2 + hidden if dense else 0)
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
-        """Floating point operations to train on one sequence of `seq_len` tokens, padding included. The lowest `frozen`
-        layers have no backward pass.
+        """Return the floating point operations to train on one sequence of `seq_len` tokens, padding included.
+
+        The lowest `frozen` layers have no backward pass.
 
         A multiply-add counts as 2 operations, the backward pass as twice the forward pass. The usual 6 x parameters is
         8.5 times too low for ALBERT-base, whose layers share their parameters but not their work. Checked against
@@ -139,9 +140,9 @@ OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
 
 
 def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | None:
-    """The sizes of the model that a run would train; None if only transformers or the Hub can tell them.
+    """Return the sizes of the model that a run would train; None if only transformers or the Hub can tell them.
 
-    `vocab_size` is that of the tokenizer, if it is known: a new model without `vocab_size` of its own takes it.
+    `vocab_size` is that of the tokenizer, if it is known: a new model without a `vocab_size` takes it.
     """
     source = cfg.init_from or cfg.pretrained
     if source is not None:
@@ -165,18 +166,18 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """InputError if the model of a run is known to have too few layers for the parts that the run cuts it into."""
+    """Raise InputError if a model is known to have too few layers for the parts into which the run splits it."""
     if cfg.parallel.num_parts > 1 and (shape := find_shape(cfg.model)) is not None:
         cfg.parallel.check_layers(shape.num_hidden_layers)
 
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
-    """Whether `find_shape` takes the vocabulary from something else than the architecture's default."""
+    """Return whether `find_shape` takes the vocabulary from something other than the architecture's default."""
     return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """The sizes in the config.json of a folder; None without one that is known here. InputError for a damaged file."""
+    """Return the sizes in a folder's config.json; None if none is known here. Raises InputError if it is damaged."""
     sizes = ((name, folder.size(name)) for name in CONFIGS)
     name, num_bytes = next(((name, num_bytes) for name, num_bytes in sizes if num_bytes is not None), ("", 0))
     if not name:
@@ -190,13 +191,13 @@ def read_shape(folder: Folder) -> Shape | None:
 
 
 def shape_of_model(model: Any) -> Shape | None:
-    """The sizes of a `Network`; None for other models, and for architectures whose parameters are not counted here."""
+    """Return the sizes of a `Network`; None for other models, or if its architecture is unknown here."""
     network = getattr(model, "network", None)
     return None if network is None else shape_of(network.config.to_dict())
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:
-    """The sizes in a config.json, by transformers' defaults where they are missing. BadContent for impossible ones."""
+    """Return the sizes in a config.json, with transformers' defaults. Raises BadContent if they are impossible."""
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None
@@ -209,6 +210,6 @@ def shape_of(values: dict[str, Any]) -> Shape | None:
         if value is not None:
             number = of_type(int, value, name)
             if not (0 if name == "type_vocab_size" else 1) <= number <= MOST:
-                raise BadContent(f"{name}={number} is no size of a model")
+                raise BadContent(f"{name}={number} is not a size of a model")
             sizes[name] = number
     return replace(default, **sizes)

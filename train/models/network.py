@@ -1,6 +1,4 @@
-"""A model of transformers with what backends and tasks do to it and to its repeated layers, whatever architecture and
-head it has.
-"""
+"""A model of transformers with the operations of backends and tasks, for every architecture and head."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from train.models.model_sizes import shape_of
 Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
 HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
 MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a head and pair of tokens, in each layer
-# Architectures that use a mask [B, 1, 1, S] as it is: some add it to the scores, others read 0 and 1 from it. All
-# other architectures get the plain [B, S].
+# These architectures use a mask [B, 1, 1, S] unchanged: some add it to the scores, others read 0 and 1 from it. All
+# others get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
 ENCODERS = ("encoder", "transformer")  # the module of all layers, by architecture
@@ -34,26 +32,26 @@ PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")  # of ALBERT
 
 
 class Network(nn.Module):
-    """A model of transformers, with what backends and tasks do to it whatever its head."""
+    """A model of transformers, with the operations that backends and tasks need whatever its head."""
 
-    head_share = 0.0  # of the positions of a sequence that the head reads: about none, if it reads one token
+    head_share = 0.0  # of a sequence's positions that the head reads: about none, if it reads one token
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
-        """`new`: names of the parameters that a checkpoint did not have."""
+        """Take a model; `new` has the names of the parameters that a checkpoint did not have."""
         super().__init__()
         self.network, self.new = network.train(), new  # transformers returns pretrained models without dropout
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         self.mask_dtype: torch.dtype | None = None  # that of scores; None: that of the weights
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
-        """The segments as an argument, for architectures that distinguish them."""
+        """Return the segments as an argument, for architectures that distinguish them."""
         return {"token_type_ids": token_type_ids} if self.has_segments else {}
 
     def mask(self, real: Tensor) -> Tensor:
-        """The attention mask, in the form that the architecture takes; `real` [B, S] is 1 at tokens and 0 at padding.
+        """Return the attention mask in the architecture's form; `real` [B, S] is 1 at tokens and 0 at padding.
 
         transformers reads a [B, S] mask at every forward pass, to drop it if it hides nothing. That stops an XLA device
-        and makes two graphs. A mask of four dimensions is used as it is.
+        and makes two graphs. A mask of four dimensions is used unchanged.
         """
         kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
         if kind in ADDING:
@@ -61,13 +59,13 @@ class Network(nn.Module):
         return real[:, None, None].to(dtype) if kind in CHOOSING else real
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """The parameters outside the encoder, and those of the encoder (its pooler) that a checkpoint did not have."""
+        """Return the parameters outside the encoder, and those in it (its pooler) that a checkpoint did not have."""
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
 
     def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
-        """FLOPs to train on one sequence of `seq_len` tokens; None for an architecture without a known formula."""
+        """Return the FLOPs to train on one sequence of `seq_len` tokens; None without a known formula."""
         shape = shape_of(self.network.config.to_dict())
         if shape is None:
             return None
@@ -77,7 +75,8 @@ class Network(nn.Module):
 
     def attend_by_products(self, dtype: torch.dtype) -> None:
         """Compute attention by plain products in `dtype`, which keep its scores for the backward pass, instead of SDPA.
-        Models for long sequences, whose scores would fill the memory, stay as they are.
+
+        Models for long sequences, whose scores would fill the memory, are left unchanged.
         """
         positions = getattr(self.network.config, "max_position_embeddings", None) or 0
         if positions <= MOST_POSITIONS:
@@ -85,7 +84,7 @@ class Network(nn.Module):
             self.mask_dtype = dtype
 
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
-        """Keep only the input of each layer for the backward pass. InputError if no layer is known.
+        """Keep only the input of each layer for the backward pass. Raises InputError if no layer is known.
 
         The switch of transformers ignores ALBERT, and its default recomputation is not the one that XLA needs.
         """
@@ -93,21 +92,24 @@ class Network(nn.Module):
             layer.forward = recomputed(layer.forward, checkpoint, layer)
 
     def narrow_norms(self, dtype: torch.dtype) -> None:
-        """Have each norm, which autocast computes in fp32, return `dtype`: the sums of its results with those of
-        products, which pass from layer to layer, then take half of the memory. Weights and gradients stay in fp32.
+        """Make each norm, which autocast computes in fp32, return `dtype`.
+
+        The sums of its results with those of products, which pass from layer to layer, then take half of the memory.
+        Weights and gradients are kept in fp32.
         """
         for module in self.network.modules():
             if is_norm(module):
                 module.register_forward_hook(partial(_returned_in, dtype))
 
     def compile_layers(self, optimised: Callable[[Any], Any], *, widens: bool = False) -> int:
-        """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
-        training and one in evaluation for each kind of layer. `widens`: norms return fp32 where products return 16
-        bits. InputError if no layer is known.
+        """Run each layer by `optimised(forward)`. Returns the number of graphs for inputs of one shape.
+
+        There is one in training and one in evaluation for each kind of layer. `widens`: norms return fp32 while
+        products return 16 bits. Raises InputError if no layer is known.
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
         layers = self.known_layers()
-        if widens:  # a product in front of the layers gets the type of norms, so that the first layer is no other graph
+        if widens:  # a product before the layers gets the type of norms, so that the first layer's graph is the same
             for name, module in self.network.named_modules():
                 if name.endswith(PROJECTIONS):
                     module.register_forward_hook(partial(_returned_in, torch.float32))
@@ -116,16 +118,17 @@ class Network(nn.Module):
             weights = list(layer.parameters())
             kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
             evaluation.add(kind)
-            # Behind frozen layers, the input of the first trained one needs no gradient.
+            # After frozen layers, the input of the first trained one needs no gradient.
             training.add((kind, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
         return len(training) + len(evaluation)
 
     def compile_encoder(self, optimised: Callable[[Any], Any]) -> int:
-        """Run all layers as one `optimised(forward)`, or the whole model where no module holds just the layers.
-        Returns how many graphs that is, for inputs of one shape.
+        """Run all layers as one `optimised(forward)`, or the whole model if no module holds just the layers.
 
-        The embeddings stay outside: the kernels that a compiler makes add their gradients up in any order. So does
+        Returns the number of graphs for inputs of one shape.
+
+        The embeddings are left outside: the kernels that a compiler makes add their gradients up in any order. So is
         the choice of the mask: inside a graph transformers makes one that hides nothing, which attention has to read.
         """
         module = self.encoder or self
@@ -148,13 +151,15 @@ class Network(nn.Module):
         return layers
 
     def separate_layers(self) -> list[nn.Module]:
-        """The layers with weights of their own; none if all share one. InputError if no layer is known."""
+        """Return the layers with separate weights; none if all share one. Raises InputError if no layer is known."""
         layers = self.known_layers()
         return layers if len(layers) >= self.network.config.num_hidden_layers else []
 
     def export(self, folder: Path) -> None:
-        """Write the weights in float32 for from_pretrained of `transformers`. Those that are in float32 in the host's
-        memory, or mapped from a file, are written from there, and only others are copied to the host.
+        """Write the weights in float32 for from_pretrained of `transformers`.
+
+        Those that are in float32 in the host's memory, or mapped from a file, are written from there, and only others
+        are copied to the host.
         """
         with torch.device("meta"):  # names, shapes and ties
             plain = type(self.network)(deepcopy(self.network.config))
@@ -169,7 +174,7 @@ class Network(nn.Module):
             shutil.copymode(folder / "config.json", path)
 
     def finish(self, plain: PreTrainedModel) -> None:
-        """Replace what the exported model, which has the weights of this one, needs in another form than training."""
+        """Replace parts of the exported model, which has this one's weights, by the form that exports need."""
         return
 
 
@@ -183,7 +188,7 @@ def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: T
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """The layers that a network is made of, in their order; a shared one comes once."""
+    """Return the layers that a network is made of, in their order; a shared one once."""
     return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)]
 
 
@@ -197,7 +202,7 @@ def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Mo
 
 
 def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
-    """Freeze the first `layers`, and with them, or alone, the embeddings; not dropout. InputError for too many."""
+    """Freeze the first `layers`, and with them, or alone, the embeddings. Raises InputError if there are too few."""
     base = network.base_model
     frozen: list[nn.Module] = []
     if embeddings or layers:

@@ -37,8 +37,9 @@ CONVERT = (
 def read_weights(
     auto: Any, source: str, config: PreTrainedConfig, *, attention: str, new_head: bool
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """A model by `auto` (AutoModelFor...) in float32, and the names of the parameters that begin with random values:
-    those that the checkpoint does not have or, if `new_head`, all outside the encoder.
+    """Return a model by `auto` (AutoModelFor...) in float32, and the names of parameters with random values.
+
+    These are the ones that the checkpoint does not have or, if `new_head`, all outside the encoder.
 
     Raises InputError unless the checkpoint holds the whole encoder (it may lack the pooler). If it has a head, that
     must fit.
@@ -102,15 +103,16 @@ def begin_head(network: PreTrainedModel) -> set[str]:
         if module is network or module in encoder:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            parameter._is_hf_initialized = False  # transformers leaves parameters with this mark alone
+            parameter._is_hf_initialized = False  # transformers leaves only parameters with this mark unchanged
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun
 
 
 def read_model_config(source: str) -> PreTrainedConfig:
-    """Return the configuration of a folder or Hub id. Raises InputError if there is none, or one that cannot be used,
-    and for weights beside it that cannot be read. transformers does not see the file.
+    """Return the configuration of a folder or Hub id. transformers does not see the file.
+
+    Raises InputError if it is missing or cannot be used, or if weights in the same folder cannot be read.
     """
     try:
         with asking_hub(source):
@@ -124,9 +126,9 @@ def read_model_config(source: str) -> PreTrainedConfig:
         raise InputError(unavailable(source, FileNotFoundError(f"it has no config.json{models_below(folder)}")))
     try:
         config = AutoConfig.for_model(values.pop("model_type"), **{**values, "name_or_path": source})
-    except Exception as error:  # whatever a value makes the code of an architecture raise
+    except Exception as error:  # any exception of an architecture's code
         why = " ".join(str(error).split())
-        raise InputError(f"{source}/config.json is none that transformers can use: {why}") from error
+        raise InputError(f"{source}/config.json cannot be used by transformers: {why}") from error
     config.return_dict = True
     unknown = [f"{name}={act}" for name in ACTIVATIONS if (act := getattr(config, name, None)) and act not in ACT2FN]
     check(not unknown, f"{source}/config.json: transformers has no {shortlist(unknown)}")
@@ -135,8 +137,9 @@ def read_model_config(source: str) -> PreTrainedConfig:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise InputError for weights that cannot be read as safetensors: pickled ones, damaged files, and an index that
-    names files which are missing or outside its folder.
+    """Raise InputError if weights cannot be read as safetensors.
+
+    That covers pickled ones, damaged files, and an index that names files which are missing or outside its folder.
     """
     for path in folder.glob("*.index.json"):
         try:

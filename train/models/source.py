@@ -1,8 +1,8 @@
-"""Where weights and tokenizer come from: the Hub, a folder of `transformers`, or a run of ours, on disk or in S3.
+"""The source of weights and tokenizer: the Hub, a folder of `transformers`, or one of our runs, on disk or in S3.
 
 The weights of a run are those of its export/ or, if there is none or the run has continued since, of its best
-checkpoint, which is exported to the cache. What is fetched or exported is kept there under a name that is derived from
-its source. That happens once per machine: the ranks wait for the first of them.
+checkpoint, which is exported to the cache. Fetched or exported files are kept there under a name that is derived from
+their source. That happens once per machine: the ranks wait for the first of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
-EXPORTING = "BARETRAIN_EXPORTING"  # runs whose checkpoints the processes above this one export, a line each
+EXPORTING = "BARETRAIN_EXPORTING"  # runs whose checkpoints the processes above this one export, one per line
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a process one of several
 
 
@@ -39,11 +39,11 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a 
 
 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
-    """The settings with `pretrained` and `tokenizer` as local folders or Hub ids. InputError for neither."""
+    """Return the settings with `pretrained` and `tokenizer` as folders here or Hub ids. Raises InputError otherwise."""
     given = cfg.init_from or cfg.pretrained
     check(
         given is None or cfg.initializer_range is None,
-        f"model.initializer_range={cfg.initializer_range} is for a new model, and the weights are those of {given}; "
+        f"model.initializer_range={cfg.initializer_range} is for a new model, but the weights are those of {given}; "
         "set it to null",
     )
     weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
@@ -56,7 +56,7 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
 
 
 def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -> str:
-    """A local folder that has the file `needs`; a Hub id is returned as it is."""
+    """Return a local folder that has the file `needs`, or a Hub id unchanged."""
     if not is_s3(location) and not local_path(location).is_dir():
         check(is_at_hub(location), f"{key}={location}: there is no such folder")
         return location
@@ -81,7 +81,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
 
 
 def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
-    """The path of a subfolder, or of its copy if the folder is in S3."""
+    """Return the path of a subfolder, or of its copy if the folder is in S3."""
     if isinstance(folder, LocalFolder):
         return str(folder.path / prefix)
     listed = folder.listing(prefix).items()
@@ -95,7 +95,7 @@ def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
 
 
 def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, cache: Path) -> str:
-    """The export of the best checkpoint, or of the newest if none was evaluated.
+    """Return the export of the best checkpoint, or of the newest if none was evaluated.
 
     `python -m train.checkpoints RUN export` writes it, in a process that is no rank: the weights are in memory once per
     machine.
@@ -129,7 +129,7 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
 
 
 def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> str:
-    """A folder of the cache that `make` has filled, called by the first process of this machine that needs it."""
+    """Return a folder of the cache, filled by `make` in the first process of this machine that needs it."""
     return str(made_once(make_folder(cache / "models") / sha256_json(made_of)[:16], make))
 
 
@@ -137,8 +137,10 @@ def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> 
 
 
 def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer of resolved settings. It neither truncates nor pads. InputError for one that cannot be loaded, is
-    slow, lacks a special token, or has another vocabulary than that of the weights.
+    """Return the tokenizer of resolved settings. It neither truncates nor pads.
+
+    Raises InputError if it cannot be loaded, is slow, lacks a special token, or does not have the vocabulary of the
+    weights.
     """
     source = cfg.tokenizer or cfg.pretrained
     if source is None:
@@ -148,6 +150,6 @@ def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
         check_same_vocabulary(
             cfg.pretrained,
             tokenizer.get_vocab(),
-            f"model.tokenizer={source} has another vocabulary than that of the weights, {cfg.pretrained}; leave it out",
+            f"model.tokenizer={source} does not have the vocabulary of the weights, {cfg.pretrained}; leave it out",
         )
     return tokenizer

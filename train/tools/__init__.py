@@ -1,1 +1,1 @@
-"""The commands beside training. Their entry points stand in `train/`."""
+"""The commands other than training. Their entry points are in `train/`."""

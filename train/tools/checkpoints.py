@@ -1,5 +1,4 @@
-"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: inspect a run's checkpoints, on disk or in
-S3.
+"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: inspection of a run's checkpoints.
 
 Exit code 0: done, 1: a checkpoint is damaged, or S3 did not answer, 2: wrong arguments, or a job holds the run.
 """
@@ -30,9 +29,7 @@ COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 @contextmanager
 def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
-    """The checkpoints of a run folder. From S3 they are fetched one step at a time, to a folder in which no job of this
-    machine writes.
-    """
+    """Open a run folder's checkpoints; those in S3 are fetched one step at a time, to a folder of this process."""
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
@@ -42,9 +39,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
 
 
 def fetch(store: Store, step: int, content: str | None = None) -> Path:
-    """A verified step on this machine, or its files of this content alone. InputError if there is no such step, or no
-    space for it.
-    """
+    """Fetch a verified step, or only its files of `content`. Raises InputError if it is missing or too large."""
     steps = store.steps()
     check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
     try:
@@ -59,7 +54,7 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
 
 
 def table(store: Store) -> Iterator[str]:
-    """A line for each step: what the manifest says, and whether the files have their lengths. No file is read."""
+    """Yield a line for each step: its manifest, and whether the files have their lengths. No file is read."""
     whole, damaged = store.look_at_all()
     rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
     rows |= {step: [str(step), *"-----", f"damaged: {error}"] for step, error in damaged.items()}
@@ -77,7 +72,7 @@ def table(store: Store) -> Iterator[str]:
     for name in store.quarantined():
         yield f"in quarantine: {name}"
     for name in store.leftovers():
-        yield f"not committed: {name}, of a save under way or of one that left it"
+        yield f"not committed: {name}, of a running or an abandoned save"
 
 
 def row(manifest: Manifest) -> list[str]:
@@ -163,7 +158,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
 
 
 def chosen(store: Store, step: int | None) -> tuple[int, str]:
-    """The step to export and why: the one that was asked for, the best, or the newest."""
+    """Return the step to export and why: the requested one, the best, or the newest."""
     if step is not None:
         return step, "as asked"
     whole, damaged = store.look_at_all()
@@ -207,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_s3_flags(command)
         return command
 
-    add("list", "what there is, by the manifests and the files' lengths (the default); verify compares checksums")
+    add("list", "the steps, by the manifests and the files' lengths (the default); verify compares checksums")
     add("verify", "read everything back, and say which step the next start takes").add_argument(
         "--step", type=int, default=None, help="this one alone"
     )

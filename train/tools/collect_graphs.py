@@ -1,7 +1,7 @@
-"""`python -m train.tools.collect_graphs key=value ...`: the short run of `train.precompile`, which starts this under
-torchrun: each graph runs once, no number is checked and nothing is saved.
+"""`python -m train.tools.collect_graphs key=value ...`: the short run of `train.precompile`, started under torchrun.
 
-No setting turns a run into this, since one that has it by mistake would train for nothing.
+Each graph runs once, no number is checked and nothing is saved. No setting turns a run into this: a run with such a
+setting by mistake would train for nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from train.tools.report import check_output, write_report
 from train.tools.report import main as report
 
 SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)  # a folder with such a name can be written ./a=b
-PURPOSE = """Train a run in several variants, one after the other, and write a report on them beside the first.
+PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
 With run folders instead of settings: the report on these, as of python -m train.report."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
-    """Run what has not ended yet, and write the report; returns the exit code."""
+    """Run variants that have not ended yet, and write the report; return the exit code."""
     from train.tools.variants import Runner, check_tasks, make_variants
 
     check("LOCAL_RANK" not in os.environ, "compare starts the ranks itself, by compare.ranks; run it without torchrun")

@@ -1,4 +1,4 @@
-"""`python -m train.convert from-arrow FOLDER OUTPUT`: sequences that others have packed become shards.
+"""`python -m train.convert from-arrow FOLDER OUTPUT`: shards from sequences that others have packed.
 
 The folder is one of `datasets.DatasetDict.save_to_disk`, with a column of token ids, equally many in each row. Columns
 `pivot` and `same_document` (packing.py) are optional; without them a sequence has one segment.
@@ -28,10 +28,8 @@ from train.system.folders import local_path, open_folder
 
 
 def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, column: str = "tokens") -> DataManifest:
-    """Make shards of a data set of sequences. Raises InputError, before anything is written, if a value of a column
-    does not fit.
-    """
-    import datasets  # takes a second or more
+    """Make shards of a data set of sequences. Raises InputError first if a value of a column does not fit."""
+    import datasets  # it takes a second or more
 
     saved = load_saved(source)
     check(
@@ -100,8 +98,10 @@ def pieces(table: Any, column: str, seq_len: int, vocab_size: int) -> Iterator[R
 def values_of(
     part: pa.Table, name: str, most: int, start: int, seq_len: int | None = None, *, default: int = 0
 ) -> np.ndarray:
-    """Return a column of whole numbers up to `most`, [rows], or of lists of so many, [rows, seq_len]; `default` in each
-    row if there is no such column. Raises InputError if it holds anything else; `start` is the number of the first row.
+    """Return a column of whole numbers up to `most`, [rows], or of lists of `seq_len` of them, [rows, seq_len].
+
+    Without the column each row has `default`. Raises InputError if it holds anything else; `start` is the number of the
+    first row.
     """
     if name not in part.column_names:
         return np.full(len(part), default)

@@ -4,14 +4,14 @@ Takes the settings of `python -m train`, on each machine of the run. On Trainium
 steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
 side by side. With backend.compile the same short run fills backend.compile_cache, without Neuron's tool.
 
-Not run on hardware. What is known of the tool is from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
+Not run on hardware. The facts about the tool are from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
 
 - it reads the list of graphs from the output of the run, so none of that may be redirected;
-- it writes its results to the current folder: it gets a folder of its own, which the run leaves by `env --chdir`;
+- it writes its results to the current folder: it gets a separate folder, which the run leaves by `env --chdir`;
 - its exit status is the number of failed graphs, or 1 for a failed run: the results distinguish the two;
 - `--command compile` compiles every waiting graph of the cache, those of other runs too; only this run's count here.
-  Whether it compiles failed ones again depends on --retry_failed_compilation, and no source shows that it always does:
+  It may compile failed ones again, by --retry_failed_compilation, but no source shows that it always does:
   so a graph counts as failed until the results or the files of the cache say otherwise.
 """
 
@@ -54,7 +54,7 @@ class ShortRun:
     added: dict[str, str]
     cache: str
     plan: Plan
-    split_tokens: int | None  # the most that a micro batch may have, if its length is not known here
+    split_tokens: int | None  # the most tokens of a micro batch, if its length is not known here
     is_inductor: bool  # torch.compile on GPUs and CPUs, which needs no tool
     work: Path  # a folder of this machine: results of the tool, run folder of the short run
 
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # it is made only if a tool runs
+    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # made only if a tool runs
     short_run = build_short_run(options, os.environ, work=work)
     describe(short_run)
     if options.dry_run:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
-    place_graphs(environ, is_native=False)  # the ranks check this too, but the tool is there before them
+    place_graphs(environ, is_native=False)  # the ranks check this too, but the tool runs before them
     return precompile(short_run, environ, retries=options.retries, clear_locks=options.clear_locks)
 
 
@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
-    """Make the short run; InputError for all that can be checked without the tool."""
+    """Make the short run. Raises InputError if it cannot work, as far as that shows without the tool."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cli.check_typed(TrainConfig, options.overrides)
@@ -145,7 +145,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         added = environment(environ, instance=cfg.instance.name)
         cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
         check(fault is None, fault or "")
-        added["NEURON_COMPILE_CACHE_URL"] = cache  # the tool's own default is a folder that others can make first
+        added["NEURON_COMPILE_CACHE_URL"] = cache  # the tool's default is a folder that others can make first
     # torchrun runs in the user's folder, whatever folder the tool is in.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
@@ -160,16 +160,16 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
 
 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
-    """Overrides that turn a run into a dry run, which compiles every graph once and leaves nothing behind.
+    """Return overrides that turn a run into a dry run, which compiles every graph once and saves nothing.
 
-    Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
+    Model, task, optimizer and batches are kept, as they make the graphs: `lengths` of them, all in the first steps.
     """
     return [
         *(f'run_dir="{run_dir}"', f"log_every={LOG_EVERY}"),
         *("tensorboard=false", "telemetry.trackers=[]"),
         *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
         "optim.warmup_steps=null",  # a fixed number could be longer than the run
-        *("eval_every=null", "early_stop.patience=null"),  # but the evaluation at the end stays, for its graph
+        *("eval_every=null", "early_stop.patience=null"),  # the evaluation at the end is kept, for its graph
         *("export=false", "best.export=false", "hub.push_to=null"),
     ]
 
@@ -192,7 +192,7 @@ def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tu
 
 
 def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
-    """Variables that the tool needs and the user did not set; compiler flags are appended to the user's.
+    """Return variables that the tool needs and the user did not set; compiler flags are appended to the user's.
 
     The backend sets the other variables of machine.neuron_environment, in this run as in the real one.
     """
@@ -203,7 +203,7 @@ def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
     }
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
-    if here not in path.split(os.pathsep):  # the environment is not activated, and the tools are beside its python
+    if here not in path.split(os.pathsep):  # the environment is not activated; the tools are with its python
         added["PATH"] = os.pathsep.join([path, here]) if path else here
     return {"NEURON_CC_FLAGS": flags, **added}
 
@@ -223,7 +223,7 @@ def describe(short_run: ShortRun) -> None:
 
 
 def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
-    """Collect graphs, compile them, and compile failed ones again; returns the exit code."""
+    """Collect graphs, compile them, and compile failed ones again; return the exit code."""
     if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=short_run.work / "clear_locks") != 0:
         return fail(f"{TOOL} could not clear the locks of {short_run.cache}", short_run)
     locked = machine.cached_graphs(short_run.cache, "*.lock")
@@ -251,7 +251,7 @@ def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, cl
     if graphs:
         print(f"{len(graphs)} graphs compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
-        return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", short_run)
+        return fail("the short run succeeded but no graph was collected; is it a backend of Trainium?", short_run)
     else:
         print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")
     return finish(advice(short_run), short_run)
@@ -264,7 +264,7 @@ def finish(message: str, short_run: ShortRun) -> int:
 
 
 def run_tool(arguments: list[str], environ: dict[str, str], *, folder: Path) -> int:
-    """Run neuron_parallel_compile in a folder of its own; its exit status."""
+    """Run neuron_parallel_compile in a separate folder; return its exit status."""
     folder.mkdir(parents=True)
     return subprocess.run([TOOL, *arguments], cwd=folder, env=environ, check=False).returncode
 
@@ -275,7 +275,7 @@ def fail(message: str, short_run: ShortRun) -> int:
 
 
 def read_results(folder: Path) -> dict[str, bool] | None:
-    """Whether each graph, by the path of its HLO, is compiled; None if the tool wrote no results that can be read."""
+    """Return whether each graph, by the path of its HLO, is compiled; None if the tool wrote no readable results."""
     compiled: dict[str, bool] | None = None
     for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # the time is in the name
         try:
@@ -287,7 +287,7 @@ def read_results(folder: Path) -> dict[str, bool] | None:
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
-    """Graphs that are compiled neither by the results nor by the files of the cache.
+    """Return graphs that are compiled neither by the results nor by the files of the cache.
 
     torch-neuronx 2.9 may report a failure after a whole compilation (aws-neuron-sdk issue 1299).
     """
@@ -295,7 +295,7 @@ def find_failed(graphs: Mapping[str, bool]) -> list[str]:
 
 
 def advice(short_run: ShortRun) -> str:
-    """Text on where the graphs are, and what makes them useless."""
+    """Return a text on where the graphs are, and what makes them useless."""
     versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
     compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
     flags = shlex.quote(short_run.added["NEURON_CC_FLAGS"])

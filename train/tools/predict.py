@@ -1,5 +1,6 @@
-"""`python -m train.predict MODEL --text "..." | --question "..." --context "..." | --input FILE [--output FILE]`:
-what a trained model answers to new texts or questions.
+"""`python -m train.predict MODEL` (--text, --question and --context, or --input): a model's answers to new rows.
+
+--text "..." | --question "..." --context "..." | --input FILE [--output FILE]
 
 MODEL is a run (its export, or else its best checkpoint), whose config.yaml says which columns to read and how, or a
 folder of transformers or Hub id with a head for labels or answers. One row comes out for each that goes in, in order:
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
 SPECS = [spec for spec in TASKS.values() if spec.inputs]
-INPUTS = {name: text for spec in SPECS for name, text in spec.inputs.items()}  # and flags' help
+INPUTS = {name: text for spec in SPECS for name, text in spec.inputs.items()}  # with the flags' help
 OPTIONS = {name: text for spec in SPECS for name, text in spec.options.items()}
 ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
-FLAGS = {  # what errors of reading say of settings, and what it is here
+FLAGS = {  # settings in errors of reading, and the flags that stand for them here
     "data.path=": "--input ",
     "set data.format to": "give --format",
     "say which is for training: data.train=NAME, or a glob": "name one of them",
@@ -62,7 +63,7 @@ Row = dict[str, Any]
 
 def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
     """Return the model that the flags name, without its weights. Raises InputError if there is none with a head."""
-    from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
+    from train.data.shards.cache import cache_dir  # late: code that needs torch comes after the checks of the flags
     from train.models.source import located
     from train.tasks.predictor import Predictor
 
@@ -83,7 +84,7 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
 
 
 def columns_given(options: argparse.Namespace) -> dict[str, str]:
-    """The columns that flags name, by their keys."""
+    """Return the columns that flags name, by their keys."""
     return {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
 
 
@@ -94,7 +95,7 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
     names = folder.names_here()
     if "config.yaml" not in names or "config.json" in names:
         return None
-    from train.run.saved import read_config  # Hydra takes long to import
+    from train.run.saved import read_config  # late: Hydra takes long to import
 
     return read_config(folder), folder
 
@@ -103,7 +104,7 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
 
 
 def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
-    """Rows as read_texts returns them. InputError if they are not what the model reads."""
+    """Yield rows as read_texts returns them. Raises InputError if the model cannot read them."""
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
 
@@ -133,7 +134,7 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
 
 
 def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
-    """The same rows; an error that names a setting for which there is a flag names the flag."""
+    """Yield the same rows; an error that names a setting for which there is a flag names the flag."""
     try:
         yield from rows
     except InputError as error:
@@ -146,7 +147,7 @@ def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def inputs_given(options: argparse.Namespace) -> dict[str, str]:
-    """The texts that the flags hold, by their columns. InputError for one that is empty or no text."""
+    """Return the texts that the flags hold, by their columns. Raises InputError if one is empty or not text."""
     from train.data.files.errors import unreadable
 
     optional = {name for spec in SPECS for name in spec.optional}
@@ -186,7 +187,7 @@ def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def check_output(output: str, source: str | None) -> Path:
-    """The file to write. InputError if it cannot be there."""
+    """Return the file to write. Raises InputError if it cannot be there."""
     check(not is_s3(output), f"--output {output}: predictions are written to this machine; copy them from here")
     path = local_path(output)
     check(path.suffix in (".jsonl", ".csv"), f"--output {output} must end in .jsonl or .csv")
@@ -199,17 +200,17 @@ def check_output(output: str, source: str | None) -> Path:
 
 @contextmanager
 def written_whole(path: Path | None) -> Iterator[BinaryIO]:
-    """A file that is there when all is well in the end; without a path standard output, which has what there was."""
+    """Open a file that exists only if the block succeeds; without a path standard output, which keeps earlier rows."""
     if path is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with disk_errors("write", path), open_whole(path) as file:  # all that is done meanwhile names its own errors
+    with disk_errors("write", path), open_whole(path) as file:  # the block's errors name their files themselves
         yield file
 
 
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
-    """Rows as a table: a column for the probability of each label and for each of several numbers. Lists are JSON."""
+    """Return rows as a table, with one column for the probability of each label and each of several numbers."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:
@@ -237,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in OPTIONS.items():
         parser.add_argument(flags([name]), type=float, metavar="X", help=text)
     parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences at once (32)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per batch (32)")
     parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 where hardware has it (fp32)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
@@ -250,14 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_flags(options: argparse.Namespace) -> Path | None:
-    """Where to write to. InputError for flags that do not go together or mean nothing."""
+    """Return where to write to. Raises InputError if flags contradict each other or mean nothing."""
     check(launched().world_size == 1, "train.predict is one process: start it without torchrun")
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
     given = [name for name in INPUTS if getattr(options, name) is not None]
     ok = any(fits(spec, given) for spec in SPECS) if options.input is None else not given
     ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in SPECS]
-    check(ok, f"{flags(given)}: these flags do not go together; give {', or '.join(ways)}, or --input alone")
+    check(ok, f"{flags(given)}: these flags exclude one another; give {', or '.join(ways)}, or --input alone")
     names = [f"{name}_column" for name in columns_given(options)]
     check(options.input is not None or not names, f"{flags(names)}: only --input has columns")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
@@ -275,7 +276,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     predictor = find(options, s3)
     backend = DDP(BackendConfig(device=options.device, precision=options.precision))
     chunks = in_chunks(read_rows(options, predictor, s3))
-    first = next(chunks, None)  # what is wrong with the columns shows before weights are read
+    first = next(chunks, None)  # faults of the columns show before weights are read
     if first is None:
         raise InputError(f"{options.input} holds no row")
     predictor.load({name: getattr(options, name) for name in OPTIONS}, backend.device, backend.autocast)

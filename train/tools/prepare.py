@@ -2,7 +2,7 @@
 
 The same text, settings, seed and number of parts make the same bytes. A part that was killed resumes
 after its last complete shard. `manifest.json` is written last, so a folder without it is unfinished and one with it is
-whole. Steps of one preparation:
+complete. Steps of one preparation:
 
     claim      source.json says what is prepared here; other settings are rejected
     tokenizer  tokenizer/, made if it is missing
@@ -65,10 +65,10 @@ from train.system.schema import BadContent, of_type, read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_PARTS = 256  # enough for the processes of any machine, and each still writes shards of whole size from 75 GB
-SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
-SPLIT_RULE = 2  # raised when other text is held out, so that no preparation is begun by one rule and ended by another
-FEW_SEQUENCES = 64  # for validation: with less, the loss of one evaluation says little
+MOST_PARTS = 256  # enough for the processes of any machine, and each still writes shards of full size from 75 GB
+SAMPLED_PARTS = 64  # of a corpus that is larger than the part on which the tokenizer is trained
+SPLIT_RULE = 2  # raised when other text is held out, so that a preparation begins and ends by the same rule
+FEW_SEQUENCES = 64  # for validation: with fewer, the loss of one evaluation says little
 
 
 USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
@@ -108,20 +108,20 @@ def run(cfg: PrepareConfig) -> int:
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
     print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
     if held_out < FEW_SEQUENCES:
-        few = f"{held_out} validation sequences are few, their loss is a matter of chance"
+        few = f"{held_out} validation sequences are few: their loss is subject to chance"
         print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
     return cli.DONE
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:
-    """Prepare a corpus or a part of it, resume it, or read what is there; None if the parts are still to be merged.
+    """Prepare a corpus or a part of it, resume it, or read the result; None if the parts are still to be merged.
 
-    Raises InputError if it cannot; what is not there then is a manifest.
+    Raises InputError if it cannot; then there is no manifest.
     """
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
-    # By the corpus alone, so that any number of processes makes the same shards.
+    # They depend on the corpus alone, so that any number of processes makes the same shards.
     parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
     num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
     settings = settings_of(cfg, num_parts)
@@ -139,13 +139,13 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
         progress.begin(Phase("writing the manifest"))
         return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
     except InputError as error:
-        with suppress(InputError, Unreachable):  # what went wrong first is what counts
+        with suppress(InputError, Unreachable):  # the first failure is the one to report
             take_back(folder, job, everything=isinstance(error, UnusableText))
         raise
 
 
 def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
-    """With the folder's tokenizer, here or in processes of their own."""
+    """Prepare parts with the folder's tokenizer, in this process or in several others."""
     progress.begin(Phase("choosing the validation part"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
     recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
@@ -165,7 +165,7 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
 
 @contextmanager
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
-    """A bar in MB/s and tokens/s on terminals, and lines elsewhere."""
+    """Show a bar in MB/s and tokens/s on terminals, and lines elsewhere."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
         tokens, began = 0, time.perf_counter()
@@ -185,7 +185,7 @@ def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
 
 
 def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
-    """The settings that make the data what it is: not where it or the text is, or who prepares which part."""
+    """Return the settings that decide the data: not its place or the text's, or who prepares which part."""
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
@@ -194,7 +194,7 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
 
 
 def claim(folder: Folder, wanted: dict[str, Any]) -> None:
-    """Mark the folder as this preparation's. InputError if it is another's, or cannot be written to."""
+    """Mark the folder as this preparation's. Raises InputError if it is another's, or cannot be written to."""
     names = folder.names()
     if "source.json" not in names:
         hint = "choose another folder"
@@ -213,7 +213,7 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
 
 
 def claimed(folder: Folder) -> dict[str, Any]:
-    """source.json of a preparation. InputError if there is none, or if it is damaged."""
+    """Return source.json of a preparation. Raises InputError if it is missing or damaged."""
     try:
         source = read_object(folder.read("source.json"))
         of_type(int, of_type(dict[str, Any], source.get("settings"), "settings").get("parts"), "settings.parts")
@@ -225,7 +225,7 @@ def claimed(folder: Folder) -> dict[str, Any]:
 
 
 def difference(old: Any, new: Any, key: str = "") -> str:
-    """The first setting in which two fingerprints differ, with both values."""
+    """Return the first setting in which two fingerprints differ, with both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name):
@@ -234,7 +234,7 @@ def difference(old: Any, new: Any, key: str = "") -> str:
 
 
 def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
-    """Leave the folder as it was, for a call with better settings, if what is there is of no use.
+    """Leave the folder as it was, for a call with better settings, if its content is of no use.
 
     That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
     """
@@ -252,8 +252,8 @@ def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
 
 
 def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
-    """The folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
-    from train.data.text import tokenizer as tokenizers  # brings transformers, which processes of a part do without
+    """Return the folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
+    from train.data.text import tokenizer as tokenizers  # it imports transformers, which processes of a part do without
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own, sample = cfg.tokenizer, Sample()
@@ -277,10 +277,10 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
 
 
 def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
-    """Warn of what the tokenizer takes away from texts of the corpus. Raises InputError if it cannot read them."""
+    """Warn of text of the corpus that the tokenizer drops. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
-    unknown_share(*unknown_of(tokenizer, texts), reads)  # the exact share is said at the end
+    unknown_share(*unknown_of(tokenizer, texts), reads)  # the exact share is printed at the end
     for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
         cure = (
             f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
@@ -291,10 +291,10 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
-    """Training documents for the tokenizer.
+    """Yield training documents for the tokenizer.
 
-    All of them, or for a corpus that is larger than what the tokenizer reads, SAMPLED_PARTS stretches. Without
-    seeking it is an even sample, and for a stream of unknown size the first documents.
+    It is all of them, or for a corpus that is larger than the tokenizer reads, SAMPLED_PARTS stretches. Without seeking
+    it is an even sample, and for a stream of unknown size the first documents.
     """
     wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]

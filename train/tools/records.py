@@ -1,5 +1,7 @@
-"""`python -m train.records key=value ...`: prepare labelled examples as `python -m train` with the same settings would,
-and say what they are: classes, lengths, padding, bad rows. Nothing is trained; data.save_to keeps the result elsewhere.
+"""`python -m train.records key=value ...`: preparation and description of labelled examples.
+
+It prepares them as `python -m train` with the same settings would, and shows classes, lengths, padding, bad rows.
+Nothing is trained; data.save_to keeps the result elsewhere.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from train.tasks import build_task
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
 
-NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # what a run must have, and data does not
+NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # that a run requires, and data does not
 SHOWN_CLASSES = 50
-WORTH_SAYING = 0.1  # share of the tokens computed that other lengths would save
+WORTH_SAYING = 0.1  # share of the computed tokens that other lengths would save
 
 
 USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
@@ -49,7 +51,7 @@ def show(cfg: TrainConfig) -> int:
         "learns from records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
-    from train.tasks.finetune import TextTask  # torch takes seconds to import: what is wrong is rejected before
+    from train.tasks.finetune import TextTask  # late: torch takes seconds to import, after the checks
     from train.tasks.texts import resolved_lengths
 
     task = build_task(cfg)
@@ -62,7 +64,7 @@ def show(cfg: TrainConfig) -> int:
 
 
 def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: Sequence[int]) -> Iterator[str]:
-    """Yield lines for people: where the data is, each split, and whether the lengths `auto` save much of `lengths`."""
+    """Yield lines for people: the data's place, each split, and whether lengths `auto` save much over `lengths`."""
     assert isinstance(cfg.data, RecordsConfig)
     seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"

@@ -21,7 +21,7 @@ from train.system.folders import is_s3, local_path, open_folder
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.report",
-        "Write an HTML report on training runs: curves, a table, settings; several runs stand beside the first one.",
+        "Write an HTML report on training runs: curves, a table, settings; several are compared with the first.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_report(
     locations: Sequence[str], s3: S3Config, *, output: str | None, tolerance: float, failed: Sequence[str] = ()
 ) -> Path:
-    """Write the page about runs, see `render`, and print what it says; returns the path of the HTML."""
+    """Write the page about runs, see `render`, and print its sentences; return the path of the HTML."""
     check_output(output)
     places = [each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations]
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
@@ -71,14 +71,14 @@ def check_output(output: str | None) -> None:
     """Raise InputError unless a page can be made, and `output` be its folder."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    if "matplotlib" not in sys.modules:  # a notebook hands on one that only its kernel can import
+    if "matplotlib" not in sys.modules:  # a notebook provides one that only its kernel can import
         os.environ["MPLBACKEND"] = "agg"  # figures are written, never shown
     if output is not None:
         local_path(output)
 
 
 def default_output(runs: list[Run]) -> Path:
-    """The folder of a report without --output: beside its runs, or in the current folder for runs in S3."""
+    """Return the folder of a report without --output: next to its runs, or the current folder for runs in S3."""
     location = runs[0].folder.location
     if is_s3(location):
         return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")

@@ -53,12 +53,12 @@ EXPLAINED = {
 GROUPS = """
 ## Groups
 
-`group=option` chooses the file `conf/group/option.yaml`, which sets several keys at once."""
+`group=option` chooses the file `conf/group/option.yaml`, which sets several keys together."""
 
 
 @cache
 def commands() -> dict[str, type]:
-    """The schema of each command; its name is that of its file in conf/. launch and ami are above this package."""
+    """Return the schema of each command by the name of its file in conf/. launch and ami are above this package."""
     above = import_module("launch.config").LaunchConfig, import_module("ami.config").AmiConfig
     schemas = (TrainConfig, PrepareConfig, CompareConfig, BenchConfig, *above)
     return dict(zip(("train", "prepare", "compare", "bench", "launch", "ami"), schemas, strict=True))
@@ -72,13 +72,13 @@ def every_day() -> dict[str, set[str]]:
 
 @cache
 def options() -> list[tuple[str, str, type]]:
-    """A group, the name of a schema for options of it, and its dataclass."""
+    """Return a group, the name of a schema for options of it, and its dataclass, for each schema."""
     clusters = import_module("launch.schedulers").SETTINGS
     return [*SCHEMAS, *(("cluster", name, kind) for name, kind in clusters.items())]
 
 
 def sections() -> dict[tuple[str, type], list[str]]:
-    """The commands that have the fields of a dataclass under a prefix, such as "optim."; base classes come first."""
+    """Return the commands with a dataclass's fields under a prefix, such as "optim."; base classes come first."""
     found: dict[tuple[str, type], list[str]] = {}
 
     def add(kind: type, prefix: str, command: str) -> None:
@@ -96,12 +96,12 @@ def sections() -> dict[tuple[str, type], list[str]]:
 
 
 def held(hint: typing.Any) -> list[type]:
-    """The dataclass that a field is, or that the items of its list are."""
+    """Return the dataclass that a field is, or that the items of its list are."""
     return [each for each in (hint, *typing.get_args(hint)) if isinstance(each, type) and is_dataclass(each)]
 
 
 def keys(prefix: str, kind: type) -> Iterator[list[str]]:
-    """Yield a row for each field that the class itself defines, but for the name that its option sets."""
+    """Yield a row for each field that the class itself defines, except the name that its option sets."""
     hints = typing.get_type_hints(kind)
     inherited = {item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)}
     for item in fields(kind):
@@ -120,7 +120,7 @@ def title(prefix: str, kind: type) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of Markdown, after a blank line."""
+    """Return a table of Markdown, after a blank line."""
     cells = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     return ["", *(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, ["---"] * len(head), *cells))]
 

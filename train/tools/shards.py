@@ -1,4 +1,4 @@
-"""`python -m train.shards ls | verify | head | stats LOCATION`: look into prepared data, on disk or in S3.
+"""`python -m train.shards ls | verify | head | stats LOCATION`: a look into prepared data, on disk or in S3.
 
 Exit code 0: done, 1: `verify` found damage or S3 did not answer, 2: there is no prepared data to look into.
 """
@@ -25,13 +25,13 @@ from train.system.folders import open_folder, sha256_file
 from train.system.memory import usable_cpus
 
 MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's, as in conf/task/mlm.yaml
-MOST_AT_ONCE = 8  # shards that `verify` reads side by side
-ROWS_AT_ONCE = 65536  # that `stats` holds in memory
+MOST_AT_ONCE = 8  # shards that `verify` reads at the same time
+ROWS_AT_ONCE = 65536  # rows that `stats` holds in memory
 RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
 
 
 def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
-    """What the manifest holds: a line for the set and one for each shard."""
+    """Yield the content of the manifest: a line for the set and one for each shard."""
     tokens = manifest.seq_len * sum(manifest.rows(split) for split in SPLITS)
     yield f"{location}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
     yield f"tokenizer {manifest.tokenizer.sha256[:12]}, vocabulary {manifest.tokenizer.vocab_size:,}"
@@ -41,7 +41,7 @@ def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
 
 
 def find_damage(data: PreparedData) -> list[str]:
-    """What is wrong with each file that the manifest names, read in parallel; empty if all is well."""
+    """Return the faults of the files that the manifest names, read in parallel; [] if all are well."""
     shards = data.manifest.shards
     with (
         ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # hashing lets other threads run
@@ -61,7 +61,7 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
-    """The first sequences of a split, decoded, and as a model sees them, with the tokens to predict marked."""
+    """Yield the first sequences of a split, decoded, and as a model sees them, with the tokens to predict marked."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(
@@ -89,7 +89,7 @@ def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> I
 
 
 def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Lengths, the most frequent tokens, and what their frequencies alone would predict."""
+    """Yield lengths, the most frequent tokens, and the accuracy of predicting by their frequencies."""
     manifest, rows_of = data.manifest, data.on_demand(split)
     total = len(rows_of)
     check(total > 0, f"{data.cfg.path} has no {split} sequences")
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "location",
         metavar="LOCATION",
-        help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix",
+        help="the output of python -m train.prepare: a folder or s3://bucket/prefix",
     )
     parser.add_argument("--split", choices=SPLITS, default="train", help="of head and stats (train)")
     parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
@@ -142,7 +142,7 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
     data = PreparedData(ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False)
     if options.command == "verify":
         faults = find_damage(data)
-        print("\n".join(faults) or f"{options.location}: all {len(data.manifest.shards)} shards are whole")
+        print("\n".join(faults) or f"{options.location}: all {len(data.manifest.shards)} shards are valid")
         return FAILED if faults else DONE
     if options.command == "head":
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -26,9 +26,9 @@ from train.tasks import build_task
 
 class Variant(NamedTuple):
     name: str
-    location: str  # its run folder
+    location: str  # of its run folder
     overrides: list[str]
-    cfg: TrainConfig  # that they lead to
+    cfg: TrainConfig  # the resulting configuration
 
 
 class Ending(NamedTuple):
@@ -40,7 +40,7 @@ class Ending(NamedTuple):
 
 
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
-    """The runs of a comparison, the baseline first. `given`: the overrides that led to `cfg`."""
+    """Return the runs of a comparison, the baseline first. `given`: the overrides that led to `cfg`."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
     made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
     return [made[name] for name in cfg.compare.names]
@@ -63,12 +63,12 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
 
 
 def settings(cfg: TrainConfig) -> bytes:
-    """All settings but the run folder."""
+    """Return all settings but the run folder, as bytes."""
     return canonical_json({**to_dict(cfg), "run_dir": None})
 
 
 def check_tasks(variants: Sequence[Variant]) -> None:
-    """InputError if what a variant that is to be run needs cannot be opened. Labelled data is prepared here, once."""
+    """Raise InputError if a variant that is to be run cannot open its files. Labelled data is prepared here, once."""
     for variant in variants:
         if not is_done(variant):
             with named(variant.name):
@@ -87,7 +87,7 @@ def named(variant: str) -> Iterator[None]:
 
 
 class Runner:
-    """Runs variants and passes signals on to the one that runs; after one no other is started. Used as a context."""
+    """A context that runs variants and passes signals on to the running one; after a signal no other is started."""
 
     def __init__(self, compare: VariantsConfig) -> None:
         self.compare = compare
@@ -105,7 +105,7 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # a terminal signals it too: a run takes the same signal within seconds for one
+        if self.process is not None:  # a terminal signals it too: a run counts the same signal within seconds once
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
@@ -130,7 +130,7 @@ class Runner:
             return Ending("done")
         if outcome == before:  # this start left none
             outcome = {}
-        # A notice that stops a run, of a machine that goes away, is one for the others as well.
+        # A notice that stops a run, of a machine that goes away, applies to the others too.
         self.is_asked_to_stop |= code == STOPPED or outcome.get("outcome") == "stopped"
         if self.is_asked_to_stop:
             return Ending("stopped")
@@ -138,7 +138,7 @@ class Runner:
 
 
 def is_done(variant: Variant) -> bool:
-    """Whether the run has ended with these settings; with others the run itself decides whether it may resume."""
+    """Return whether the run has ended with these settings; with others the run itself decides whether to resume."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
         with suppress(FileNotFoundError, InputError):

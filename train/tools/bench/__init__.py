@@ -1,1 +1,1 @@
-"""How fast a configuration trains on this machine: `python -m train.bench`."""
+"""The measurement of a configuration's training speed on this machine: `python -m train.bench`."""

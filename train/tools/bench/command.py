@@ -1,4 +1,4 @@
-"""`python -m train.bench key=value ...`, alone or under torchrun: how fast a configuration trains here."""
+"""`python -m train.bench key=value ...`, alone or under torchrun: the training speed of a configuration here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
         file = local_path(cfg.output)
         check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
         folder = file.parent
-        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is no folder that files can be written to")
+        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is not a folder that files can be written to")
     try:
         if cfg.sweep:
             from train.tools.bench import sweep

@@ -1,4 +1,4 @@
-"""Settings of a measurement: those of a run, and how long and what to measure."""
+"""Settings of a measurement: those of a run, and its duration and subject."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BenchConfig(TrainConfig):
 
     @property
     def window(self) -> int:
-        """Steps of one window: the timed steps are cut into as many equal ones as their number allows, five at most."""
+        """Steps of one window: the timed steps are cut into at most five equal windows."""
         return self.steps // max(each for each in range(1, MOST_WINDOWS + 1) if self.steps % each == 0)
 
     @property

@@ -43,7 +43,7 @@ REPEATS = 8
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Measure, write the figures to cfg.output, print them on rank 0. Every rank calls it."""
+    """Measure, write the figures to cfg.output, and print them on rank 0. Every rank calls it."""
     launch = launched()
     try:
         with (
@@ -81,8 +81,8 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 
 def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
-    """The same run with its own schedule, a line after each window, and no evaluations, saves and exports."""
-    enough = cfg.untimed + cfg.steps + 2  # the last step that is timed asks for the end, which is after the next one
+    """Return the same run with its schedule, a line after each window, and no evaluations, saves and exports."""
+    enough = cfg.untimed + cfg.steps + 2  # the last timed step asks for the end, which is after the next one
     return replace(
         cfg,
         run_dir=folder,
@@ -95,7 +95,7 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
         export=False,
         tensorboard=False,
         telemetry=TelemetryConfig(),
-        profile=False,  # it would slow the steps that it traces
+        profile=False,  # it would slow the traced steps
         best=BestConfig(),
         early_stop=EarlyStopConfig(),
         hub=HubConfig(),
@@ -106,19 +106,19 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
 
 @dataclass
 class Meter:
-    """Keeps the lines of a measurement as windows, stops the run after the last of them, and makes the figures."""
+    """The windows of a measurement: it keeps their lines, stops the run after the last, and computes the figures."""
 
     cfg: BenchConfig
     stop: StopRequest
     windows: list[TimedSteps] = field(default_factory=list)
-    line_s: float = 0.0  # time of the last line; whole windows that are not timed come first
+    line_s: float = 0.0  # time of the last line; whole untimed windows come first
     result: dict[str, Any] = field(default_factory=dict)
 
     def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
-        """See `train.loop.run`."""
+        """Take a line, see `train.loop.run`."""
         limit_gib = self.cfg.max_memory_gib
         if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
-            limit_allocations(round(limit_gib * GIB))  # not of other devices, which map more than they use
+            limit_allocations(round(limit_gib * GIB))  # not for other devices, which map more than they use
         elif kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:
@@ -176,7 +176,7 @@ class Meter:
 
 
 def peak(recorder: Recorder) -> Peak:
-    """The instance's, or else what all ranks measure side by side."""
+    """Return the instance's peak, or else the one that all ranks measure at the same time."""
     backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
     known = instance.peak_flops_per_s(backend.precision)
     if known is not None:
@@ -185,13 +185,14 @@ def peak(recorder: Recorder) -> Peak:
     own, size = matmul_flops_per_s(backend)
     total = world.sum([own])[0]
     device = plural(torch.get_num_threads(), "thread") if backend.device.type == "cpu" else backend.device_name
-    ranks = f", {world.size} ranks side by side" if world.size > 1 else ""
+    ranks = f", {world.size} ranks at the same time" if world.size > 1 else ""
     return Peak(total, f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}")
 
 
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
-    """The most operations a second in a product of two n x n matrices (2 n^3 of them) in the run's precision, on this
-    rank's device with its number of threads, and n.
+    """Return the most operations a second in a product of two n x n matrices (2 n^3 operations), and n.
+
+    The product is in the run's precision, on this rank's device with its number of threads.
     """
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
 

@@ -1,4 +1,4 @@
-"""What times come to: speeds with their spread, MFU, waits, memory, cost. No torch here."""
+"""Speeds with their spread, MFU, waits, memory and cost, computed from times. No torch here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Some steps in a row, of all ranks."""
+    """Some consecutive steps, of all ranks."""
 
     steps: int
-    wall_s: float  # from the line before to this one, all that the loop does included, compiling left out
+    wall_s: float  # from the previous line to this one, with all that the loop does, except compiling
     tokens: float  # without padding
     slots: float  # tokens, padding included
     flops: float  # of the model's arithmetic; 0: unknown
@@ -29,7 +29,7 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that the devices of all ranks can compute in a second, and where the figure is from."""
+    """The most that the devices of all ranks can compute in a second, and the source of the figure."""
 
     flops_per_s: float
     source: str
@@ -40,7 +40,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak | None) -> dict[str, Any]:
-    """Speeds of all ranks together; the MFU is None without the model's arithmetic or the peak."""
+    """Return speeds of all ranks together; the MFU is None without the model's arithmetic or the peak."""
     wall_s, flops = sum(each.wall_s for each in windows), sum(each.flops for each in windows)
     tokens, slots = sum(each.tokens for each in windows), sum(each.slots for each in windows)
     flops_per_s = flops / wall_s or None
@@ -62,14 +62,14 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak 
 
 
 def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> dict[str, Any]:
-    """Dollars for a million sequences of steps alone, on demand; None for an instance without a known price."""
+    """Return dollars for a million sequences of steps alone, on demand; None for an instance without a known price."""
     price = instance.usd_per_hour
     usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
     return {"usd_per_million_sequences": usd, "usd_per_hour": price, "price_date": instance.price_date}
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures for people."""
 
     def spread_text(key: str, form: str) -> str:
         values = result[key]

@@ -1,4 +1,4 @@
-"""Micro batches of one global batch, each measured in processes of its own: which fit, which is the fastest."""
+"""Micro batches of one global batch, each measured in separate processes: the largest that fits, and the fastest."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from train.tasks import build_task
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB
 
-GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
+GROWTH = 1.02  # a larger micro batch is faster only by this factor; less is noise
 MOST_SLOWER = 2  # larger micro batches in a row that are no faster, after which none is tried
 FIRST = 8  # the first micro batch that is tried, if none is given
-HOST_SHARE = 0.9  # of the memory that is available, for the ranks of a try on CPUs
+HOST_SHARE = 0.9  # of the available memory, for the ranks of a try on CPUs
 MANY_ROWS = 2**62  # more than any data: a try checks the data itself
 OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
 class Try:
-    """One micro batch. `bench` is what `python -m train.bench` wrote; None if it does not fit."""
+    """One micro batch. `bench` was written by `python -m train.bench`; None if it does not fit."""
 
     micro_batch_size: int
     accumulation: int
@@ -59,11 +59,11 @@ class Try:
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Try, and print each result as it comes, then the best as an experiment."""
+    """Try micro batches, print each result as it comes, then the best as an experiment."""
     check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the try under way ends as well
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running try ends too
     share, sizes, first = sizes_of(cfg)
-    build_task(cfg)  # or else the first try finds out, after a minute, what cannot be opened
+    build_task(cfg)  # otherwise the first try finds out, after a minute, what cannot be opened
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     tries: list[Try] = []
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
@@ -108,7 +108,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
 
 def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
-    """The sequences of a replica in a step, the micro batches that divide them, in order, and the first one to try."""
+    """Return a replica's sequences per step, the micro batches that divide them, in order, and the first to try."""
     check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
     share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
     whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
@@ -120,7 +120,7 @@ def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
 
 
 def is_usable(cfg: BenchConfig, size: int) -> bool:
-    """Whether a run would take this micro batch as it is."""
+    """Return whether a run would accept this micro batch."""
     try:
         plan = make_plan(replace(cfg, micro_batch_size=size), world_size=cfg.nproc, rows=MANY_ROWS, seq_len=cfg.seq_len)
     except InputError:
@@ -171,7 +171,7 @@ def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> s
 
 
 def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gib: float, output: str) -> list[str]:
-    """The command that measures one micro batch."""
+    """Return the command that measures one micro batch."""
     others = {"steps", "warmup"}
     given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
     launcher = ["-m", "train.system.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
@@ -180,10 +180,10 @@ def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gi
 
 
 def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -> Try:
-    """Measure one micro batch. Raises Failure, or InputError, if it fails for another reason than memory."""
+    """Measure one micro batch. Raises Failure, or InputError, if it fails for a reason other than memory."""
     counter = find_oom_counter()
     before = count_oom_kills(counter)
-    environ = {**os.environ, "TMPDIR": str(work)}  # what a killed process leaves is removed with the folder
+    environ = {**os.environ, "TMPDIR": str(work)}  # files of a killed process are removed with the folder
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
     output = work / f"{size}.json"  # absent if the process was killed
     result = read_object(output.read_bytes()) if output.exists() else {}
@@ -201,7 +201,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
 
 
 def outcome_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
-    """Fits, or how memory ran out; None for another failure. `kills`: by the kernel, if it counts them."""
+    """Return whether it fits, or how memory ran out; None for another failure. `kills` is the kernel's count."""
     if status == cli.DONE and result.get("kind") == "bench":
         return "fits"
     if result.get("kind") in OUT_OF_MEMORY:
@@ -219,7 +219,7 @@ def key_of(setting: str) -> str:
 
 
 def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) -> str:
-    """The settings with the best micro batch, as a file of conf/experiment/."""
+    """Return the settings with the best micro batch, as a file of conf/experiment/."""
     sizes = [f"global_batch_size={global_batch_size}", f"micro_batch_size={best.micro_batch_size}"]
     kept = [each for each in settings if key_of(each) not in OWN | {key_of(size) for size in sizes}] + sizes
     composed = cli.compose_config(TrainConfig, kept)

@@ -1,1 +1,1 @@
-"""`python -m train.doctor`: is this machine fit to train, and if not, what to type. No torch, no device is opened."""
+"""`python -m train.doctor`: checks whether this machine can train, with cures to type. No torch; opens no device."""

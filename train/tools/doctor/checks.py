@@ -1,4 +1,4 @@
-"""All checks, in the order of the screen, and the probe of this machine that they look at."""
+"""All checks, in the order of the screen, and the probe of this machine that they read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, 
 
 
 def machine(probe: Probe) -> Finding:
-    """Name of this machine; a warning if --instance names another."""
+    """Check the name of this machine; warn if --instance names another."""
     firmware = probe.text(PRODUCT_NAME) or ""
     text = f"{probe.system} {probe.kernel}, {probe.num_cpus} CPU cores"
     if probe.instance is None:
@@ -61,7 +61,7 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by their names on the scree
 
 
 def examine(probe: Probe, *, bucket: str | None = None) -> dict[str, Finding]:
-    """Run all checks; findings come by name, in the order of the screen."""
+    """Run all checks; return findings by name, in the order of the screen."""
     findings = {name: check(probe) for name, check in CHECKS.items()}
     if bucket is not None:
         from train.tools.doctor import checks_s3  # late: boto3 takes long to import
@@ -96,6 +96,6 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
 
 
 def read_limit(kind: int) -> tuple[float, float]:
-    """Soft and hard limit; inf for no limit."""
+    """Return soft and hard limit; inf for no limit."""
     soft, hard = (math.inf if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
     return soft, hard

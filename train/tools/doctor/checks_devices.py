@@ -17,11 +17,11 @@ GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version",
 HOLDER_QUERY = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
 OFI_NCCL = "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:$LD_LIBRARY_PATH"
-WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # these open the device files but hold no core
+WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # they open the device files but hold no core
 
 
 def neuron_chips(probe: Probe) -> list[Chip]:
-    """The chips that neuron-ls names; none if it cannot be asked or read, which `devices` reports."""
+    """Return the chips that neuron-ls names; [] if it cannot be asked or read, which `devices` reports."""
     try:
         return read_neuron_ls(probe.ask(*CHIP_QUERY).out)
     except ValueError:  # also if it printed nothing
@@ -29,7 +29,7 @@ def neuron_chips(probe: Probe) -> list[Chip]:
 
 
 def read_csv(answer: ToolOutput) -> list[list[str]]:
-    """Parse nvidia-smi's CSV without header and units; nothing if it failed."""
+    """Parse nvidia-smi's CSV without header and units; return [] if it failed."""
     lines = [] if answer.fault else answer.out.splitlines()
     return [row for row in csv.reader(lines, skipinitialspace=True) if len(row) > 1]
 
@@ -44,7 +44,7 @@ def devices(probe: Probe) -> Finding:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
         text = f"{probe.instance.name} has {probe.num_devices} devices, this machine shows none"
-        return bad(text, cure="set this machine's own --instance (without it, the firmware names the type)")
+        return bad(text, cure="set the --instance of this machine (without it, the firmware names the type)")
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
 
@@ -86,7 +86,7 @@ def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
 
 
 def counted(probe: Probe, number: int, text: str, unit: str, cure: str) -> Finding:
-    """The finding on this number of devices, by that of the instance type."""
+    """Return the finding on this number of devices, compared with the instance type's."""
     if probe.instance and probe.num_devices not in (None, number):
         return bad(f"{text}; {probe.instance.name} has {probe.num_devices}{unit}", cure=cure)
     return ok(text)
@@ -135,7 +135,7 @@ def gpu_holders(answer: ToolOutput) -> Finding:
 
 
 def held_by(names: dict[int, str]) -> tuple[str, str]:
-    """Text on the processes of these ids, and its cure."""
+    """Return a text on the processes of these ids, and its cure."""
     first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
     cure = f"kill {' '.join(map(str, sorted(names)))} (unless it is a run that you need; after a minute kill -9)"
     return f"process {first} ({names[first]}){more}", cure
@@ -171,7 +171,7 @@ def ranks(probe: Probe) -> Finding:
 def efa(probe: Probe) -> Finding:
     num_seen = len(probe.efa_devices)
     wanted = probe.instance.efa_interfaces if probe.instance else None
-    # A single machine trains without EFA, and one network card serves TCP as well.
+    # A single machine trains without EFA, and one network card also serves TCP.
     fault = warn if probe.num_machines == 1 or wanted == 1 else bad
     alone = "" if probe.num_machines > 1 else " (a single machine trains without)"
     if not num_seen and not wanted:
@@ -195,7 +195,7 @@ def efa(probe: Probe) -> Finding:
 
 
 def has_nccl_plugin(probe: Probe) -> bool:
-    """Whether the dynamic linker finds a network plugin of NCCL (aws-ofi-nccl's for EFA), in ld.so(8)'s places."""
+    """Return whether the dynamic linker finds a network plugin of NCCL (aws-ofi-nccl's for EFA), as in ld.so(8)."""
     folders = filter(None, probe.environ.get("LD_LIBRARY_PATH", "").split(":"))
     is_given = any(probe.files(f"{folder}/libnccl-net*.so") for folder in folders)
     return is_given or re.search(r"^\s*libnccl-net\S*\.so", probe.ask("ldconfig", "-p").out, re.MULTILINE) is not None

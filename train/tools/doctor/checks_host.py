@@ -13,8 +13,8 @@ from train.system.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 
 GIB = 2**30
-# A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than
-# 4 GiB the next one may not fit; 20 GiB hold those that are kept, the one being written, and some compiled graphs.
+# A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than 4
+# GiB the next one may not fit; 20 GiB hold the kept ones, the one being written, and some compiled graphs.
 LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB
 LEAST_SHM = GIB  # containers have 64 MiB by default; each of many workers keeps two batches of some MB there
 LEAST_MEMORY = GIB
@@ -29,21 +29,21 @@ LOOPBACK = ("127.", "::1")
 
 
 def open_files(probe: Probe) -> Finding:
-    """Limit of open files: ranks, loader workers and EFA open many; a laptop's run does not."""
+    """Check the limit of open files: ranks, loader workers and EFA open many; a laptop's run does not."""
     least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
     _, hard = probe.limits.get("nofile", (math.nan, math.nan))
     if probe.system == "Linux" and hard >= wanted:
-        return ok(f"{min(hard, OPEN_FILES):,.0f}, to which a run raises its own limit")
+        return ok(f"{min(hard, OPEN_FILES):,.0f}, to which a run raises its limit")
     return limit(probe, "nofile", "n", wanted=wanted, least=least)
 
 
 def processes(probe: Probe) -> Finding:
-    """Limit of processes and threads: 32 ranks have 30 to 60 threads each, and there are workers."""
+    """Check the limit of processes and threads: 32 ranks have 30 to 60 threads each, and there are workers."""
     return limit(probe, "nproc", "u", wanted=4096 if probe.is_accelerated else 512)
 
 
 def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) -> Finding:
-    """A warning below `wanted`, an error below `least`; `flag` is that of ulimit."""
+    """Return a warning below `wanted`, an error below `least`; `flag` is that of ulimit."""
     soft, hard = probe.limits.get(kind, (math.nan, math.nan))
     if math.isnan(soft):
         return skip("limit unknown")
@@ -87,7 +87,7 @@ def cache(probe: Probe) -> Finding:
     if not probe.is_trainium:
         return skip("no Trainium")
     name, location = cache_of(probe)
-    if probe.is_native:  # whose writes are atomic, on NFS too
+    if probe.is_native:  # its writes are atomic, on NFS too
         if "://" in location:
             return bad(f"{location} is no folder", cure=f"unset {name}")
     else:

@@ -14,14 +14,14 @@ from train.system.s3 import open_session
 from train.tools.doctor.probe import Finding, bad, ok, warn
 
 TIMEOUT_S = 5
-REJECTED_CLOCK_S = 15 * 60  # from here on S3 answers RequestTimeTooSkewed
+REJECTED_CLOCK_S = 15 * 60  # from this difference S3 answers RequestTimeTooSkewed
 NO_ROUTE = "add to the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
-HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # what a status most likely stands for
+HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # the most likely meaning of a status
 WANTED_CLOCK_S = 5.0  # the header has whole seconds, and the request takes some time
 
 
 def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
-    """Findings about `s3://bucket/...`. boto3 decides where the request goes (AWS_ENDPOINT_URL included)."""
+    """Return findings about `s3://bucket/...`. boto3 decides where the request goes (AWS_ENDPOINT_URL included)."""
     name = location.removeprefix("s3://").split("/")[0]
     session = open_session(S3Config())
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2})
@@ -39,7 +39,7 @@ def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
 
 
 def answered(name: str, status: int, there: str, here: str | None) -> Finding:
-    """The finding on a bucket of the region `there`, by the status of a HEAD request."""
+    """Return the finding on a bucket of the region `there`, by the status of a HEAD request."""
     change = f"export AWS_DEFAULT_REGION={there or 'the region of the bucket'}"
     if status in (301, 307):
         text = f"{name} is in another region ({there or 'unknown'}; this session: {here or 'none'})"
@@ -61,14 +61,14 @@ def answered(name: str, status: int, there: str, here: str | None) -> Finding:
 
 
 def clock(headers: Mapping[str, str], now_s: float) -> dict[str, Finding]:
-    """Difference between this machine's clock and the server's; nothing if the server sends no date."""
+    """Return the difference between this machine's clock and the server's; {} if the server sends no date."""
     if "date" not in headers:
         return {}
     off_s = now_s - parsedate_to_datetime(headers["date"]).timestamp()
     text, cure = f"{abs(off_s):.0f} s {'ahead' if off_s > 0 else 'behind'}", "sudo chronyc makestep"
     finding = ok("agree")
     if abs(off_s) >= REJECTED_CLOCK_S:
-        finding = bad(f"{text}: S3 rejects requests from 15 minutes on", cure=cure)
+        finding = bad(f"{text}: S3 rejects requests if the clock is off by 15 minutes or more", cure=cure)
     elif abs(off_s) > WANTED_CLOCK_S + TIMEOUT_S:
         finding = warn(text, cure=cure)
     return {"clock and S3": finding}

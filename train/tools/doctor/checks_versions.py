@@ -14,7 +14,7 @@ NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 h
 
 
 def python(probe: Probe) -> Finding:
-    """Python and glibc: both decide whether Neuron's wheels can be installed at all."""
+    """Check Python and glibc: both decide whether Neuron's wheels can be installed at all."""
     text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
     if probe.python[:2] < (3, 11):
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")
@@ -36,7 +36,7 @@ def python(probe: Probe) -> Finding:
 
 
 def os_name(probe: Probe) -> str:
-    """Name and version of the distribution, by os-release(5), as "Ubuntu 26.04"; "" if unknown."""
+    """Return name and version of the distribution, by os-release(5), as "Ubuntu 26.04"; "" if unknown."""
     lines = (line.partition("=") for line in (probe.text("/etc/os-release") or "").splitlines())
     values = {key: value.strip("'\"") for key, _, value in lines}
     return f"{values.get('NAME', '')} {values.get('VERSION_ID', '')}".strip()
@@ -67,7 +67,7 @@ def packages(probe: Probe) -> Finding:
 
 
 def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
-    """Python packages of a trn1: all there, and shipped together by one SDK."""
+    """Check the Python packages of a trn1: all must exist, and one SDK must ship them together."""
     table = read_versions()
     install = table.sdk.install
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
@@ -89,7 +89,7 @@ def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
 
 
 def driver(probe: Probe) -> Finding:
-    """Neuron's driver, runtime and collectives. The driver that counts is the one that is loaded."""
+    """Check Neuron's driver, runtime and collectives. The driver that counts is the loaded one."""
     if not probe.is_trainium:
         return skip("no Trainium")
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)

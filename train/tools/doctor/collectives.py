@@ -1,6 +1,6 @@
-"""How fast the ranks exchange data, over the devices' collectives, over the hosts, and between each two machines.
+"""The speed of exchanges between ranks: over the devices' collectives, over the hosts, and between each two machines.
 
-All ranks of a torchrun call `measure`, and all of them get the same.
+All ranks of a torchrun call `measure`, and all of them get the same result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRACE_S = 10.0  # past the timeout, so that a backend which raises by itself can
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
 # Guide, instance network bandwidth), and gloo has one TCP connection between two ranks.
 FLOW_GBIT_PER_S = 5.0
-WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # of what it should be
+WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # of the expected figure
 NAMED = 8  # ranks of one line
 
 
@@ -46,7 +46,7 @@ class AllReduce:
     latency_s: float  # of 4 bytes
     num_bytes: int
     bus_bytes_per_s: float
-    wrong_ranks: list[int]  # whose sum was not right
+    wrong_ranks: list[int]  # whose sum was wrong
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # "a - b": bytes a second in each direction, both ways at once
+    links: dict[str, float]  # "a - b": bytes a second in each direction, both ways at the same time
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
-    """Join the ranks and measure; all ranks call it. `mib`: size of a large exchange. Failure names the operation."""
+    """Join the ranks and measure; all ranks call it. `mib`: size of a large exchange. A Failure names the operation."""
     timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
     with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s, "backend.timeout_s"):
         backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
@@ -109,7 +109,7 @@ def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s
         print(f"error: {operation}: no end within {timeout_s:g} s ({setting})", file=sys.stderr, flush=True)
         os._exit(FAILED)
 
-    # The machine's first rank speaks, and torchrun ends the others, which have to speak where that one does not hang.
+    # The machine's first rank reports, and torchrun ends the others, which have to report if the first does not hang.
     timer = threading.Timer(timeout_s + GRACE_S * (2 if launched().local_rank else 1), end)
     timer.daemon = True
     timer.start()
@@ -127,7 +127,7 @@ def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s
 
 
 def device_size_mib(num_ranks: int) -> int:
-    """Size of an accelerator's all-reduce."""
+    """Return the size of an accelerator's all-reduce."""
     return min(max(DEVICE_MIB, RANK_MIB * num_ranks), MOST_DEVICE_MIB)
 
 
@@ -137,11 +137,11 @@ def all_reduce(
     world = backend.world
     large = torch.full((num_bytes // 4,), world.rank + 1.0).to(device)
     small = torch.ones(1).to(device)
-    add_up([large, small])  # connects the ranks, and compiles where that is needed
+    add_up([large, small])  # connects the ranks, and compiles if that is needed
     is_right = bool((backend.to_host([large])[0] == world.size * (world.size + 1) / 2).all())
 
     def median_s(tensors: list[Tensor]) -> float:
-        """Median duration over repeats and ranks."""
+        """Return the median duration over repeats and ranks."""
         of_ranks = world.all_gather_object(timeit.repeat(lambda: add_up(tensors), number=1, repeat=REPEATS))
         return statistics.median(took_s for durations in of_ranks for took_s in durations)
 
@@ -151,14 +151,14 @@ def all_reduce(
 
 
 def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
-    """Bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
+    """Return the bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
 
 
 def measure_links(
     world: World, names: list[str], members: Sequence[int], num_bytes: int, timeout_s: float
 ) -> dict[str, float]:
-    """Bandwidth between each two of these ranks over the hosts, in bytes a second, by the names of both."""
+    """Return the bandwidth between each two of these ranks over the hosts, in bytes a second, by the names of both."""
     sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
     mine: dict[str, float] = {}  # seconds
     for number, pairs in enumerate(rounds(members), start=1):
@@ -169,7 +169,7 @@ def measure_links(
                 name = " - ".join(names[rank] for rank in pair)
                 exchange = partial(world.sendrecv, sum(pair) - world.rank, sent, received)
                 with deadline(f"the exchange {name}", timeout_s):
-                    # The shortest one: other work on a machine only ever makes an exchange longer.
+                    # The shortest one counts: other work on a machine only ever makes an exchange longer.
                     mine[name] = min(timeit.repeat(exchange, number=1, repeat=REPEATS))
     durations: dict[str, float] = {}
     with deadline("gathering the links", timeout_s):
@@ -179,7 +179,7 @@ def measure_links(
 
 
 def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """All pairs, in rounds in which nobody is twice: the places of a pair have the round's sum, modulo all."""
+    """Return all pairs, in rounds with each rank once: the places of a pair have the round's sum, modulo all."""
     number = len(members)
     places = [[(first, (total - first) % number) for first in range(number)] for total in range(number)]
     return [[(members[a], members[b]) for a, b in pairs if a < b] for pairs in places]
@@ -189,11 +189,11 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
-    """Findings by name, for the screen."""
+    """Return findings by name, for the screen."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     several = measured.num_machines > 1
     figure = figure_text(wanted_device, instance.name)
-    # Which share of the network the devices reach over several machines was never measured: no reason to reject one.
+    # The share of the network that devices reach over several machines was never measured: no reason to reject one.
     return {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
         "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several),
@@ -203,7 +203,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
 
 
 def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tuple[float | None, float | None]:
-    """What the devices' all-reduce and a link between two machines should reach, in bytes a second; None: unknown."""
+    """Return the bytes/s that the devices' all-reduce and a link between machines should reach; None: unknown."""
     network = instance.network_gbit_per_s and instance.network_gbit_per_s * 1e9 / 8
     flow = network and min(network, FLOW_GBIT_PER_S * 1e9 / 8)
     inside = instance.device_link_gbyte_per_s and instance.device_link_gbyte_per_s * 1e9
@@ -236,8 +236,10 @@ def all_reduce_finding(
 
 
 def links_finding(links: Mapping[str, float], should_be: float | None, instance: str, *, are_machines: bool) -> Finding:
-    """The finding on the slowest link, by the median of all and by what is known of the network. Two ranks of one
-    machine exchange through its memory: there a slow one is a busy core, and no reason to reject the machine.
+    """Return the finding on the slowest link, by the median of all and by the known network.
+
+    Two ranks of one machine exchange through its memory: there a slow one is a busy core, and no reason to reject the
+    machine.
     """
     slowest = min(links, key=lambda name: links[name])
     median = statistics.median(links.values())
@@ -250,7 +252,7 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
 
 
 def graded(text: str, share: float, cure: str, *, can_fail: bool) -> Finding:
-    """The finding on a speed, by its share of what it should be; a warning at most unless it `can_fail`."""
+    """Return the finding on a speed, by its share of the expected one; a warning at most unless it `can_fail`."""
     state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
     return Finding(state, text, "" if state == "ok" else cure)
 

@@ -1,5 +1,6 @@
-"""`python -m train.doctor`: one screen that shows whether this machine can train. `explain "..."`: what an error means.
-`--collectives`, under torchrun: how fast the ranks exchange data.
+"""`python -m train.doctor`: one screen that shows whether this machine can train.
+
+`explain "..."`: the meaning of an error. `--collectives`, under torchrun: the speed of exchanges between ranks.
 
 Exit codes: 0 nothing to fix, or the error is known; 1 something is red, or the error is not known; 2 wrong arguments.
 """
@@ -30,7 +31,7 @@ from train.tools.doctor.probe import Finding, is_red, screen, wrap
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Without --collectives this process is no rank of a job, even where the environment is that of one.
+    # Without --collectives this process is not a rank of a job, even in the environment of one.
     after_rejection = inform_others if "--collectives" in arguments else lambda _: None
     return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
 
@@ -75,7 +76,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
 
 
 def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
-    """Print the findings; returns the exit code."""
+    """Print the findings; return the exit code."""
     if as_json:
         listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1))
@@ -87,7 +88,7 @@ def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser(
         "train.doctor",
-        "Is this machine fit to train? One screen of what is right and wrong, with cures; or what an error means.",
+        "Is this machine fit to train? One screen of faults with cures; or the meaning of an error.",
         examples=(
             "",
             "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",

@@ -1,4 +1,4 @@
-"""What an error text means: the table causes.yaml, beside this file, and docs/troubleshooting.md, made of it."""
+"""The meaning of an error text, from the table causes.yaml in this folder; docs/troubleshooting.md is made from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 CAUSES: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
 PATTERNS = [re.compile(cause["pattern"], re.IGNORECASE) for cause in CAUSES]
-MAX_LINES, MAX_CHARS = 2_000, 1_000  # of a log that are read: its last lines, and as much of each
+MAX_LINES, MAX_CHARS = 2_000, 1_000  # of a log that are read: its last lines, and the beginning of each
 ISSUE = r"[\w.-]+/[\w.-]+#\d+"
 INTRODUCTION = """# Troubleshooting
 
@@ -30,7 +30,7 @@ were not run on hardware."""
 
 
 def explain(lines: Iterable[str]) -> list[dict[str, str]]:
-    """The rows of causes.yaml that explain these lines, in the order of the table: of each line the first that does."""
+    """Return the rows of causes.yaml that explain these lines, in the order of the table; per line the first match."""
     found = set()
     for line in lines:
         text = line[:MAX_CHARS].strip()
@@ -39,7 +39,7 @@ def explain(lines: Iterable[str]) -> list[dict[str, str]]:
 
 
 def read_log(stream: TextIO) -> Iterable[str]:
-    """The last lines of a log. A longer line than MAX_CHARS is cut into several, so that any file fits in memory."""
+    """Return the last lines of a log. A longer line than MAX_CHARS is cut, so that any file fits in memory."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # of other encodings
     return deque(iter(lambda: stream.readline(MAX_CHARS), ""), maxlen=MAX_LINES)

@@ -1,4 +1,4 @@
-"""All that a check may look at, in one object that tests fill with recorded files, and what a check finds."""
+"""The facts that a check may read, in one object that tests fill with recorded files, and a check's finding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ToolOutput:
 
     @property
     def fault(self) -> str | None:
-        """Why there is no output; None if there is."""
+        """The reason for no output; None if there is output."""
         if self.is_missing:
             return f"{self.tool} is not installed"
         if self.code is None:
@@ -68,7 +68,7 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
             errors="replace",
             env={**os.environ, "LC_ALL": "C"},
         )
-    except OSError as error:  # it is there, but cannot be executed
+    except OSError as error:  # it exists, but cannot be executed
         return ToolOutput(tool, code=126, error=error.strerror or str(error))
     try:
         out, error_text = process.communicate(timeout=timeout_s)
@@ -81,7 +81,7 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
 
 @dataclass(frozen=True)
 class Probe:
-    """One machine, and what the user means to run on it."""
+    """One machine, and the run that the user plans on it."""
 
     ask: Callable[..., ToolOutput]  # ask("neuron-ls", "-j")
     versions: Mapping[str, str] = field(default_factory=dict)  # installed packages
@@ -103,7 +103,7 @@ class Probe:
     num_machines: int = 1
 
     def text(self, path: str) -> str | None:
-        """Content of a file, given by its absolute path, stripped; None if it cannot be read."""
+        """Return the content of a file, given by its absolute path, stripped; None if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
@@ -114,7 +114,7 @@ class Probe:
 
     @property
     def is_old_kernel(self) -> bool:
-        """Whether Linux is older than 5.15; there EFA has to protect its memory when a process forks."""
+        """True if Linux is older than 5.15; there EFA has to protect its memory when a process forks."""
         return self.system == "Linux" and () < numbers(self.kernel, 2) < (5, 15)
 
     @property
@@ -137,19 +137,19 @@ class Probe:
         return bool(self.chips())
 
     def chips(self) -> set[str]:
-        """The PCI ids of the Neuron chips."""
+        """Return the PCI ids of the Neuron chips."""
         ids = [(file.read_text().strip(), file.with_name("vendor")) for file in self.files(f"{PCI}/*/device")]
         return {number for number, vendor in ids if number in TRAINIUM_PCI and vendor.read_text().strip() == AMAZON}
 
     @property
     def is_native(self) -> bool:
-        """Whether PyTorch runs without XLA on this type."""
+        """True if PyTorch runs without XLA on this type."""
         by_name = self.instance is not None and is_native(self.instance.name)
         return by_name or bool(self.chips() & set(NATIVE_PCI))
 
     @property
     def has_gpu(self) -> bool:
-        """Whether an NVIDIA display or 3D controller is on the bus, or its driver shows one."""
+        """True if an NVIDIA display or 3D controller is on the bus, or its driver shows one."""
         return bool(nvidia_gpus(self.root / PCI.lstrip("/")) or self.files("/dev/nvidia[0-9]*"))
 
     @property
@@ -162,12 +162,12 @@ def read_instance(name: str) -> InstanceConfig:
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
-    """The first numbers of a version: (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
+    """Return the first numbers of a version: (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
     return tuple(map(int, re.findall(r"\d+", version)[:count]))
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the closest folder above it that exists."""
+    """Return the path, or the closest folder above it that exists."""
     while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder may not be read
         path = path.parent
     return path
@@ -185,7 +185,7 @@ NAME_COLUMN, TEXT_COLUMN = 6, 22
 class Finding:
     state: State
     text: str
-    cure: str = ""  # what to type or to do; set for warn and bad, and only for these
+    cure: str = ""  # a command or an action; set for warn and bad, and only for these
 
     def __post_init__(self) -> None:
         assert bool(self.cure) == (self.state in ("warn", "bad")), self
@@ -200,7 +200,7 @@ def is_red(findings: Mapping[str, Finding]) -> bool:
 
 
 def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
-    """All findings as text of at most `width` columns; words, and so commands, are never broken."""
+    """Return all findings as text of at most `width` columns; words, and so commands, are never broken."""
     lines, count = [], dict.fromkeys(COLOURS, 0)
     for name, finding in findings.items():
         count[finding.state] += 1
