@@ -108,7 +108,7 @@ def test_a_pretrained_model_of_another_tokenizer_is_rejected(finished, prepared,
     other = prepare.prepare(prepare_config(tmp_path / "data", write_corpus(tmp_path / "t.txt", seed=5)))
     assert other.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
     cfg = train_config(tmp_path / "run", tmp_path / "data", f"model.pretrained={finished / 'export'}")
-    with pytest.raises(InputError, match="has another tokenizer than the data"):
+    with pytest.raises(InputError, match="does not have the tokenizer of the data"):
         loop.run(cfg, StopRequest())
 
 

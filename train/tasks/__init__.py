@@ -1,4 +1,4 @@
-"""What is learnt: the table of tasks.
+"""The table of tasks.
 
 A task is a package of this folder with a SPEC and its line in TASKS. The table is read to compose a configuration,
 without torch: the module that computes is imported when a run has the task.
@@ -28,18 +28,17 @@ TASKS: dict[str, TaskSpec] = {
 
 
 def spec_of(cfg: TaskConfig) -> TaskSpec:
-    """The entry of a task. InputError if there is none, or the settings are another task's."""
+    """Return the entry of a task. Raises InputError if there is none, or the settings are another task's."""
     check_choice("task.kind", cfg.kind, tuple(TASKS))
     spec = TASKS[cfg.kind]
-    check(
-        type(cfg) is spec.settings, f"task.kind={cfg.kind} does not go with the settings beside it; use task={cfg.kind}"
-    )
+    check(type(cfg) is spec.settings, f"task.kind={cfg.kind} does not match the settings of task; use task={cfg.kind}")
     return spec
 
 
 def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return what a kind of task declares of a metric, which further validation splits put their name before. One that
-    no task declares has no direction.
+    """Return a kind of task's declaration of a metric, which further validation splits prefix with their name.
+
+    A metric that no task declares has no direction.
     """
     declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
     names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
@@ -47,18 +46,18 @@ def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
 
 
 def best_metric(cfg: TrainConfig) -> Metric:
-    """Return what the task declares of best.metric."""
+    """Return the task's declaration of best.metric."""
     splits = cfg.data.more_validation if isinstance(cfg.data, RecordsConfig) else ()
     return metric_of(cfg.task.kind, cfg.best.metric, splits)
 
 
 def class_of(spec: TaskSpec) -> Any:
-    """The class that computes."""
+    """Return the class that computes."""
     return import_module(spec.module).TASK
 
 
 def build_task(cfg: TrainConfig) -> Task:
-    """The task of a run, its data opened and checked. InputError for data that the task cannot learn from."""
+    """Return the task of a run, its data opened and checked. Raises InputError if it cannot learn from the data."""
     task: Task = class_of(spec_of(cfg.task)).of_run(cfg)
     check(
         cfg.best.metric in task.metrics,

@@ -1,5 +1,6 @@
-"""What the tasks that learn from records share: batches of static shapes from prepared tables, and evaluations of
-several splits, one after the other.
+"""Parts that the tasks share which learn from records: static batches from prepared tables, and evaluations.
+
+Evaluations of several splits run one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 Run = tuple[TrainConfig, Folder]  # settings and folder
 Entry = dict[str, Any]  # a row of input by its columns, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
-CANDIDATES = 4  # examples that the model answers for each sample that is shown
+CANDIDATES = 4  # answered examples for each sample that is shown
 MOST_CHARS_READ = 20_000  # of all of them, which bounds the time
 
 
@@ -51,31 +52,31 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def mean_loss(statistics: np.ndarray) -> float:
-    """The mean loss of statistics [rows, n] that begin with the loss."""
+    """Return the mean loss of statistics [rows, n] that begin with the loss."""
     return float(statistics[:, 0].mean(dtype=np.float64))
 
 
 def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
-    """By name what scikit-learn or seqeval returned for each: precision, recall, F1 and support."""
+    """Return by name the results of scikit-learn or seqeval for each: precision, recall, F1 and support."""
     rows = zip(names, *(kind.tolist() for kind in scores), strict=True)
     return {name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True)) for name, *values in rows}
 
 
 @dataclass(frozen=True)
 class Split:
-    """The part of a table of validation data that is used."""
+    """The used part of a table of validation data."""
 
     name: str  # of its tables
     prefix: str  # of its metrics: none for "validation"
     features: Dataset
-    first: int  # row at which it begins in the statistics of an evaluation
+    first: int  # its first row in the statistics of an evaluation
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         return rows[self.first : self.first + len(self.features)]
 
 
 class TextTask(Task):
-    """What a model with a head learns from rows of texts, and what it answers: in a run as in train.predict."""
+    """A model with a head that learns from and answers rows of texts, in a run as in train.predict."""
 
     columns: Mapping[str, str]  # of the features, by the inputs of a batch
     eval_columns: Mapping[str, str] = {}  # those that only statistics need
@@ -86,7 +87,7 @@ class TextTask(Task):
     lengths: tuple[int, ...]
 
     def __init__(self, cfg: Any, sizes: Sizes) -> None:
-        """`cfg`: the task's settings."""
+        """Set the task's settings `cfg` and the sizes."""
         self.cfg, self.sizes = cfg, sizes
         self.labels: list[str] = []  # in the order of their numbers; the run's, or the trained model's
 
@@ -107,7 +108,7 @@ class TextTask(Task):
     # ---- learning: what a task of its own has ----------------------------------------------------------------------
 
     def begin(self, train_table: TokenRows) -> None:
-        """Take from the training data what the loss depends on."""
+        """Take facts for the loss from the training data."""
         return
 
     @abstractmethod
@@ -116,7 +117,7 @@ class TextTask(Task):
 
     @abstractmethod
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what metrics and predictions need of each row of a batch, [B, n] float32."""
+        """Return the values for metrics and predictions of each row of a batch, [B, n] float32."""
 
     @abstractmethod
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
@@ -124,7 +125,7 @@ class TextTask(Task):
 
     @abstractmethod
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """Return what an evaluation that is the best writes beside its metrics."""
+        """Return files and entries that the best evaluation writes in addition to its metrics."""
 
     # ---- predictions: what a task of its own has -------------------------------------------------------------------
 
@@ -133,13 +134,11 @@ class TextTask(Task):
         return []
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        """Take what predictions depend on from how rows are read, from the model's run if it has one, and from the
-        flags that TaskSpec.options names.
-        """
+        """Take facts for predictions: how rows are read, the model's run if any, and flags of TaskSpec.options."""
         return
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
-        """Return the row that the texts of flags mean, by column."""
+        """Return the row that the flags' texts stand for, by column."""
         return dict(texts)
 
     @abstractmethod
@@ -152,7 +151,7 @@ class TextTask(Task):
 
     @abstractmethod
     def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
-        """Return the metrics of what `known` returned for some rows."""
+        """Return the metrics of the answers from `known` for some rows."""
 
     @abstractmethod
     def sample(self, row: Entry, prediction: Entry) -> Sample:
@@ -167,7 +166,7 @@ class TextTask(Task):
         return task
 
     def open(self, cfg: TrainConfig) -> None:
-        """Open the data of a run. Raises InputError for data that cannot be used."""
+        """Open the data of a run. Raises InputError if it cannot be used."""
         assert isinstance(cfg.data, RecordsConfig)
         self.run_cfg, self.data, self.tables = cfg, cfg.data, open_tables(cfg, self.featurizer)
         self.lengths = resolved_lengths(cfg, self.tables, seq_len=self.sizes.seq_len, shortest=self.shortest)
@@ -200,7 +199,7 @@ class TextTask(Task):
         self.begin(self.train_table)
 
     def _details(self) -> dict[str, Any]:
-        """What is known of the data, with the share of padding that this run's lengths come to."""
+        """Return the facts on the data, with the share of padding of this run's lengths."""
         facts = self.tables.facts
         used = {"train": self.train_table.row_lengths}
         used |= {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
@@ -267,7 +266,7 @@ class TextTask(Task):
         shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Some validation examples, as `python -m train.predict` answers them."""
+        # They are answered as by `python -m train.predict`.
         predictor = Predictor(str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len)
         examples, target = self.tables.examples("validation"), self.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=self.labels))
@@ -279,7 +278,7 @@ class TextTask(Task):
 
 
 def shares(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return padding and what was counted of a split, as shares of its examples or tokens."""
+    """Return padding and counts of a split, as shares of its examples or tokens."""
     notes = dict(facts["notes"])
     tokens = {"unknown_tokens": notes.pop("text_tokens", 0), "tokens_cut": facts["tokens"] + notes.get("tokens_cut", 0)}
     of = {name: tokens.get(name, facts["examples"]) or 1 for name in notes}
@@ -296,13 +295,14 @@ def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
 
 
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:
-    """The example of each of the features."""
+    """Return the example of each of the features."""
     return examples.select(column(features, "row"))
 
 
 def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
-    """Return the rows of `features`, rising, that belong to examples drawn by the seed: at most so many rows, but of
-    one example at least. `split` is the number of the table.
+    """Return the rows of `features`, ascending, of examples drawn by the seed: at most `most` rows.
+
+    There is at least one example. `split` is the number of the table.
     """
     owners = column(features, "row")
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
@@ -315,7 +315,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the whole table, as `train.data.records.raw.read_texts` returns them, without those that are too long."""
+    """Yield rows of the whole table, as `train.data.records.raw.read_texts` does, without those that are too long."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
@@ -328,7 +328,7 @@ def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[st
 
 
 def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
-    """The first so many, up to half of them wrong ones if there are, in their order."""
+    """Return the first `most` samples, up to half of them wrong ones if there are, in their order."""
     is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
     num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
     chosen = [*np.flatnonzero(~is_right)[:num_wrong], *np.flatnonzero(is_right)[: most - num_wrong]]

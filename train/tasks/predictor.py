@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.system.folders import Folder
     from train.tasks.finetune import TextTask
 
-TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times as much memory
+TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times the memory
 CPU = torch.device("cpu")
 
 
@@ -36,7 +36,7 @@ class Predictor:
     def __init__(
         self, source: str, data: RecordsConfig, *, run: tuple[TrainConfig, Folder] | None, seq_len: int | None
     ) -> None:
-        """Read all but the weights. Raises InputError for a model of no task.
+        """Read all but the weights. Raises InputError if no task suits the model.
 
         Args:
             source: folder in the format of transformers, or Hub id.
@@ -81,7 +81,7 @@ class Predictor:
     def predict(
         self, rows: list[dict[str, Any]], *, batch_size: int, on_batch: Callable[[int], Any] = lambda _: None
     ) -> list[dict[str, Any]]:
-        """The model's answer to each row, in their order. `on_batch` gets the number of sequences read."""
+        """Return the model's answer to each row, in order. `on_batch` gets the number of sequences read."""
         features, tokens_cut = self.features(rows)
         statistics = self.statistics(features, batch_size, on_batch)
         check(bool(np.isfinite(statistics).all()), f"{self.source} computes NaN: its weights are damaged")
@@ -96,7 +96,7 @@ class Predictor:
         return [{**answer, "tokens_cut": tokens} if tokens else answer for answer, tokens in lost]
 
     def features(self, rows: list[dict[str, Any]]) -> tuple[Dataset, np.ndarray]:
-        """Return the features of rows, and the tokens [rows] of each that lie behind seq_len."""
+        """Return the features of rows, and the number of tokens [rows] of each that are after seq_len."""
         featurizer, parts, tokens_cut = self.task.featurizer, [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
@@ -108,7 +108,7 @@ class Predictor:
 
     @torch.inference_mode()
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
-        """[rows, n] float32. The longest are read first: little padding, and what exceeds memory fails at once."""
+        """Return [rows, n] float32. The longest are read first: little padding, and too large ones fail immediately."""
         table = self.task.token_rows(features, {**self.task.columns, **self.task.eval_columns})
         order = np.argsort(-table.row_lengths, kind="stable")
         batches = []
@@ -126,12 +126,12 @@ class Predictor:
         return result
 
     def cut_rows(self) -> str:
-        """Return a line on the rows so far that were cut; empty if none was."""
+        """Return a line on the rows so far that were cut; "" if none was."""
         seq_len = self.task.sizes.seq_len
         return cut_words(rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len)
 
     def metrics(self) -> str:
-        """A line with the metrics of all rows so far that have a right answer; empty if there are none."""
+        """Return a line with the metrics of all rows so far that have a right answer; "" if there are none."""
         if self.known:
             values = self.task.score(*zip(*self.known, strict=True))
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -143,8 +143,9 @@ class Predictor:
 
 
 def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:
-    """Return the settings of the first task in the table whose head a model without a run has, of one for its problem
-    if there is such a task. Raises InputError if there is none.
+    """Return the settings of the first task in the table whose head a model without a run has.
+
+    It is one for the model's problem if there is such a task. Raises InputError if there is none.
     """
     specs = [spec for spec in TASKS.values() if spec.inputs]
     fitting = [spec for spec in specs if spec.head in architectures]

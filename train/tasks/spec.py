@@ -1,4 +1,4 @@
-"""What is known of a task before torch is imported, and the interface between the loop and the task of a run."""
+"""The facts about a task that need no torch, and the interface between the loop and the task of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metric:
     name: str
     higher_is_better: bool | None = True  # None: no task declares it, and nothing is called the best by it
     hub_name: str = ""  # its id on the Hub; "": its name
-    is_shown_beside: bool = True  # a report's card may show it beside the metric that it leads with
+    is_shown_beside: bool = True  # a report's card may show it with the headline metric
 
     @property
     def sign(self) -> int:
@@ -48,21 +48,21 @@ LOSS = Metric("loss", higher_is_better=False, is_shown_beside=False)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """A task's entry in `train.tasks.TASKS`: all that is known of it without torch."""
+    """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
-    settings: type[TaskConfig]  # a class of its own; its `learns_from` says which data the task reads
+    settings: type[TaskConfig]  # its `learns_from` says which data the task reads
     module: str  # its TASK is the class of the task, which imports torch
     head: str  # transformers loads an export as AutoModelFor<head>
     problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
     metrics: tuple[Metric, ...]  # of evaluations; a report leads with the first that a run has
 
-    # What a model card says.
+    # These are for a model card.
     pipeline: str  # transformers' pipeline that runs an export
     sentence: str  # what the model does; {labels} is the number of labels, {names} their names
     example: str  # the arguments of the pipeline, as Python code
     card_settings: tuple[tuple[str, str], ...] = ()  # name and key of the task's settings that the card lists
 
-    # How `python -m train.predict` asks a model. A run and a row of input hold the same columns.
+    # These are for `python -m train.predict`. A run and a row of input hold the same columns.
     does: str = ""  # as in "labels texts": it follows the name of the model in a message
     inputs: Mapping[str, str] = field(default_factory=dict)  # columns of ColumnsConfig that the model reads, each with
     # the help text of its flag; empty: its models do not predict
@@ -71,14 +71,14 @@ class TaskSpec:
 
 
 class Task(ABC):
-    """Batches, the loss as a sum, and what an evaluation computes."""
+    """The batches of a run, the loss as a sum, and the numbers of an evaluation."""
 
     shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
     train_rows: int  # their sum
     eval_rows: int
     seq_len: int  # tokens of the longest batches
-    lengths: Sequence[int] | None = None  # of batches, in tokens, rising; None: the data has one
-    buckets: Buckets | None = None  # which example needs which of them, if there are several
+    lengths: Sequence[int] | None = None  # of batches, in tokens, ascending; None: the data has one
+    buckets: Buckets | None = None  # assigns lengths to examples, if there are several
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # of the data, for metrics and report
@@ -95,11 +95,11 @@ class Task(ABC):
         return ""
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums, unless opening it did. InputError names what is damaged."""
+        """Compare the data with its checksums, unless opening did. Raises InputError, which names damaged files."""
         return
 
     def window_shards(self, order: ShardSampler) -> int:
-        """Return how many shards of each lane to shuffle together. InputError if this machine cannot hold them."""
+        """Return how many shards of each lane to shuffle together. Raises InputError if the disk cannot hold them."""
         return order.window_shards
 
     def eval_shards(self, ranks: Sequence[int], world_size: int) -> list[int]:
@@ -107,14 +107,15 @@ class Task(ABC):
         return []
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Begin to bring the data that `order` needs to this machine; None if nothing is to be brought by this rank.
+        """Begin to fetch the data that `order` needs to this machine; None if this rank need not.
+
         Raises InputError if that is impossible.
         """
         return None
 
     @abstractmethod
     def build_model(self) -> Network:
-        """Return the model with the weights that training begins with."""
+        """Return the model with the initial weights of training."""
 
     @abstractmethod
     def train_data(self) -> Drawable:
@@ -122,14 +123,14 @@ class Task(ABC):
 
     @abstractmethod
     def eval_data(self) -> Drawable:
-        """Return the validation examples, those of further splits behind them."""
+        """Return the validation examples, with those of further splits after them."""
 
     @abstractmethod
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss [] summed over the labels of a micro batch; the engine divides by the global count."""
 
     def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """Replace the loss of logits by `compiled(loss)`, where logits are so many that it takes time."""
+        """Replace the loss of logits by `compiled(loss)`, if logits are so many that it takes time."""
         return
 
     @abstractmethod
@@ -149,7 +150,7 @@ class Task(ABC):
         return None
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """Write to the run folder what its checkpoints need to be exported without the data; rank 0."""
+        """Write to the run folder the files that exports of its checkpoints need instead of the data; rank 0."""
         return
 
     @abstractmethod
@@ -157,5 +158,5 @@ class Task(ABC):
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Return at most so many validation examples, in little time, with the exported model's answers; rank 0."""
+        """Return at most `most` validation examples, in little time, with the exported model's answers; rank 0."""
         return []

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from train.data.records.tables import Tables
 
-MOST_TOKENS = 512  # of a sequence where seq_len is not set; attention over more costs much, and few texts need it
-MOST_PADDING = 0.1  # share of the tokens computed that data.lengths=auto accepts
+MOST_TOKENS = 512  # of a sequence if seq_len is not set; attention over more costs much, and few texts need it
+MOST_PADDING = 0.1  # share of the computed tokens that data.lengths=auto accepts
 MOST_LENGTHS = 128  # different lengths of batches that are not compiled
 EAGER_CPU_STEP = 8  # tokens; kernels of GPUs prefer multiples of STEP
 
@@ -31,11 +31,11 @@ class Sizes:
     model: ModelConfig  # its weights and tokenizer are on this machine or at the Hub
     tokenizer: PreTrainedTokenizerFast
     seq_len: int  # tokens after which texts are cut
-    lengths: tuple[int, ...] = ()  # tokens, rising; known with the data
+    lengths: tuple[int, ...] = ()  # tokens, ascending; known with the data
 
     @staticmethod
     def of(cfg: TrainConfig) -> Sizes:
-        """Return the sizes of a run. Raises InputError if model, tokenizer and lengths do not go together."""
+        """Return the sizes of a run. Raises InputError if model, tokenizer and lengths contradict one another."""
         assert isinstance(cfg.data, RecordsConfig)
         model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         sizes = Sizes.read(model, cfg.seq_len, most=MOST_TOKENS)
@@ -46,8 +46,9 @@ class Sizes:
 
     @staticmethod
     def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
-        """Return sizes without lengths, with `seq_len`, or else all that the model can read, up to `most`. Raises
-        InputError for a bad tokenizer.
+        """Return sizes without lengths, with `seq_len`, or else all that the model can read, up to `most`.
+
+        Raises InputError if the tokenizer is bad.
         """
         sizes = Sizes(model, task_tokenizer(model), 0)
         limits = [limit for limit in (most_positions(sizes.config), most) if limit]
@@ -57,7 +58,7 @@ class Sizes:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """transformers' configuration of the encoder. InputError if there is none."""
+        """Return transformers' configuration of the encoder. Raises InputError if there is none."""
         return model_config(self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id)
 
     @property
@@ -67,9 +68,9 @@ class Sizes:
 
 
 def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest: int) -> tuple[int, ...]:
-    """Return the lengths that the batches of a run are padded to: a function of its data, settings and kind of device.
+    """Return the lengths that the batches of a run are padded to, from its data, settings and kind of device.
 
-    `seq_len`: tokens after which texts are cut. `shortest`: the least that batches may have.
+    `seq_len`: tokens after which texts are cut. `shortest`: the least tokens of a batch.
     """
     assert isinstance(cfg.data, RecordsConfig)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def topk(scores: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
-    """The k highest of the last dimension [..., N] of float32 scores, and their indices, both [..., k] float32.
+    """Return the k highest of the last dimension [..., N] of float32 scores, and their indices, [..., k] float32.
 
     The highest comes first, and of equal ones that with the lower index; the index of NaN is N. Trainium's compiler
-    takes neither topk, which XLA makes a sort (NCC_EVRF029), nor argmax, a reduction of two tensors at once
+    takes neither topk, which XLA makes a sort (NCC_EVRF029), nor argmax, a reduction of two tensors at the same time
     (NCC_ISPP027).
     """
     indices = torch.arange(scores.size(-1), dtype=torch.float32, device=scores.device)

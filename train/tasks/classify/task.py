@@ -62,9 +62,7 @@ class ClassifyFeaturizer(Featurizer):
 
 
 class Classification(TextTask):
-    """One of several labels for a text. A prediction is {"id", "label" (if there is one), "prediction",
-    "probabilities": {label: p}}.
-    """
+    """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
     metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted")
@@ -86,7 +84,7 @@ class Classification(TextTask):
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # Divided by the sum of the texts' weights ("count") it is torch's weighted mean.
         if self.weights is not None:
-            self.weights = self.weights.to(logits.device)  # once
+            self.weights = self.weights.to(logits.device)  # moved once
         return F.cross_entropy(
             logits.float(),
             inputs["labels"],
@@ -97,7 +95,7 @@ class Classification(TextTask):
         )
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 1 + C]: the loss without weights and smoothing, and logits [B, C]."""
+        # [B, 1 + C]: the loss without weights and smoothing, and logits [B, C].
         logits = logits.float()
         losses = F.cross_entropy(logits, inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none")
         return torch.cat([losses[:, None], logits], 1)
@@ -107,7 +105,7 @@ class Classification(TextTask):
 
     @staticmethod
     def score(truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
-        """F1 is averaged over the labels that occur in either, as scikit-learn does; one never predicted has 0."""
+        # F1 is averaged over the labels that occur in either, as in scikit-learn; one never predicted has 0.
         # The import takes a second, with scipy, for which no first step should wait.
         from sklearn.metrics import accuracy_score, f1_score
 
@@ -118,7 +116,7 @@ class Classification(TextTask):
         }
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """A line for each text, and the tables of each class."""
+        # A line for each text, and the tables of each class.
         labels = column(features, "label")
         named = zip(examples_of(examples, features)["id"], labels, strict=True)
         rows = [{"id": name, "label": self.labels[label]} for name, label in named]
@@ -160,12 +158,12 @@ TASK = Classification
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """[rows, C] float64 of logits [rows, C]."""
+    """Return [rows, C] float64 of logits [rows, C]."""
     return torch.from_numpy(logits).double().softmax(-1).numpy()
 
 
 def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
-    """[C] float32: how much an error counts; None: all the same. `counts` [C]: training rows of each label.
+    """Return [C] float32: the weight of an error; None: all the same. `counts` [C]: training rows of each label.
 
     Balanced weights are those of scikit-learn's "balanced": rows / (labels * rows of the label).
     """
@@ -184,7 +182,7 @@ def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
 
 
 def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """Figures of each of `names`, and the confusion matrix: a row for each true label, a column for each prediction."""
+    """Return figures of each of `names`, and the confusion matrix: rows are true labels, columns predictions."""
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     numbers = list(range(len(names)))

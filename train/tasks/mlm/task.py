@@ -38,8 +38,8 @@ from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.topk import topk
 
-MOST_BLANKS = 4  # of a sample
-TOKENS_BEFORE = 12  # the first of them
+MOST_BLANKS = 4  # in a sample
+TOKENS_BEFORE = 12  # before the first of them
 SPACE = "\N{OPEN BOX}"
 NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
 
@@ -72,7 +72,7 @@ class MaskedLMTask(Task):
             check_same_vocabulary(
                 model.pretrained,
                 read_vocabulary(self.folder / "tokenizer"),
-                f"model.pretrained={model.pretrained} has another tokenizer than the data; prepare it with "
+                f"model.pretrained={model.pretrained} does not have the tokenizer of the data; prepare it with "
                 f"tokenizer.pretrained={model.pretrained}",
             )
         self.masker = Masker(
@@ -150,7 +150,7 @@ class MaskedLMTask(Task):
         return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 3]: loss sum, right predictions and all predictions of each sequence; with SOP [B, 6], the same of it."""
+        # [B, 3]: loss sum, right predictions and all predictions of each sequence; with SOP [B, 6], the same of it.
         logits, labels, order = self._logits(model, inputs)
         statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
         if order is not None:
@@ -158,7 +158,7 @@ class MaskedLMTask(Task):
         return torch.cat(statistics, -1)
 
     def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits [B * P, V], labels [B * P], and logits [B, 2] of the order if it is predicted."""
+        """Return logits [B * P, V], labels [B * P], and logits [B, 2] of the order if it is predicted."""
         output = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
         logits, order = (output, None) if self.swapper is None else output
         return logits.flatten(0, 1), inputs["labels"].flatten(), order
@@ -189,12 +189,12 @@ class MaskedLMTask(Task):
 
     @torch.inference_mode()
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Validation sequences whose hidden tokens are all masked, on the host."""
+        # Validation sequences whose hidden tokens are all masked, on the host.
         info = self.manifest.tokenizer
         drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
         positions, labels = inputs["positions"], inputs["labels"]
-        last = positions.amax(1, keepdim=True)  # for slots without a use
+        last = positions.amax(1, keepdim=True)  # for unused slots
         inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
         model = self._model(replace(self.model, pretrained=str(export))).eval()
         shares, guesses = (
@@ -209,14 +209,15 @@ TASK = MaskedLMTask
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over what has a label. Compiled,
-    it has the logits in float32 nowhere in memory.
+    """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over rows with a label.
+
+    Compiled, it never has the logits in float32 in memory.
     """
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """[N, 3] of logits [N, C] and labels [N]: the loss, whether the prediction is right, whether there is a label."""
+    """Return [N, 3] of logits [N, C] and labels [N]: the loss, if the prediction is right, if a label exists."""
     logits = logits.float()
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     right = topk(logits)[1].squeeze(-1) == labels
@@ -229,12 +230,12 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Blank:
     position: int  # in the sequence
-    token: int  # that was there
+    token: int  # the hidden token
     guesses: list[tuple[int, float]]  # tokens with their probabilities, the highest first
 
 
 def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
-    """The blanks of a sequence: their positions and tokens [P], the guesses and their probabilities [P, n]."""
+    """Return the blanks of a sequence: positions and tokens [P], the guesses and their probabilities [P, n]."""
     pairs = (list(zip(*pair, strict=True)) for pair in zip(guesses.tolist(), shares.tolist(), strict=True))
     blanks = zip(positions.tolist(), labels.tolist(), pairs, strict=True)
     return [Blank(*blank) for blank in blanks if blank[1] != IGNORE_INDEX]
@@ -250,11 +251,11 @@ class Spelling:
 
     def piece(self, token: int) -> str:
         spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown: a word with a space is another token than without it
+        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown: a word with a space differs from one without
         return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:
-        """The part of a sequence [S] around its first blanks."""
+        """Return the part of a sequence [S] around its first blanks."""
         first = max(0, blanks[0].position - TOKENS_BEFORE)
         last = blanks[MOST_BLANKS].position if len(blanks) > MOST_BLANKS else len(tokens)
         while True:
@@ -265,7 +266,7 @@ class Spelling:
             first, last = min(first + 1, blanks[0].position), last - 1
 
     def text(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> str:
-        """Text with its masks numbered: [1], [2], ..."""
+        """Return the text with its masks numbered: [1], [2], ..."""
         ids = [token for token in tokens.tolist() if token not in self.hidden]
         mask = self.tokenizer.id_to_token(self.mask_id)
         begin, *others = self.tokenizer.decode(ids, skip_special_tokens=False).split(mask)

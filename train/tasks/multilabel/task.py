@@ -29,7 +29,7 @@ from train.tasks.texts import Sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-THRESHOLDS = "label_thresholds"  # of config.json: one for each label
+THRESHOLDS = "label_thresholds"  # a key of config.json: one threshold for each label
 
 MULTILABEL_ROWS = RowKind(
     "multilabel",
@@ -60,8 +60,9 @@ class MultiLabelFeaturizer(ClassifyFeaturizer):
 
 
 class MultiLabel(TextTask):
-    """Any number of labels for a text. A prediction is {"id", "label" (if known: a list), "prediction": [labels],
-    "probabilities": {label: p}}.
+    """Any number of labels for a text.
+
+    A prediction is {"id", "label" (if known: a list), "prediction": [labels], "probabilities": {label: p}}.
     """
 
     columns = {"labels": "label"}
@@ -97,11 +98,11 @@ class MultiLabel(TextTask):
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # Divided by texts * labels ("count") it is torch's mean.
         if self.weights is not None:
-            self.weights = self.weights.to(logits.device)  # once
+            self.weights = self.weights.to(logits.device)  # moved once
         return losses_of(logits, inputs["labels"], self.weights).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 1 + C]: the loss without weights, the mean of the labels, and logits [B, C]."""
+        # [B, 1 + C]: the loss without weights, the mean of the labels, and logits [B, C].
         losses = losses_of(logits, inputs["labels"], None).mean(1, keepdim=True)
         return torch.cat([losses, logits.float()], 1)
 
@@ -113,7 +114,7 @@ class MultiLabel(TextTask):
         return column(features, "label").reshape(-1, len(self.labels)).astype(bool)
 
     def score(self, truth: Any, predicted: Any) -> dict[str, float]:
-        """Return the metrics of probabilities. Average precision is the mean over the labels that some text has."""
+        # The arguments are probabilities. Average precision is the mean over the labels that some text has.
         from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
         truth, shares = np.asarray(truth, bool), np.asarray(predicted, np.float64)
@@ -128,7 +129,7 @@ class MultiLabel(TextTask):
         }
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """A line for each text, and the scores of each label with the threshold that is best for its F1."""
+        # A line for each text, and the scores of each label with the threshold that is best for its F1.
         from sklearn.metrics import precision_recall_fscore_support
 
         truth, shares = self.truth(features), probabilities(statistics[:, 1:])
@@ -195,7 +196,7 @@ def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None
 
 
 def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """[B, C] float32; 0 where a row of padding has no target."""
+    """Return [B, C] float32; 0 if a row of padding has no target."""
     losses = F.binary_cross_entropy_with_logits(
         logits.float(), targets.nan_to_num(), pos_weight=weights, reduction="none"
     )
@@ -203,12 +204,12 @@ def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """[rows, C] float64 of logits [rows, C]."""
+    """Return [rows, C] float64 of logits [rows, C]."""
     return torch.from_numpy(logits).double().sigmoid().numpy()
 
 
 def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -> np.ndarray | None:
-    """[C] float32: how much a label that is there counts; None: as one that is not. `has_label` [rows, C]."""
+    """Return [C] float32: the weight of a present label; None: that of an absent one. `has_label` [rows, C]."""
     if given is None:
         return None
     if given != "balanced":

@@ -17,7 +17,7 @@ class NERConfig(TaskConfig):
     # like (IOB2, BIOES, BILOU); none: any tags, as parts of speech, which are scored by the word
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        return HeadSize(token_labels=labels or 9)  # as many as CoNLL-2003 has
+        return HeadSize(token_labels=labels or 9)  # the number in CoNLL-2003
 
 
 SPEC = TaskSpec(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-BIOES = {"L": "E", "U": "S"}  # prefixes that seqeval does not know, of BILOU
+BIOES = {"L": "E", "U": "S"}  # BILOU's prefixes that seqeval does not know
 NAMES = ("precision", "recall", "f1", "accuracy")
 Tags = Sequence[list[str]]  # of the words of each sentence
 
@@ -66,7 +66,7 @@ def ner_rows(scheme: str) -> RowKind:
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",
         tokens={
-            "labels": NUMBERS,  # of each token: its word's tag, or IGNORE_INDEX behind the first token of a word
+            "labels": NUMBERS,  # of each token: its word's tag, or IGNORE_INDEX after the first token of a word
             "words": NUMBERS,  # the numbers of the words that have a label here
         },
     )
@@ -99,19 +99,20 @@ class NERFeaturizer(Featurizer):
 
 
 def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the words that have tokens, rising, and the first token of each. Words behind the end of a
-    truncated sentence have none, nor have those whose characters the tokenizer drops.
+    """Return the numbers of the words that have tokens, ascending, and the first token of each.
+
+    Words after the end of a truncated sentence have none, and neither have words whose characters the tokenizer drops.
     """
     sequences = encoding.sequence_ids
     first = sequences.index(0) if 0 in sequences else 0
     offsets = np.array(encoding.offsets[first : first + sequences.count(0)]).reshape(-1, 2)
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     begins = ends - [len(word) for word in words]
-    # A token may begin with the space before its word: the first one that ends inside the word is meant.
+    # A token may begin with the space before its word: the first one that ends inside the word counts.
     tokens = np.searchsorted(offsets[:, 1], begins, side="right")
     begins_of_tokens = np.append(offsets[:, 0], np.iinfo(np.int64).max)[tokens]
     read = np.flatnonzero(begins_of_tokens < ends)
-    tokens, kept = np.unique(tokens[read], return_index=True)  # a token of two words is the first one's
+    tokens, kept = np.unique(tokens[read], return_index=True)  # a token of two words belongs to the first one
     return read[kept], tokens + first
 
 
@@ -119,20 +120,22 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
 
 
 class TokenClassification(TextTask):
-    """A tag for each word. A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text",
-    "first", "last", "probability"}]}: `first` and `last` are numbers of words, `probability` the mean of theirs.
+    """A tag for each word.
+
+    A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text", "first", "last",
+    "probability"}]}: `first` and `last` are numbers of words, `probability` is their mean.
     """
 
     columns = {"labels": "labels"}
 
     def __init__(self, cfg: NERConfig, sizes: Sizes) -> None:
-        """InputError without the library of the metrics, before anything is read."""
+        # It raises InputError without the library of the metrics, before anything is read.
         check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
         super().__init__(cfg, sizes)
         self.use_scheme(cfg.scheme)
 
     def use_scheme(self, scheme: str) -> None:
-        """Take tags as entities, or as they are."""
+        """Take tags as entities, or unchanged."""
         self.has_entities = scheme == "entities"
         self.featurizer = NERFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme)
         self.metric_names = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
@@ -154,7 +157,7 @@ class TokenClassification(TextTask):
     def tags(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> tuple[Dataset, list[list[str]], list[list[str]]]:
-        """The sentences of the features, the right tags of their words, and the model's."""
+        """Return the sentences of the features, the right tags of their words, and the model's."""
         examples = examples_of(examples, features)
         truth = [[self.labels[number] for number in numbers] for numbers in examples["tags"]]
         return examples, truth, [tags for tags, _ in self.tagged(statistics, features, truth)]
@@ -162,13 +165,14 @@ class TokenClassification(TextTask):
     def tagged(
         self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
-        """Yield the tags of each sentence's words, and their probabilities. Words without a token are in no entity, or
-        have no tag.
+        """Yield the tags of each sentence's words, and their probabilities.
+
+        Words without a token are in no entity, or have no tag.
         """
         return tagged(rows, features, sentences, self.labels, unread="O" if self.has_entities else "")
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
-        """Metrics of all entities, whatever their type, and the share of words that are right. No entity: all are 0."""
+        # They are of all entities, whatever their type, and the share of words that are right. No entity: all are 0.
         from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
         if not self.has_entities:
@@ -179,7 +183,7 @@ class TokenClassification(TextTask):
         return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """A line for each sentence, and the table of each type of entity, or of each tag."""
+        # A line for each sentence, and the table of each type of entity, or of each tag.
         examples, truth, predicted = self.tags(examples, features, statistics)
         values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
         lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
@@ -237,7 +241,7 @@ TASK = TokenClassification
 
 
 def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
-    """[B, 1 + 2 * M]: loss, each token's tag and its probability, of logits [B, S, C] and labels. M: `longest`."""
+    """Return [B, 1 + 2 * M]: loss, tags of tokens and probabilities, of logits [B, S, C] and labels. M: `longest`."""
     logits = logits.float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
@@ -248,8 +252,9 @@ def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
 def tagged(
     rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]], labels: Sequence[str], unread: str
 ) -> Iterator[tuple[list[str], list[float]]]:
-    """The tag of each word and its probability, by the statistics [sentences, 1 + 2 * M] of features; `unread` with a
-    probability of 0 for words without a token. `sentences`: something for each word of each of them.
+    """Yield each word's tag and probability, from the statistics [sentences, 1 + 2 * M] of features.
+
+    Words without a token have `unread` with a probability of 0. `sentences` has an item for each word of each of them.
     """
     arrow = features.with_format("arrow")[:]
     every = np.arange(len(features))
@@ -263,7 +268,7 @@ def tagged(
 
 
 def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
-    """Precision, recall, F1 and support for each type of entity that is in either."""
+    """Return precision, recall, F1 and support for each type of entity that is in either."""
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
     types = sorted({kind for tags in (*truth, *predicted) for kind, _, _ in entities(tags)})
@@ -275,7 +280,7 @@ def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
 
 
 def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[str, Any]:
-    """Precision, recall (the accuracy of its words), F1 and support for each tag, over all words."""
+    """Return precision, recall (the accuracy of its words), F1 and support for each tag, over all words."""
     from sklearn.metrics import precision_recall_fscore_support
 
     flat = [[tag for tags in sentences for tag in tags] for sentences in (truth, predicted)]
@@ -289,7 +294,7 @@ def bioes(sentences: Tags) -> Tags:
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
-    """The type, the first and the last word of each entity of a sentence."""
+    """Return the type, the first and the last word of each entity of a sentence."""
     from seqeval.metrics.sequence_labeling import get_entities
 
     found: list[tuple[str, int, int]] = get_entities(*bioes([tags]))
@@ -297,7 +302,7 @@ def entities(tags: list[str]) -> list[tuple[str, int, int]]:
 
 
 def named_entities(words: list[str], tags: list[str]) -> str:
-    """The entities of a sentence as text; empty if it has none."""
+    """Return the entities of a sentence as text; "" if it has none."""
     return ", ".join(f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in entities(tags))
 
 

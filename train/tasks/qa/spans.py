@@ -1,4 +1,4 @@
-"""Answers as spans of a context, and how SQuAD scores them; on the host.
+"""Answers as spans of a context, and SQuAD's scores of them; on the host.
 
 Metrics follow the official scripts, evaluate-v1.1.py and evaluate-v2.0.py of
 https://rajpurkar.github.io/SQuAD-explorer; the choice of spans follows `postprocess_qa_predictions` of the
@@ -28,12 +28,12 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """The text in lower case, without punctuation, articles and superfluous spaces."""
+    """Return the text in lower case, without punctuation, articles and superfluous spaces."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
 
 
 def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
-    """F1 of the words that two answers share. If one is empty it is 0, or in v2 1 if both are."""
+    """Return F1 of the words that two answers share. If one is empty it is 0, or in v2 1 if both are."""
     mine, theirs = normalised(given).split(), normalised(wanted).split()
     if v2 and not (mine and theirs):
         return float(mine == theirs)
@@ -45,7 +45,7 @@ def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
 
 
 def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float, float]:
-    """Exact match and F1 (0 to 1) with the right answer that fits best. In v2 there may be no right answer."""
+    """Return exact match and F1 (0 to 1) with the best fitting right answer. In v2 there may be no right answer."""
     if v2:
         wanted = [answer for answer in wanted if normalised(answer)] or [""]
     exact = max(float(normalised(given) == normalised(answer)) for answer in wanted)
@@ -69,13 +69,13 @@ class WindowScores:
 
     @staticmethod
     def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
-        """The window of statistics [1 + 4 * k]: the null score; k scores of starts, their tokens; the same for ends."""
+        """Return the window of statistics [1 + 4 * k]: the null score; k scores of starts, their tokens; of ends."""
         start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
         starts, ends = starts.astype(np.int64), ends.astype(np.int64)
         return WindowScores(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)
 
     def best(self, n_best: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
-        """Scores and characters [begin, end) of the spans with the highest sums of start and end."""
+        """Return scores and characters [begin, end) of the spans with the highest sums of start and end."""
         tokens = self.ends[None, :] - self.starts[:, None] + 1
         is_context = (self.start_scores > LOWEST)[:, None] & (self.end_scores > LOWEST)[None, :]
         start, end = np.nonzero(is_context & (tokens >= 1) & (tokens <= max_answer_tokens))
@@ -102,7 +102,7 @@ class Answers:
 
     @property
     def null_odds(self) -> float:
-        """How much higher "no answer" scores than the best span."""
+        """By how much "no answer" scores higher than the best span."""
         return self.null_score - self.spans[0].score if self.spans else float("inf")
 
     @property
@@ -110,11 +110,11 @@ class Answers:
         return self.spans[0].text if self.spans else ""
 
     def answer(self, threshold: float | None) -> str:
-        """The best span; empty if there is a `threshold` and "no answer" scores higher by more than that."""
+        """Return the best span; "" if there is a `threshold` and "no answer" scores higher by more than that."""
         return "" if threshold is not None and self.null_odds > threshold else self.best
 
     def n_best(self, *, v2: bool) -> list[dict[str, Any]]:
-        """All spans, in v2 with the empty one, and their softmax, as in a file of predictions."""
+        """Return all spans, in v2 with the empty one, and their softmax, as in a file of predictions."""
         spans = [*self.spans, Span("", self.null_score, 0)] if v2 or not self.spans else self.spans
         spans = sorted(spans, key=lambda span: -span.score)
         scores = np.array([span.score for span in spans])
@@ -127,7 +127,7 @@ class Answers:
 
 
 def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answer_tokens: int) -> Answers:
-    """The best spans of all windows of a context. A span of two windows counts once, with its higher score."""
+    """Return the best spans of all windows of a context. A span of two windows counts once, with its higher score."""
     candidates = [span for window in windows for span in window.best(n_best, max_answer_tokens)]
     spans: dict[tuple[int, int], Span] = {}
     for value, begin, end in sorted(candidates, key=lambda span: -span[0]):
@@ -144,13 +144,13 @@ def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answ
 
 
 def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.ndarray) -> tuple[float, float]:
-    """The `null_odds` above which it is best to give no answer, and the mean score (0 to 100) of that threshold.
+    """Return the `null_odds` above which it is best to give no answer, and the mean score (0 to 100) then.
 
-    It differs from `find_best_thresh` of evaluate-v2.0.py in two ways: questions with equal odds stay together, since
-    no threshold can separate them, and if it is best to answer none, the threshold is below all odds instead of 0.
+    It differs from `find_best_thresh` of evaluate-v2.0.py in two ways: questions with equal odds are kept together,
+    since no threshold can separate them, and if it is best to answer none, the threshold is below all odds instead of
+    0.
 
-    Args:
-        scores: [questions] of the best spans, 0 to 1; for a question without an answer 1 if there is no span at all.
+    `scores` [questions] are of the best spans, 0 to 1; for a question without an answer 1 if there is no span at all.
     """
     order = np.argsort(null_odds, kind="stable")
     odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer
@@ -162,19 +162,19 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
 
 
 def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: bool = False) -> dict[str, float]:
-    """SQuAD's exact_match and f1 (0 to 100) of answers, v1.1's or v2's."""
+    """Return SQuAD's exact_match and f1 (0 to 100) of answers, v1.1's or v2's."""
     pairs = zip(answers, wanted, strict=True)
     exact, f1 = 100.0 * np.array([score(answer, right, v2=v2) for answer, right in pairs]).mean(0)
     return {"exact_match": float(exact), "f1": float(f1)}
 
 
 def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
-    """SQuAD v2's metrics (0 to 100) of the answers by `threshold`.
+    """Return SQuAD v2's metrics (0 to 100) of the answers by `threshold`.
 
     They are exact_match and f1 over all questions and over those that have an answer (has_answer_..., 0 if none has),
     and the share of unanswerable questions that get no answer (no_answer_f1). best_exact_match and best_f1 are the
-    highest that a threshold, best_..._threshold, reaches on these very questions, which flatters the model: as in
-    evaluate-v2.0.py, they stand beside the others.
+    highest that a threshold, best_..._threshold, reaches on these very questions, which flatters the model:
+    evaluate-v2.0.py shows them too.
     """
     has_answer = np.array([bool(answers) for answers in wanted])
     odds = np.array([each.null_odds for each in predicted])

@@ -28,12 +28,12 @@ from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
-N_BEST = 20  # candidate answers of a question, as SQuAD's own scripts keep: more change no metric and cost transfers
+N_BEST = 20  # candidate answers of a question, as in SQuAD's scripts: more change no metric and cost transfers
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
 def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """[B]: mean cross entropy of start and end, of logits [B, S, 2]; 0 for windows that fill a batch."""
+    """Return [B]: mean cross entropy of start and end, of logits [B, S, 2]; 0 for windows that fill a batch."""
     start, end = logits.float().unbind(-1)
     pairs = ((start, inputs["start"]), (end, inputs["end"]))
     losses = [F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none") for logits, target in pairs]
@@ -41,7 +41,7 @@ def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
-    """[B, 2 + 4 * k]: loss, score of [CLS], the k best scores of starts, their tokens, the same for ends."""
+    """Return [B, 2 + 4 * k]: loss, score of [CLS], the k best scores of starts, their tokens, the same for ends."""
     start, end = logits.float().unbind(-1)
     tokens = torch.arange(logits.size(1), device=logits.device)
     is_context = (tokens >= inputs["context_first"][:, None]) & (tokens < inputs["context_end"][:, None])
@@ -57,12 +57,12 @@ class Answered:
     """A question with the model's answers."""
 
     id: str
-    wanted: list[str]  # right answers; empty if the question has none or they are not known
+    wanted: list[str]  # right answers; empty if the question has none or they are unknown
     predicted: spans.Answers
 
 
 def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig) -> Iterator[Answered]:
-    """Each question of `features` in their order, with the model's answers by their statistics [windows, 2 + 4 * k]."""
+    """Yield each question of `features` in order, with the answers by their statistics [windows, 2 + 4 * k]."""
     owners, context_first = column(features, "row"), column(features, "context_first").tolist()
     offsets = Lists(features.with_format("arrow")[:].column("offsets"))
     bounds = np.flatnonzero(np.diff(owners, prepend=-1, append=-1)).tolist()
@@ -97,7 +97,7 @@ class QuestionAnswering(TextTask):
 
     @property
     def k(self) -> int:
-        """The number of scores that are kept of a window."""
+        """The number of scores that are kept per window."""
         return min(self.shortest, self.sizes.lengths[0])
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ class QuestionAnswering(TextTask):
         return {"loss": mean_loss(statistics), **metrics}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """The answers in the format of the official scripts, and the n best of each question."""
+        # The answers in the format of the official scripts, and the n best of each question.
         questions = list(answered(statistics, features, examples, self.cfg))
         lines = (
             {"id": one.id, "null_odds": one.predicted.null_odds if one.predicted.spans else None}
@@ -133,7 +133,7 @@ class QuestionAnswering(TextTask):
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
         self.threshold = threshold_of(run, options["null_threshold"])
-        # As many scores as the run kept of a window; its shortest length is an upper limit.
+        # It is the number of scores that the run kept per window; its shortest length is an upper limit.
         lengths = [] if data.lengths == "auto" else data.lengths
         self.shortest = min([N_BEST, *lengths])
 
@@ -167,8 +167,9 @@ TASK = QuestionAnswering
 
 
 def threshold_of(run: Run | None, given: float | None) -> float | None:
-    """Return the odds above which there is no answer: the given ones, those of the settings, or those that were best
-    for F1 on the run's validation data. None: the model always answers. Raises InputError if the run's evaluation has
+    """Return the odds above which there is no answer. None: the model always answers.
+
+    They are given, set, or the best for F1 on the run's validation data. Raises InputError if the run's evaluation has
     none.
     """
     if given is not None or run is None:

@@ -1,4 +1,4 @@
-"""Questions and contexts to windows of tokens, for training, evaluation and new questions alike."""
+"""The way from questions and contexts to windows of tokens, for training, evaluation and new questions alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_question(row: Row) -> dict[str, str]:
 
 
 def qa_rows(task: QAConfig) -> RowKind:
-    """The kind of rows that hold questions. Without task.unanswerable, a question without an answer is a bad row."""
+    """Return the kind of rows with questions. Without task.unanswerable, a question without an answer is a bad row."""
 
     def read_answers(value: Any, texts: dict[str, str], is_learnt: bool) -> dict[str, list[Any]]:
         answers = answers_of(value, texts["context"])
@@ -63,7 +63,7 @@ class QAFeaturizer(Featurizer):
     """Windows of [CLS] question [SEP] context [SEP]."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
-        """InputError for a tokenizer that does not begin with [CLS], and for windows without space to overlap."""
+        # It raises InputError unless the tokenizer begins with [CLS], and windows have space to overlap.
         names = ("stride", "max_question_tokens", "unanswerable")
         super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
         self.task, self.kind = task, qa_rows(task)
@@ -83,7 +83,7 @@ class QAFeaturizer(Featurizer):
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        # The first answer is learnt; where there is none, or the window does not hold it, start and end are [CLS].
+        # The first answer is learnt; if there is none, or the window does not hold it, start and end are [CLS].
         answers = rows.get("answers", [{"text": []}] * len(indices))
         if "answers" in rows and not self.task.unanswerable:  # rows that were read from files have answers
             bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
@@ -124,7 +124,7 @@ class QAFeaturizer(Featurizer):
         }
 
     def shortened(self, questions: Sequence[str], split: str) -> list[str]:
-        """The questions without leading spaces (some of SQuAD's have many), cut to max_question_tokens."""
+        """Return the questions without leading spaces (some of SQuAD's have many), cut to max_question_tokens."""
         stripped = [question.lstrip() for question in questions]
         encodings = self.pieces(stripped)
         is_long = [len(encoding.ids) > self.task.max_question_tokens for encoding in encodings]
@@ -136,7 +136,7 @@ class QAFeaturizer(Featurizer):
 
     def cut(self, question: str) -> str:
         most = self.task.max_question_tokens
-        # What is left may be split into other tokens, and more.
+        # The rest may be split into other tokens, and more.
         while len((encoding := self.pieces([question])[0]).ids) > most:
             question = question[: min(encoding.offsets[most - 1][1], len(question) - 1)]
         return question
@@ -148,8 +148,9 @@ class QAFeaturizer(Featurizer):
 
 
 def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tuple[int, int]:
-    """The first and last token of the characters [begin, end), among tokens with `offsets` [n, 2] that begin with token
-    `first`; (0, 0), which is [CLS], unless all characters are in these tokens.
+    """Return the first and last token of the characters [begin, end); (0, 0), [CLS], unless all are in `offsets`.
+
+    `offsets` [n, 2] are of tokens that begin with token `first`.
 
     Several tokens may cover the same character, and a token may begin with the space before its word.
     """

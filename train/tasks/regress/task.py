@@ -1,6 +1,6 @@
 """Numbers for a text or a pair of texts: features, loss, metrics and predictions.
 
-Targets are standardised as they are read, so that loss and head work on numbers around 0. The head's last layer is
+Targets are standardised when they are read, so that loss and head work on numbers around 0. The head's last layer is
 brought into the units of the data when it is exported.
 
 Shapes: B texts, C targets.
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 NAMES = ("mse", "mae", "rmse", "pearson", "spearman")
 MOST = float(np.finfo(np.float32).max)
-MOST_PAIRS = 500  # of a target, in evaluation.json
+MOST_PAIRS = 500  # per target, in evaluation.json
 
 
 # ---- numbers of rows -----------------------------------------------------------------------------------------------
 
 
 def number_of(value: Any, name: str) -> float:
-    """Return a target, which text may hold. BadRow if it is not a number, or one that float32 cannot hold."""
+    """Return a target, which text may hold. Raises BadRow if it is not a number, or one that float32 cannot hold."""
     is_text = isinstance(value, str)
     ok = NUMBER.fullmatch(value.strip()) if is_text else isinstance(value, int | float | Decimal)
     if not ok or isinstance(value, bool):
         hint = "; decimals have a point" if is_text and NUMBER.fullmatch(value.strip().replace(",", ".", 1)) else ""
         what = ", a list: each number needs a column" if isinstance(value, list) else ", not a number"
         raise BadRow(f"{name} holds {value!r:.40}{what}{hint}")
-    if not abs(value := float(value)) <= MOST:  # nor is NaN
+    if not abs(value := float(value)) <= MOST:  # rejects NaN too
         raise BadRow(f"{name} holds {value}, not a number up to {MOST:.2g}")
     return value
 
@@ -67,7 +67,7 @@ def regress_rows(names: Sequence[str]) -> RowKind:
         except BadRow:
             if is_learnt:
                 raise
-            return None  # a new row whose answer is not known
+            return None  # a new row whose answer is unknown
 
     return RowKind(
         "regress",
@@ -97,13 +97,15 @@ class RegressFeaturizer(ClassifyFeaturizer):
 
 
 class Regression(TextTask):
-    """Numbers for a text. A prediction is {"id", "label" (if there is one), "prediction"}: numbers, or {target: number}
-    if there are several targets.
+    """Numbers for a text.
+
+    A prediction is {"id", "label" (if there is one), "prediction"}: numbers, or {target: number} if there are several
+    targets.
     """
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
-    scale: Scale | None = None  # of what the head computes; None: it computes the targets
+    scale: Scale | None = None  # of the head's output; None: it is the targets
 
     def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -133,7 +135,7 @@ class Regression(TextTask):
         super().open(cfg)
 
     def begin(self, train_table: TokenRows) -> None:
-        """Standardise the targets of both tables. Raises InputError if one is the same number in all training rows."""
+        # The targets of both tables are standardised. It raises InputError if one is constant over all training rows.
         numbers = train_table.values["labels"].astype(np.float64)
         mean, deviation = numbers.mean(0), numbers.std(0)
         for name, value, apart in zip(self.targets, mean, np.ptp(numbers, 0), strict=True):
@@ -153,7 +155,7 @@ class Regression(TextTask):
         return squared_errors(logits, inputs["labels"]).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 1 + C]: the loss, the mean of the targets, and what the head computes [B, C]."""
+        # [B, 1 + C]: the loss, the mean of the targets, and the head's output [B, C].
         logits = logits.float()
         return torch.cat([squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1)
 
@@ -170,12 +172,12 @@ class Regression(TextTask):
         return {"loss": mean_loss(statistics), **self.score(self.truth(examples, features), self.numbers(statistics))}
 
     def score(self, truth: Any, predicted: Any) -> dict[str, float]:
-        """Return the metrics, of which each is the mean of the targets' own."""
+        # Each is the mean over the targets.
         each = scores(np.asarray(truth, np.float64), np.asarray(predicted, np.float64))
         return {name: float(values.mean()) for name, values in each.items()}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        """A line for each text, truth and prediction of some rows, and, of several targets, the metrics of each."""
+        # A line for each text, truth and prediction of some rows, and, of several targets, the metrics of each.
         truth, predicted = self.truth(examples, features), self.numbers(statistics)
         rows = zip(examples_of(examples, features)["id"], truth.tolist(), strict=True)
         lines = self.predictions([{"id": name, "label": numbers} for name, numbers in rows], features, statistics)
@@ -195,7 +197,7 @@ class Regression(TextTask):
         problem = getattr(config, "problem_type", None)
         check(problem in (None, "regression"), f"{source} must compute numbers; it has problem_type {problem}")
         self.use_targets(names_of_head(config))
-        return []  # its outputs are no labels
+        return []  # its outputs are not labels
 
     def named(self, numbers: Sequence[float]) -> Any:
         """Return the number of the only target, or those of several by their names."""
@@ -224,7 +226,7 @@ TASK = Regression
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
-    """[B, C] float32; 0 where a row of padding has no target."""
+    """Return [B, C] float32; 0 if a row of padding has no target."""
     is_known = ~targets.isnan()
     return torch.where(is_known, logits.float() - targets.nan_to_num(), 0.0).square()
 
@@ -248,7 +250,7 @@ def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return Pearson's correlation [C] of the columns of [rows, C]; 0 where one of them is the same in all rows."""
+    """Return Pearson's correlation [C] of the columns of [rows, C]; 0 if one of them is the same in all rows."""
     first, second = first - first.mean(0), second - second.mean(0)
     product = np.sqrt(np.square(first).sum(0) * np.square(second).sum(0))
     return (first * second).sum(0) / np.where(product > 0, product, 1.0)
