@@ -10,8 +10,10 @@ __version__ = "0.1.0"
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report what ends the program. One line is enough for Ctrl-C, also while torch is being imported, which takes
-    seconds, and for a package that this Python lacks.
+    """Report the error that ends the program.
+
+    One line is enough for Ctrl-C, also while torch is being imported, which takes seconds, and for a package that this
+    Python lacks.
     """
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):

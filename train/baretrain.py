@@ -1,5 +1,7 @@
-"""`baretrain COMMAND ...`: `baretrain train` is `python -m train`, `baretrain report` is `python -m train.report`, and
-`baretrain launch` is `python -m launch`; from any folder, also from one that has a `train.py` of its own.
+"""`baretrain COMMAND ...`, from any folder: `baretrain train` is `python -m train`.
+
+`baretrain report` is `python -m train.report`, and `baretrain launch` is `python -m launch`; they also work in a folder
+that has a `train.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PACKAGES = ("train", "launch", "ami")
 
 
 def main() -> int:
-    """Run the command that the first argument names; its own --help says more."""
+    """Run the command that the first argument names; its --help says more."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name == "--version":
         print(f"baretrain {train.__version__}")

@@ -1,4 +1,4 @@
-"""From the command line of `python -m train` to the exit code: read the settings, train, end torchrun if need be."""
+"""The way from the command line of `python -m train` to the exit code: settings, training, the end of torchrun."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool =
     )
     act = partial(attempt, collects=collects)
     code = cli.run(TrainConfig, act, parser, arguments=arguments, after_rejection=inform_others)
-    if code == cli.REJECTED:  # and would be again at every restart
+    if code == cli.REJECTED:  # every restart would be rejected too
         end_torchrun()
     return code
 
 
 def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
-    """Train until the run ends, in whatever way. Returns the exit code; InputError leaves it to the command line."""
+    """Train until the run ends, in whatever way. Returns the exit code; InputErrors pass to the command line."""
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
@@ -65,8 +65,8 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # torch takes seconds to import
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # until `loop.run` has imported the task
-    # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says
-    # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
+    # transformers imports accelerate if it finds it, and accelerate torch_xla, unless this variable forbids it: that
+    # takes two seconds for nothing, and comes before the backend has set the variables that torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with StopRequest() as stop:
         # Late: importing torch takes seconds, and rejections come before. `loop.run` obeys a signal of that time.

@@ -42,16 +42,18 @@ from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
 OnLine = Callable[[Recorder, str, dict[str, Any]], None]
-MOST_NAMED = 3  # ranks that were asked to stop
+MOST_NAMED = 3  # ranks named that were asked to stop
 
 
 def run(
     cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None, collects: bool = False
 ) -> tuple[str, int]:
-    """Train as cfg says, from scratch or from the newest checkpoint of its run folder. Everything that can be rejected
-    is rejected before a device opens. Returns why it ended (done, early_stop or what asked for it) and the step.
+    """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
 
-    For a measurement, which saves nothing, `on_line` takes the lines in place of metrics.jsonl: the recorder, the kind
+    Everything that can be rejected is rejected before a device opens. Returns why it ended (done, early_stop or the
+    request to stop) and the step.
+
+    For a measurement, which saves nothing, `on_line` takes the lines instead of metrics.jsonl: the recorder, the kind
     and the fields of each, the first of kind "start". With `collects` each graph runs once for train.precompile: no
     number is checked, and nothing is saved.
     """
@@ -81,8 +83,8 @@ def run(
         try:
             reason, step = fit(attempt, backend, on_line)
         except AGREED as error:
-            failure = error.with_traceback(None)  # which holds the model
-        backend.close()  # whatever `fit` has built is freed by now
+            failure = error.with_traceback(None)  # the traceback holds the model
+        backend.close()  # the objects of `fit` are freed by now
         if failure is not None:
             raise failure
         record_end(attempt, reason, step)
@@ -90,7 +92,7 @@ def run(
 
 
 def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str, int]:
-    """Build what the loop works with, resume from the newest checkpoint, train, export. Returns as `run` does."""
+    """Build the objects of the loop, resume from the newest checkpoint, train, export. Returns as `run` does."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
@@ -103,7 +105,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     engine = build_engine(
         cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=plan.accumulation, lengths=lengths
     )
-    backend.seed(cfg.seed)  # other dropout on every rank
+    backend.seed(cfg.seed)  # different dropout on every rank
     watch.phase("load", is_start=True)
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()
@@ -125,7 +127,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
             checkpoints.finish()
-            has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not a finished run once more
+            has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not again after a finished run
             if has_measured and not backend.collects:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         if reason in ENDS:
@@ -153,9 +155,9 @@ def train(
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if progress.owes_evaluation:  # it was stopped; the checkpoint of this step says that it is due
+        if progress.owes_evaluation:  # it was stopped; the checkpoint of this step records that it is due
             return who_asked(attempt, votes)
-        if is_over(attempt, progress):  # else the next start would evaluate once more
+        if is_over(attempt, progress):  # otherwise the next start would evaluate once more
             checkpoints.save(score, is_last=True)
     batches = [] if is_over(attempt, progress) else draw_first(attempt, data, metrics, votes)
     while not is_over(attempt, progress):
@@ -175,7 +177,7 @@ def train(
         for number, batch in enumerate(batches, start=1):
             watch.heartbeat()
             engine.forward_backward(batch, is_last=number == len(batches))
-        grad_norm = engine.reduce_and_clip()  # stays on the device, as the losses do
+        grad_norm = engine.reduce_and_clip()  # on the device, like the losses
         engine.optimizer_step(grad_norm)  # changes nothing unless the norm is finite
 
         watch.phase("agree", step=progress.step, is_start=metrics.is_first)
@@ -204,9 +206,7 @@ def num_lengths(task: Task) -> int:
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
-    """Return what the choice of backend.compile=auto follows from. A part of a run, which a measurement is, stands for
-    a long one.
-    """
+    """Return the facts by which backend.compile=auto decides. A part of a run counts as a long one."""
     if not isinstance(cfg.parallel, DataParallelConfig):
         return Workload()
     passes = plan.total_steps * plan.accumulation // num_lengths(task)
@@ -214,7 +214,7 @@ def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Wor
 
 
 def draw_first(attempt: Attempt, data: TrainData, metrics: Recorder, votes: Votes) -> list[Batch]:
-    """Draw and vote on the micro batches of a step before which none has drawn them ahead."""
+    """Draw and vote on the micro batches of a step that were not drawn ahead."""
     attempt.watch.phase("data", step=metrics.progress.step, is_start=True)
     began_s = time.perf_counter()
     batches, failure = data.draw()
@@ -238,7 +238,7 @@ def due(step: int, every: int | None, total: int) -> bool:
 
 
 def who_asked(attempt: Attempt, votes: Votes) -> str:
-    """Why the run stops, the same on all ranks; the log names the ranks that were asked."""
+    """Return why the run stops, the same on all ranks; the log names the ranks that were asked."""
     asked = votes.reasons()
     attempt.asked = "; ".join(f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED])
     attempt.kind = asked[0][2]
@@ -247,9 +247,9 @@ def who_asked(attempt: Attempt, votes: Votes) -> str:
 
 
 def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
-    """Write what the run is into its folder and the log. InputError if ranks do not see the folder."""
+    """Describe the run in its folder and the log. Raises InputError if ranks do not see the folder."""
     cfg, plan, task, folder, world = attempt.cfg, attempt.plan, attempt.task, attempt.folder, backend.world
-    facts = {  # what the configuration amounts to here, for environment.json
+    facts = {  # the resolved configuration, for environment.json
         "plan": asdict(plan),
         "seq_len": task.seq_len,
         "parameters": sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
@@ -293,8 +293,10 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
 
 
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
-    """Say what a rank needs; None for a model whose sizes are not known. InputError if the ranks of this machine, whose
-    device it is, cannot have it: no less than the estimate without what only CPUs keep.
+    """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
+
+    Raises InputError if the ranks of this machine, whose device it is, cannot have it: at least the estimate without
+    the parts that only CPUs keep.
     """
     cfg, plan, seq_len, num_ranks = attempt.cfg, attempt.plan, attempt.task.seq_len, backend.world.local_size
     if (shape := shape_of_model(model)) is None:
@@ -320,8 +322,8 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
-    """Weights and tokenizer for transformers, samples of what they learnt, and the card; to the Hub, if asked for."""
-    from train.observe import card  # late: the report is no part of a run
+    """Export weights and tokenizer for transformers, samples of answers, and the card; to the Hub, if asked for."""
+    from train.observe import card  # late: the report is not a part of a run
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
     step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step

@@ -1,9 +1,9 @@
 """Every setting of a training run and of corpus preparation: name, type, unit, default and check.
 
 The dataclasses of this package are the Hydra schema: an unknown key or a value of another type is rejected before
-anything starts. Defaults stand here and nowhere else; `conf/*.yaml` holds only what differs from them. The package does
-without torch, so that launchers and reports can read a configuration on a machine that has none. None means "off" or
-"derive it"; the comment says which.
+anything starts. Defaults are here and nowhere else; `conf/*.yaml` holds only the differences from them. The package
+does without torch, so that launchers and reports can read a configuration on a machine that has none. None means "off"
+or "derive it"; the comment says which.
 """
 
 # ruff: noqa: F401 -- the names that other packages import

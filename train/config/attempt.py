@@ -1,4 +1,4 @@
-"""Settings of one attempt of a run: who owns the run folder, what is saved, and what stops, ends or rolls it back."""
+"""Settings of one attempt of a run: the lease of the run folder, the saves, the reasons to stop, end or roll back."""
 
 from __future__ import annotations
 

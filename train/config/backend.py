@@ -53,7 +53,7 @@ class BackendConfig(Section, prefix="backend."):
         )
 
     def precisions(self) -> tuple[str, ...]:
-        """Values that `precision` may have."""
+        """Return the values that `precision` may have."""
         return ("auto", "fp32", "tf32", "bf16", "fp16")
 
 
@@ -63,8 +63,8 @@ class XLAConfig(BackendConfig):
 
     It has two more precisions: bf16_master (everything in bf16, computed from fp32 weights that the optimizer keeps)
     and bf16_stochastic (bf16 weights, updated in fp32 and rounded stochastically by the hardware, at 2 bytes a weight;
-    the CPU rounds to nearest). bf16_stochastic adds the gradients of micro batches up in bf16 as well: fp32 sums would
-    need 4 bytes more a weight, nearly as much as bf16_master takes, where the sums are fp32.
+    the CPU rounds to nearest). bf16_stochastic adds the gradients of micro batches up in bf16 too: fp32 sums would need
+    4 bytes more a weight, nearly the memory of bf16_master, whose sums are fp32.
     """
 
     name: str = "xla"
@@ -98,7 +98,7 @@ class NeuronConfig(BackendConfig):
 
 
 def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
-    """Raise InputError for a reduction of gradients that only backend=ddp has."""
+    """Raise InputError if a reduction of gradients is one that only backend=ddp has."""
     check(
         cfg.grad_compression == "none",
         f"backend.grad_compression={cfg.grad_compression} is for backend=ddp; leave it out with backend={name}",
@@ -107,7 +107,7 @@ def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
 
 @dataclass(kw_only=True)
 class InstanceConfig(Section, prefix="instance."):
-    """A machine type. Unknown figures are None; what needs them (MFU, cost) is left out, never guessed."""
+    """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
     name: str = "local"  # of the machine type, as EC2 names it; local: this machine
     device: str | None = setting(None, among=DEVICES)  # which a run that names this instance needs; None: any
@@ -136,7 +136,7 @@ class InstanceConfig(Section, prefix="instance."):
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
 
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """Peak of one rank's device; None if it is unknown."""
+        """Return the peak of one rank's device; None if it is unknown."""
         tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
         # NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; on the H100 SXM 989 and 1,979, both with sparsity.
         share = 0.5 if precision == "tf32" else 1.0
@@ -144,7 +144,7 @@ class InstanceConfig(Section, prefix="instance."):
 
 
 def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:
-    """Raise InputError for a backend that no device of the instance runs."""
+    """Raise InputError if no device of the instance runs the backend."""
     wrong = (instance.device, backend.name) in (("cuda", "xla"), ("cuda", "neuron"), ("neuron", "ddp"))
     check(
         not wrong or backend.device == "cpu",

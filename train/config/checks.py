@@ -18,19 +18,19 @@ MARKS = ("delimiter", "quote", "escape", "separator")  # settings that may be a 
 
 
 class InputError(Exception):
-    """A setting or an input that the user has to fix.
+    """An error in a setting or an input that the user has to fix.
 
-    The message is one line: what is wrong, the value seen, and what would be right. The class is no ValueError:
-    code that catches those around a parser must not take an answer of S3 for a damaged file.
+    The message is one line: what is wrong, the value seen, and what would be right. The class is not a ValueError: code
+    that catches those around a parser must not take an answer of S3 for a damaged file.
     """
 
 
 class NotPermitted(InputError):
-    """The role or user may not delete. All else that a run may not do, it cannot continue without."""
+    """An error because the role or user may not delete. A run needs all other permissions, but not this one."""
 
 
 class Unset(InputError):
-    """A required setting that is missing."""
+    """An error because a required setting is missing."""
 
 
 class Failure(RuntimeError):
@@ -48,7 +48,7 @@ def check(ok: bool, message: str) -> None:
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Raise InputError for a value that no setting can have, whatever it means.
+    """Raise InputError if no setting can have a value, whatever its meaning.
 
     These are numbers that are not finite or need more than 64 bits, times that no timer of the operating system takes,
     empty texts (mostly a variable that is not set), and texts with control characters or references (${...}).
@@ -57,7 +57,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
         if isinstance(value, int | float):
             given = f"{value:g}" if isinstance(value, float) else "a whole number of more than 100 digits"
             check(abs(value) < LARGEST_FLOAT, f"{key}={given} must be a finite number")  # NaN is below nothing
-            is_real = isinstance(value, float) and key != "max_epochs"  # it becomes a number of steps
+            is_real = isinstance(value, float) and key != "max_epochs"  # max_epochs becomes a number of steps
             check(is_real or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
@@ -70,7 +70,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
 
 
 def check_printable(text: str, prefix: str = "") -> None:
-    """Raise InputError for a name, path or URL with a line break or another control character in it."""
+    """Raise InputError if a name, path or URL has a line break or another control character in it."""
     ok = text.isprintable() or all(unicodedata.category(each) not in CONTROLS for each in text)
     check(ok, f"{prefix}{text!r} must be one line without control characters")
 
@@ -109,12 +109,12 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def setting(default: T, **limits: Any) -> T:
-    """A field of a Section. Its value is None or within the limits: `among` these, or as LIMITS says."""
+    """Return a field of a Section. Its value is None or within the limits: `among` these, or as LIMITS says."""
     return field(default=default, metadata=limits)
 
 
 class Section:
-    """What dataclasses of settings extend. `prefix` begins the names of a section's settings: "optim."."""
+    """The base of dataclasses of settings. `prefix` begins the names of a section's settings: "optim."."""
 
     prefix: ClassVar[str] = ""
 
@@ -122,7 +122,7 @@ class Section:
         cls.prefix = cls.prefix if prefix is None else prefix
 
     def __post_init__(self) -> None:
-        """Raise InputError for a value that is not within the limits of its field."""
+        """Raise InputError if a value is not within the limits of its field."""
         for item in fields(self):  # type: ignore[arg-type]
             key, value = self.prefix + item.name, getattr(self, item.name)
             for name, limit in item.metadata.items() if value is not None else ():

@@ -42,17 +42,17 @@ class ParallelConfig(Section, prefix="parallel."):
 
     @property
     def cuts(self) -> int:
-        """The parts of equal size that a step cuts each micro batch of a rank into."""
+        """The number of equal parts into which a step splits each micro batch of a rank."""
         return 1
 
     @property
     def num_parts(self) -> int:
-        """The parts that the layers of the model are cut into."""
+        """The number of parts into which the layers of the model are split."""
         return 1
 
     @property
     def num_stages(self) -> int:
-        """The ranks that hold different layers; ranks of equal remainders by it do the same work, on other rows."""
+        """The ranks that hold different layers; ranks with the same rank % stages hold the same stage."""
         return 1
 
     @property
@@ -61,14 +61,14 @@ class ParallelConfig(Section, prefix="parallel."):
         return 0.0
 
     def replicas(self, world_size: int) -> int:
-        """The number of groups of ranks that see rows of their own. InputError if the ranks cannot be split so."""
+        """Return how many groups of ranks see different rows. Raises InputError if the ranks cannot be split."""
         return world_size
 
     def check_layers(self, num_layers: int) -> None:
         """Raise InputError if a model has too few layers for this split."""
 
     def check_goes_with(self, backend: BackendConfig) -> None:
-        """Raise InputError for settings of the backend that this split does not have."""
+        """Raise InputError if the backend has settings that this split does not support."""
 
     def held(self, world_size: int) -> Held:
         return Held()
@@ -116,7 +116,7 @@ class FSDPConfig(ParallelConfig):
 
 
 def check_shards(setting: str, *, backend: str, precision: str) -> None:
-    """InputError for a backend or a precision with which a step is not split over ranks."""
+    """Raise InputError if a step cannot be split over ranks with a backend or a precision."""
     check(
         backend in SPLITTING,
         f"{setting} does not run with backend={backend}, which compiles whole steps: ranks communicate between the "
@@ -130,7 +130,7 @@ def check_shards(setting: str, *, backend: str, precision: str) -> None:
 
 
 def check_split(setting: str, backend: BackendConfig) -> None:
-    """The same, and InputError for reductions that only whole gradients have."""
+    """Check the shards, and raise InputError if a reduction needs whole gradients."""
     check_shards(setting, backend=backend.name, precision=backend.precision)
     check(
         backend.grad_compression == "none",

@@ -12,7 +12,7 @@ from train.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that a configuration leads to, given the number of ranks and the amount of data."""
+    """Sizes that follow from a configuration, the number of ranks and the amount of data."""
 
     world_size: int
     replicas: int  # groups of ranks that see rows of their own: all ranks, or the pipelines
@@ -26,7 +26,7 @@ class Plan:
 
 
 def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
-    """Make the plan of a run over `rows` training sequences of up to `seq_len` tokens; InputError if there is none."""
+    """Make the plan of a run over `rows` sequences of `seq_len` tokens at most. Raises InputError if there is none."""
     replicas = cfg.parallel.replicas(world_size)
     over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas  # TrainConfig requires one of them
@@ -78,7 +78,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
 
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
-    """The sequences of a rank and forward pass, of the `share` that it has of a step, cut into parts or not."""
+    """Return the sequences of a rank and forward pass, from the `share` that it has of a step, split or not."""
     micro, fits, cuts = cfg.micro_batch_size or share, fitting(cfg, seq_len), cfg.parallel.cuts
     if fits is not None:
         sizes = range(min(micro, fits * cuts, share), 0, -1)
@@ -91,6 +91,6 @@ def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
 
 
 def fitting(cfg: TrainConfig, seq_len: int | None) -> int | None:
-    """The most sequences that a batch may have on this instance; None: any number."""
+    """Return the most sequences that a batch may have on this instance; None: any number."""
     tokens = cfg.instance.micro_batch_tokens
     return None if tokens is None else max(1, tokens // (seq_len or 1))

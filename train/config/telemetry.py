@@ -11,8 +11,10 @@ TRACKERS = ("mlflow", "wandb")
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, prefix="telemetry."):
-    """Trackers that get the curves of a run. Servers, projects, keys and passwords are those of the
-    environment: MLFLOW_TRACKING_URI, WANDB_PROJECT and the like."""
+    """Trackers that get the curves of a run.
+
+    Servers, projects, keys and passwords are those of the environment: MLFLOW_TRACKING_URI, WANDB_PROJECT and the like.
+    """
 
     trackers: list[str] = field(default_factory=list)  # any of mlflow and wandb
 

@@ -157,17 +157,17 @@ class CompareConfig(TrainConfig):
 
 
 def to_dict(config: Section) -> dict[str, Any]:
-    """The configuration in plain containers, for config.yaml and fingerprints."""
+    """Return the configuration in plain containers, for config.yaml and fingerprints."""
     return asdict(config)  # type: ignore[call-overload]
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:
-    """All settings in one table, with keys such as "optim.lr"."""
+    """Return all settings in one table, with keys such as "optim.lr"."""
     return dict(flatten(to_dict(config)))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables under keys joined by dots; empty tables stay as they are."""
+    """Yield the values of nested tables under keys joined by dots; empty tables are kept."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of their coordinates, for a whole array at once.
+"""Random numbers that are a pure function of their coordinates, for a whole array at a time.
 
-The same (seed, epoch, sequence, position) has the same number on whichever rank, worker or batch it is drawn, so
-masks and cuts do not depend on how the work is split, and there is no generator state to save.
+The same (seed, epoch, sequence, position) has the same number on whichever rank, worker or batch it is drawn, so masks
+and cuts do not depend on how the work is split, and there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import numpy as np
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-EVAL_STREAM = 2**20  # the coordinate behind the seed where validation examples are drawn; splits count from 0
+EVAL_STREAM = 2**20  # the coordinate after the seed for drawing validation examples; splits count from 0
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """uint64 to uint64, each input bit moving each output bit with probability one half."""
+    """Mix uint64 to uint64, so that each input bit flips each output bit with probability one half."""
     value = (value ^ (value >> np.uint64(30))) * MULTIPLIER_1
     value = (value ^ (value >> np.uint64(27))) * MULTIPLIER_2
     return value ^ (value >> np.uint64(31))
 
 
 def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
-    """64 random bits, uint64, for each point of the broadcast coordinates (integers); `state`: those of the coordinates
-    before them.
-    """
+    """Return 64 random bits, uint64, per point of the broadcast coordinates; `state` has those of earlier ones."""
     state = np.atleast_1d(np.asarray(state, np.uint64))
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
         for coordinate in coordinates:
@@ -37,12 +35,12 @@ def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np
 
 
 def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
-    """Uniform float64 numbers in [0, 1), of the bits of `hash_bits`."""
+    """Return uniform float64 numbers in [0, 1), from the bits of `hash_bits`."""
     return (hash_bits(*coordinates, state=state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
-    """Return `most` different row numbers below `num_rows`, rising, drawn by the coordinates; all if not more."""
+    """Return `most` different row numbers below `num_rows`, ascending, drawn by the coordinates; all if not more."""
     if most >= num_rows:
         return np.arange(num_rows)
     order = np.argsort(hash_uniform(*coordinates, np.arange(num_rows)), kind="stable")
@@ -50,6 +48,6 @@ def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
 
 
 def text_uniform(text: str, seed: int) -> tuple[float, float]:
-    """Two numbers in [0, 1) that are a function of the text and the seed: equal texts land in the same split."""
+    """Return two numbers in [0, 1) as a function of the text and the seed: equal texts land in the same split."""
     raw = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=str(seed).encode()).digest()
     return int.from_bytes(raw[:8], "big") / 2**64, int.from_bytes(raw[8:], "big") / 2**64

@@ -1,10 +1,10 @@
-"""Batches of a few static lengths: which length each example is padded to, and an order whose steps have one each.
+"""Batches of a few static lengths: the length that each example is padded to, and an order with one length per step.
 
-Every global batch holds examples of one bucket, so all ranks run the same graph at every step, however many ranks
-there are. Rows that do not fill a batch of their bucket move up to the next longer one: no more is left out of an
-epoch than without buckets. The first batch of a run is of the longest: what does not fit into the device's memory shows
-immediately. Where lengths are few, the first batches are of each, so that every graph is compiled at the start; of many
-that would be an order by length, of which short runs learn less.
+Every global batch holds examples of one bucket, so all ranks run the same graph at every step, however many ranks there
+are. Rows that do not fill a batch of their bucket move up to the next longer one: no more is left out of an epoch than
+without buckets. The first batch of a run has the greatest length, so that a lack of device memory shows immediately. If
+lengths are few, the first batches are of each, so that every graph is compiled at the start; of many that would be an
+order by length, of which short runs learn less.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
-FIRST_ROUNDS = 2  # batches of each length at the start: in so many steps all graphs of a length occur
+FIRST_ROUNDS = 2  # batches of each length at the start: all graphs of a length occur within these steps
 
 
 @dataclass(frozen=True)
 class Buckets:
-    lengths: tuple[int, ...]  # tokens, rising
-    train: np.ndarray  # [rows] uint8: which length each example needs
+    lengths: tuple[int, ...]  # tokens, ascending
+    train: np.ndarray  # [rows] uint8: the length that each example needs
     evaluation: np.ndarray  # [rows] uint8
-    is_mixed: bool = False  # the order is random but for the first batch; else the first ones are of each length
+    is_mixed: bool = False  # the order is random but for the first batch; otherwise the first ones are of each length
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
-    """Items without their bucket, and the bucket, which is the same for all but PADDING; 0 if all is PADDING."""
+    """Return items without their bucket, and the bucket, which is the same for all but PADDING; 0 if all is PADDING."""
     is_padding = items == PADDING
     buckets = np.unique(items[~is_padding] >> BUCKET_SHIFT)
     if len(buckets) > 1:
@@ -66,7 +66,7 @@ class BucketEpochOrder:
         self.batches = np.concatenate([*first, rest])
 
     def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
-        """[steps, slots] int64: rows with their buckets, as EpochOrder has them."""
+        """Return [steps, slots] int64: rows with their buckets, as in EpochOrder."""
         return self.batches[first_step:last_step, slots]
 
 
@@ -83,14 +83,15 @@ class BucketSampler(ShardSampler):
 
 
 class BucketEvalOrder:
-    """Every example once over all ranks, bucket after bucket, each as an EvalOrder of its own: what an example is
-    padded to does not depend on the number of ranks.
+    """Every example once over all ranks, bucket after bucket, each with its EvalOrder.
+
+    So the length that an example is padded to does not depend on the number of ranks.
     """
 
     def __init__(
         self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None
     ) -> None:
-        """`most`: rows of each bucket; None: all."""
+        """Order the buckets; `most`: rows of each bucket; None: all."""
         self.num_rows, self.batch_size = len(bucket_of), batch_size
         buckets = range(int(bucket_of.max(initial=0)) + 1)
         self.members = [np.flatnonzero(bucket_of == bucket)[:most] for bucket in buckets]
@@ -107,7 +108,7 @@ class BucketEvalOrder:
                 yield np.where(slots == PADDING, PADDING, items).tolist()
 
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
-        """[rows, ...]: see EvalOrder.merged."""
+        """Return [rows, ...]: see EvalOrder.merged."""
         result = np.empty((self.num_rows, *shares[0].shape[1:]), shares[0].dtype)
         start = 0
         for rows, part in zip(self.members, self.parts, strict=True):

@@ -1,4 +1,4 @@
-"""Sequences to batches of fixed shape, and the loader that prepares them beside the training step.
+"""The way from sequences to batches of fixed shape, and the loader that prepares them concurrently with training.
 
 A batch is a dict: host tensors under "inputs", and the number of its labels under "count" and of its tokens under
 "tokens", plain numbers, so that the global count is known on the host before the forward pass.
@@ -28,27 +28,30 @@ from train.data.shards.order import PADDING
 from train.system.torchrun import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
-MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once
-ORDER = 4  # the random number of a sequence that swaps it, beside those of masking.py
-SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
+MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn together
+ORDER = 4  # the random number of a sequence that swaps it; masking.py has the others
+SHARED_MEMORY = Path("/dev/shm")  # loader processes put batches for their rank there
 LARGER = "give it more (docker run --shm-size=8g), or lower data.num_workers, down to 0"
 CHECKED_ROWS = 1000  # of the first sequences that are drawn; at most 1 % may have nothing to predict
-EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
+EVAL_EPOCH = 2**40  # not a training epoch: every evaluation hides the same tokens, and training hides others
 
 
 class Drawable(Protocol):
-    """A data set that makes several micro batches at once."""
+    """A data set that makes several micro batches at a time."""
 
     def draw(self, items: np.ndarray) -> Batch:
-        """The batch of items [K, B]: "inputs", tensors [K, B, ...], "count", the number (or weight) of labels of
-        each [K], and "tokens", the number of tokens of each without padding [K].
+        """Return the batch of items [K, B], whose "inputs" are tensors [K, B, ...].
+
+        "count" has the number (or weight) of labels of each [K], and "tokens" the number of tokens of each without
+        padding [K].
         """
 
 
 @dataclass(frozen=True)
 class Swapper:
-    """Swaps the two segments of sequences, for the model to tell their order, as a function of (seed, epoch, sequence).
-    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws it afresh.
+    """The swap of two segments, whose order the model predicts, as a function of (seed, epoch, sequence).
+
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws it anew.
     """
 
     seed: int
@@ -56,9 +59,10 @@ class Swapper:
     def __call__(
         self, tokens: np.ndarray, pivot: np.ndarray, same_document: np.ndarray, epochs: np.ndarray, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of `tokens` [B, S], `[CLS] A [SEP] B [SEP]` with B from index `pivot` [B], about half become
-        `[CLS] B [SEP] A [SEP]`. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped, and IGNORE_INDEX
-        where the order means nothing, since A and B are not from one document (`same_document` [B] is 0).
+        """Swap about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]`, with B from index `pivot` [B], becomes B first.
+
+        Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped, and IGNORE_INDEX if the order means
+        nothing, since A and B are not from one document (`same_document` [B] is 0).
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
@@ -76,7 +80,7 @@ class Swapper:
 
 
 class MaskedRows:
-    """Token sequences, masked as they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
+    """Token sequences, masked when they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
 
     def __init__(
         self,
@@ -87,18 +91,19 @@ class MaskedRows:
         swapper: Swapper | None = None,
         sample: np.ndarray | None = None,
     ) -> None:
-        """`swapper`: swap segments, for the model to predict their order. `sample` [n]: the rows that items count."""
+        """Mask the rows of shards; a `swapper` swaps segments. `sample` [n]: the rows that items count."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
         self.sample = sample
         self.num_drawn, self.num_without = 0, 0  # of the first CHECKED_ROWS
-        self.last_item = 0  # in place of PADDING: other rows may be in shards that this machine does not have
+        self.last_item = 0  # instead of PADDING: other rows may be in shards that this machine does not have
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B]; with a
-        swapper also `order` [K, B] int64, see Swapper.
+        """Return input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B].
+
+        With a swapper it also has `order` [K, B] int64, see Swapper.
         """
         is_padding = items == PADDING
         if not is_padding.all():
@@ -144,11 +149,13 @@ class MaskedRows:
 
 
 class MultiBatch(Dataset[Batch]):
-    """Several micro batches at once from a data set that can `draw` them, because a loader's own work, and handing a
-    tensor from one process to another, cost something for each call.
+    """Several micro batches at a time from a data set that can `draw` them.
 
-    If one cannot be drawn, those before it come with the exception as "failure". It goes through processes and threads
-    like a batch, so that the rank can report it to the others at the end of a step instead of leaving them waiting.
+    A loader's work, and passing a tensor from one process to another, have a cost for each call.
+
+    If one cannot be drawn, those before it come with the exception as "failure". It passes through processes and
+    threads like a batch, so that the rank can report it to the others at the end of a step instead of leaving them
+    waiting.
     """
 
     def __init__(self, dataset: Drawable) -> None:
@@ -172,7 +179,7 @@ class MultiBatch(Dataset[Batch]):
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
-    """Why a batch could not be drawn; None if all could."""
+    """Return why a batch could not be drawn; None if all could."""
     return next((batch["failure"] for batch in batches if "failure" in batch), None)
 
 
@@ -188,23 +195,23 @@ class Batches:
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
-        multi_batch: int | None = None,  # micro batches that are drawn at once, at most
+        multi_batch: int | None = None,  # micro batches that are drawn together, at most
     ) -> None:
         num_drawn = drawn_at_once(batch_size, multi_batch)
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
-            atexit.register(end_workers)  # runs before multiprocessing's own, which was registered before
+            atexit.register(end_workers)  # runs before multiprocessing's function, which was registered before
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
-                collate_fn=dict,  # which changes nothing
+                collate_fn=dict,  # changes nothing
                 num_workers=num_workers,
                 prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
                 multiprocessing_context="fork" if num_workers else None,  # shares the memory maps
                 worker_init_fn=begin_worker,
-                generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
+                generator=torch.Generator(),  # otherwise it draws from the one that dropout uses, and a resume differs
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -228,9 +235,10 @@ def drawn_at_once(batch_size: int, multi_batch: int | None) -> int:
 def check_shared_memory(
     *, num_ranks: int, batch_size: int, seq_len: int, num_workers: int, prefetch: int, multi_batch: int | None
 ) -> None:
-    """Raise InputError if the loader processes of this machine's ranks have no space for the batches that they keep
-    ready: a batch that does not fit would be lost without a word. Counted are a token's id and its segment, 16 bytes,
-    of those batches and of the ones that the rank is reading.
+    """Raise InputError if the loader processes of this machine have no space for the batches that they keep ready.
+
+    A batch that does not fit would be lost without a word. A token's id and its segment, 16 bytes, are counted for
+    those batches and for the ones that the rank is reading.
     """
     if not num_workers or not SHARED_MEMORY.is_dir():
         return
@@ -252,7 +260,7 @@ def begin_worker(worker: int) -> None:
 
 
 def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
-    """Send, in place of a batch that a loader process could not pass on, the reason, which ends the run."""
+    """Send, instead of a batch that a loader process could not pass on, the reason, which ends the run."""
     is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
     cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
     failure = Failure(f"a loader process cannot pass on its batches: {cure}")
@@ -260,8 +268,10 @@ def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -
 
 
 def end_workers() -> None:
-    """At exit multiprocessing ends its daemons by SIGTERM, which loader workers leave to their parent, and waits for
-    them, without end if an exception still holds the loader.
+    """End loader workers at exit, before multiprocessing waits for them.
+
+    It ends its daemons by SIGTERM, which loader workers leave to their parent, and waits without end if an exception
+    still holds the loader.
     """
     for worker in multiprocessing.active_children():
         if worker.daemon:
@@ -269,5 +279,5 @@ def end_workers() -> None:
 
 
 def batched(items: Iterable[Any], size: int) -> Iterable[list[Any]]:
-    """The items of an iterable, `size` at a time; the last list may be shorter."""
+    """Yield the items of an iterable, `size` at a time; the last list may be shorter."""
     return BatchSampler(items, size, drop_last=False)

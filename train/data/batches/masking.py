@@ -1,10 +1,10 @@
-"""Tokens to hide: n-gram masking for a whole batch at once, the same for a sequence on any rank, in any batch.
+"""The choice of tokens to hide: n-gram masking for whole batches, the same for a sequence on any rank, in any batch.
 
 ALBERT hides runs of up to three tokens, p(n) ~ 1/n (https://arxiv.org/abs/1909.11942, section 4.1); of the hidden
-tokens 80 % become [MASK], 10 % a random token and 10 % stay (BERT, https://arxiv.org/abs/1810.04805, section 3.1).
-Here each sequence is first tiled with runs of random length, so that lengths follow p(n) exactly, and tiles are
-taken in random order until the budget is full; the last one may be shortened. (Google's generator draws overlapping
-candidates and skips those that collide, in Python, once per corpus copy; this one is drawn afresh every epoch.)
+tokens 80 % become [MASK], 10 % a random token and 10 % are kept (BERT, https://arxiv.org/abs/1810.04805, section 3.1).
+Here each sequence is first tiled with runs of random length, so that lengths follow p(n) exactly, and tiles are taken
+in random order until the budget is full; the last one may be shortened. (Google's generator draws overlapping
+candidates and skips those that collide, in Python, once per corpus copy; this one is drawn anew every epoch.)
 
 Shapes: B sequences, S tokens, P slots for predictions, V vocabulary.
 """
@@ -19,7 +19,7 @@ from train.data.random_bits import hash_bits, hash_uniform
 from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
-LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # which of a position's random numbers; the loader has 4
+LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # indices of a position's random numbers; the loader uses 4
 PLACE = 5
 
 
@@ -32,7 +32,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Masker:
-    """Draws masks as a function of (seed, epoch, sequence)."""
+    """Masks as a function of (seed, epoch, sequence)."""
 
     seed: int
     mask_rate: float
@@ -72,7 +72,7 @@ class Masker:
             first = order[:, :1]
             is_alone = is_cut & (unit[line, first] == unit[line, last])
             used &= ~is_cut | is_alone | (unit[line, chosen] != unit[line, last])
-            # Of a word that is longer than the budget a part is hidden, anywhere in it.
+            # If a word is longer than the budget a part of it is hidden, anywhere in it.
             length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
             place = hash_uniform(PLACE, state=at_tokens[line, first])
             chosen = chosen + np.where(is_alone, place * (length - budget[:, None] + 1), 0).astype(np.int64)
@@ -91,7 +91,7 @@ class Masker:
         return Masked(input_ids, positions, labels)
 
     def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-        """[B, S] number of the token or word that each position belongs to, counted from 0 in each sequence."""
+        """Return [B, S]: the number of the token or word of each position, counted from 0 in each sequence."""
         begins = candidate
         if self.words is not None:
             after = np.ones_like(candidate)
@@ -100,7 +100,7 @@ class Masker:
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
     def _tiles(self, bits: np.ndarray) -> np.ndarray:
-        """[B, units] number of the run that each unit belongs to; run lengths n have probability ~ 1/n."""
+        """Return [B, units]: the number of the run of each unit; run lengths n have probability ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
         lengths = np.ones(bits.shape, np.int64)
         for share in np.cumsum(weights / weights.sum())[:-1]:
@@ -112,9 +112,9 @@ class Masker:
 
 
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
-    """[B, count or S] positions: candidates by `priority` [B, S] uint64, equal ones from left to right, then others."""
+    """Return [B, count or S] positions: candidates by `priority` [B, S] uint64, equal ones from the left, others."""
     seq_len = priority.shape[1]
-    bits = np.uint64((seq_len - 1).bit_length())  # the last ones make way for the position: numbers, which sort fast
+    bits = np.uint64((seq_len - 1).bit_length())  # the last bits are replaced by the position: numbers sort fast
     keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]

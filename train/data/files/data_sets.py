@@ -1,5 +1,7 @@
-"""Data sets that `datasets` reads, of a folder or the Hub. Their own description (the head of README.md) says which
-files they are made of. It comes from outside, so no file is looked for that is not one of the data set.
+"""Data sets that `datasets` reads, of a folder or the Hub, restricted to their files.
+
+Their description (the head of README.md) says which files they consist of. It comes from outside, so only files of the
+data set are looked for.
 """
 
 from __future__ import annotations
@@ -17,13 +19,11 @@ SHOWN_CHARS = 200  # of a name in an error
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
     """Return the builder of `datasets` for a local folder, a Hub id or a format. Its files are found, but not read.
 
-    Args:
-        data_files: what the user names instead of the files of the data set; it may be anywhere.
-        options: of `datasets.load_dataset_builder`.
+    `data_files` is named by the user instead of the files of the data set; it may be anywhere. `options` are those of
+    `datasets.load_dataset_builder`.
 
-    Raises:
-        InputError: the description of the data set names a file that is outside its folder, or is not below the Hub id
-            at its revision.
+    Raises InputError if the description of the data set names a file that is outside its folder, or is not below the
+    Hub id at its revision.
     """
     import datasets  # it takes a second or more, and not every source of text needs it
     from datasets import data_files as library
@@ -56,8 +56,9 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
 
 
 def is_within(path: str, base_path: str, name: str) -> bool:
-    """Return whether a file or pattern, relative to `base_path` or whole, is of the data set `path` alone. A link in a
-    folder must lead to its files, or to those that the Hub's cache keeps beside it.
+    """Return whether a file or pattern, relative to `base_path` or whole, belongs to the data set `path`.
+
+    A link in a folder must lead to its files, or to those that the Hub's cache keeps with it.
     """
     if "::" in name or ".." in name.split("/"):
         return False

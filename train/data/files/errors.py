@@ -1,4 +1,4 @@
-"""Errors of reading: the library's become one line for the user; one bad row is a value, not an end."""
+"""Errors of reading: the library's errors become one line for the user; one bad row is a value, not an end."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from train.system.schema import BadContent
 
 SHOWN_COLUMNS = 20
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or missing
-# Characters that no text holds: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do not
-# decode.
+# No text holds these characters: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do
+# not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadRow(Exception):
-    """One row cannot be used; the message holds the reason without naming the row."""
+    """An error because one row cannot be used; the message has the reason without naming the row."""
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
-    """The names of columns for a message: some of many, and one that is `wanted` but for blanks and capitals."""
+    """Return the names of columns for a message: some of many, and a close one to `wanted` (blanks, capitals)."""
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
     hint = "" if near is None else f'; "{near}" is there: blanks and capitals count'
@@ -43,7 +43,7 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
 
 
 def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:
-    """The fault of a text's characters; None if there is none. `settings`: what decides how it is decoded."""
+    """Return the fault of a text's characters; None if there is none. `settings` decide how it is decoded."""
     if "\0" in text:
         return BadRow(f"a NUL character, which no text has: a binary file, or another encoding; check {settings}")
     bad = None if text.isascii() else SURROGATE.search(text)

@@ -16,12 +16,12 @@ logger = logging.getLogger("train")
 
 
 def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
-    """Files below a folder that are not hidden, sorted; folders named in `skipped` left out."""
+    """List the files below a folder that are not hidden, sorted, without folders named in `skipped`."""
     return each_once(sorted(parent / name for parent, names in folders(folder, skipped) for name in names))
 
 
 def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """A folder and those below it, each once, with the names of its files; nothing that is hidden.
+    """Yield a folder and those below it, each once, with the names of its files; hidden ones are left out.
 
     Links to folders are followed last. A link to a folder that was read, or that holds the link, is left out.
     """
@@ -31,7 +31,7 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 
     seen: set[tuple[int, int]] = set()
     waiting = [root]
-    for top in waiting:  # the list grows on the way
+    for top in waiting:  # the list grows in this loop
         if top != root and top.parent.resolve().is_relative_to(top.resolve()):
             report_left_out(top)
             continue
@@ -49,7 +49,7 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 
 
 def each_once(paths: list[Path]) -> list[Path]:
-    """The same without links to files that are listed themselves."""
+    """Return the paths without links to files that are listed themselves."""
     links = {path for path in paths if path.is_symlink()}
     for path in links:
         try:
@@ -69,7 +69,7 @@ def report_left_out(link: Path) -> None:
 
 
 def matching(pattern: str) -> list[Path]:
-    """Files that a glob matches, sorted; ** stands for folders as `folders` lists them."""
+    """List the files that a glob matches, sorted; ** stands for folders as `folders` lists them."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return each_once([path for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()])  # noqa: PTH207

@@ -14,12 +14,12 @@ from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 
 Values = dict[str, Any] | BadRow  # of a row, by column
 
-BATCH_ROWS = 256  # of Parquet, decoded at once
-BUFFER_BYTES = 2**20  # of Parquet, read at once; without it a whole row group is
+BATCH_ROWS = 256  # of Parquet, decoded together
+BUFFER_BYTES = 2**20  # of Parquet, read at a time; without it a whole row group is
 
 
 def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encoding") -> Iterator[tuple[int, Values]]:
-    """The number of each line that is not blank, and its object. `settings`: see `unreadable`."""
+    """Yield the number of each line that is not blank, and its object. `settings`: see `unreadable`."""
     for number, line in enumerate(lines, 1):
         if not line.isspace():
             yield number, unreadable(line, encoding, settings) or json_object(line)
@@ -34,9 +34,9 @@ def json_object(line: str) -> Values:
 
 
 def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
-    """Arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, a quote in a field is doubled.
+    """Return the arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, they are doubled.
 
-    Strict: a quote that stays open or ends early is an error.
+    Strict: a quote that is never closed or ends early is an error.
     """
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
@@ -56,14 +56,11 @@ def csv_rows(
     max_field_chars: int,
     dialect: dict[str, Any] = COMMAS,
 ) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
-    """The columns that the header names, and of each row the number of its first line and its values by column.
+    """Return the columns that the header names, and of each row the number of its first line and its values.
 
-    Args:
-        name: of the file, for errors.
-        settings: see `unreadable`.
-        dialect: from `csv_dialect`.
+    `name` is the file's, for errors; `settings`: see `unreadable`; `dialect` is from `csv_dialect`.
 
-    Without a header, columns are 0, 1, ... and not known before the rows. InputError for a header that cannot be used.
+    Without a header, columns are 0, 1, ... and not known before the rows. Raises InputError if a header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None
@@ -97,8 +94,9 @@ def csv_rows(
 def csv_records(
     lines: Iterator[str], name: str, dialect: dict[str, Any], *, max_field_chars: int
 ) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """The number of the first line of each record, and its fields. Blank lines are none. InputError for a quote that
-    stays open: what it has swallowed is lost.
+    """Yield the number of the first line of each record, and its fields, leaving out blank lines.
+
+    Raises InputError if a quote is never closed: the text after it is lost.
     """
     csv.field_size_limit(max_field_chars)
     reader = csv.reader(lines, **dialect)
@@ -126,8 +124,8 @@ def csv_records(
 
 @contextmanager
 def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
-    """A pyarrow.parquet.ParquetFile. InputError for what cannot be read while it is open."""
-    import pyarrow.parquet  # takes a while, and few need it
+    """Open a pyarrow.parquet.ParquetFile. Raises InputError if it cannot be read while it is open."""
+    import pyarrow.parquet  # late: it takes a while, and few need it
 
     with (
         naming(f"{name or path} cannot be read as Parquet", LIBRARY_ERRORS),

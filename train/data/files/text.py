@@ -16,7 +16,7 @@ from train.config import InputError, check
 from train.data.files.errors import naming
 
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte may hold one of a gigabyte
-MAX_LINE_CHARS = 2**20  # a longer line of plain text comes in stretches, so that memory and time are bounded
+MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
 STRETCH_CHARS = 2**16  # of such a line, at most
 STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
 SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # encodings
@@ -33,15 +33,13 @@ def open_text(
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
-    """A text file, and the bytes it is read from, whose position is how much was read; of a .gz compressed bytes count.
+    """Open a text file, and the bytes it is read from; of a .gz, their position counts compressed bytes.
 
-    Args:
-        key: the setting that names the encoding, for errors.
-        errors: see `open`; by default bytes that do not decode are surrogates, which `unreadable` finds.
-        first, last: of a seekable file, only lines that begin in bytes [first, last).
+    `key` is the setting that names the encoding, for errors. `errors`: see `open`; by default bytes that do not decode
+    are surrogates, which `unreadable` finds. `first`, `last`: of a seekable file, only lines that begin in bytes
+    [first, last).
 
-    Raises:
-        InputError: the file cannot be opened or read.
+    Raises InputError if the file cannot be opened or read.
     """
     check_encoding(encoding, key)
     is_utf8 = codecs.lookup(encoding).name == "utf-8"
@@ -60,7 +58,7 @@ def open_text(
 
 
 def check_encoding(encoding: str, key: str) -> None:
-    """InputError for an encoding that is not known, or not one of text. `key`: the setting that names it."""
+    """Raise InputError if an encoding is unknown, or not one of text. `key`: the setting that names it."""
     with naming(f"{key}={encoding} is not known, try utf-8 or latin-1", (LookupError,)):
         io.TextIOWrapper(io.BytesIO(), encoding=encoding)
 
@@ -70,7 +68,7 @@ def is_packed(path: Path) -> bool:
 
 
 def is_seekable(path: Path, encoding: str) -> bool:
-    """Whether lines can be found from any byte on: not packed, and a byte 0x0a is a line end and nothing else."""
+    """Return whether lines can be found from any byte on: not packed, and a byte 0x0a is always a line end."""
     return not is_packed(path) and codecs.lookup(encoding).name.startswith(SEEKABLE)
 
 
@@ -83,7 +81,7 @@ def window(raw: IO[bytes], path: Path, first: int, last: int | None) -> Any:
 
 
 def line_start(raw: IO[bytes], offset: int) -> int:
-    """Where the first line begins that does so at byte `offset` or behind it; the file's size if none does."""
+    """Return the start of the first line that begins at byte `offset` or after it; the file's size without one."""
     if offset == 0:
         return 0
     position = raw.seek(offset - 1)
@@ -111,14 +109,14 @@ class BoundedFile(io.RawIOBase):
 
 
 def check_length(num_chars: int, where: Callable[[], str]) -> None:
-    """Raise InputError for a line of so many characters that is too long. `where` names it: for most nothing does."""
+    """Raise InputError if a line of `num_chars` is too long. `where` names it, which few lines need."""
     if num_chars > LONGEST_LINE_CHARS:
         most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
         raise InputError(f"{where()}: a line of more than {most}")
 
 
 def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
-    """Lines. Raises InputError for one that is too long, before all of it is in memory."""
+    """Yield lines. Raises InputError if one is too long, before all of it is in memory."""
     number = 0
     while line := text.readline(LONGEST_LINE_CHARS + 1):
         number += 1
@@ -135,7 +133,7 @@ def bounded_text(text: IO[str], name: str, cure: str) -> str:
 
 
 def stretches(text: IO[str]) -> Iterator[str]:
-    """Lines; one of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
+    """Yield lines; one of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
     while line := text.readline(MAX_LINE_CHARS):
         if len(line) < MAX_LINE_CHARS or line.endswith("\n"):
             yield line

@@ -1,4 +1,4 @@
-"""Sentences in columns, as of CoNLL-2003: a line a word, a blank line between sentences."""
+"""Sentences in columns, as in CoNLL-2003: a line per word, a blank line between sentences."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ logger = logging.getLogger("train")
 
 TAG = re.compile(r"O|[BIESLU]-\S+")  # O is the tag of words that are in no entity
 PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")  # CoNLL-2003's, of no entity
-MAX_WORDS = 10_000  # of a sentence; more are a file without blank lines
-FEW_WORDS = 10  # of a file in which there may be no letter
-IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns where data.columns has its defaults, which are no numbers
-DOCUMENT = "-DOCSTART-"  # begins a document: no word
+MAX_WORDS = 10_000  # per sentence; more are a file without blank lines
+FEW_WORDS = 10  # a file of at most this many may have no letter
+IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns if data.columns has its defaults, which are not numbers
+DOCUMENT = "-DOCSTART-"  # begins a document, and is not a word
 COMMENT = ("# ", "#\t")
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
-UNIVERSAL = 10  # columns of CoNLL-U, in which 1-2 and 1.1 are the numbers of what is not one of the words
+UNIVERSAL = 10  # columns of CoNLL-U, in which 1-2 and 1.1 are numbers of lines that are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
 
 
 def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsConfig) -> Iterator[tuple[int, Values]]:
-    """Return the number of each sentence's first line and its `tokens` and, if there are several columns, `tags`.
+    """Yield the number of each sentence's first line and its `tokens` and, if there are several columns, `tags`.
 
     Columns are separated by tabs or, in lines without one, by blanks. All words of a file have equally many. Raises
     InputError if there is no such column as `given` says, or if the words are numbers.
@@ -55,12 +55,12 @@ def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsCon
 
 
 def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
-    """Return the number of each line with a word, the line and its columns, and of each end of a sentence no columns.
+    """Yield the number of each line with a word, the line and its columns, and of each end of a sentence no columns.
 
     Before the first word of a sentence, a line that begins with "# " is a comment unless it has a word's columns.
     """
     columns, is_inside = 0, False
-    waiting: list[tuple[int, str, list[str]]] = []  # words or comments, as long as the number of columns is not known
+    waiting: list[tuple[int, str, list[str]]] = []  # words or comments, until the number of columns is known
     for number, line in enumerate(lines, 1):
         text = line.strip(" \t\r\n")
         fields = (TABS if "\t" in text else BLANKS).split(text)
@@ -76,7 +76,7 @@ def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
 
 
 class Sentences:
-    """Words and tags of the sentences of one file, and what shows that they are in other columns."""
+    """Words and tags of the sentences of one file, with hints that they are in other columns."""
 
     def __init__(self, name: str, given: ColumnsConfig) -> None:
         self.name, self.given = name, given
@@ -116,7 +116,7 @@ class Sentences:
         return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
 
     def end(self) -> None:
-        """Raise InputError if the words have no letters. If tags may be elsewhere, the log says so."""
+        """Raise InputError if the words have no letters. If tags may be elsewhere, log it."""
         with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
         hint = f"as data.columns.tokens={(*with_letters, 0)[0]} (columns count from 0)"
         is_counting = self.counts and self.num_words > 1

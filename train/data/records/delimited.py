@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV in the dialect of the settings, and what shows that quotation marks were meant otherwise."""
+"""Rows of CSV and TSV in the dialect of the settings, and signs that quotation marks were meant otherwise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from train.data.files.rows import Values, csv_dialect, csv_rows
 
 logger = logging.getLogger("train")
 
-MAX_FIELD_CHARS = 2**20  # an open quote swallows no more than this
+MAX_FIELD_CHARS = 2**20  # an open quote takes no more than this
 QUOTED = re.compile(r'"[^"]*"')
-FEW_LINES = 5  # of a field; more may be rows that a quotation mark swallowed
+FEW_LINES = 5  # of a field; more may be rows that a quotation mark has taken in
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Lines:
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Rows in the dialect of the settings; files whose names end in .tsv have tabs by themselves."""
+    """Yield rows in the dialect of the settings; files whose names end in .tsv have tabs by default."""
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
     quote = cfg.quote
@@ -49,7 +49,7 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
 def report_quotes(
     rows: Iterable[tuple[int, Values]], name: str, delimiter: str, quote: str | None
 ) -> Iterator[tuple[int, Values]]:
-    """The same rows. At their end, the log names the first that looks as if data.quote were wrong."""
+    """Yield the rows. At their end, the log names the first that looks as if data.quote were wrong."""
     first, others = "", 0
     for number, values in rows:
         yield number, values

@@ -1,4 +1,4 @@
-"""Rows of texts to rows of tokens: what a task's own features have in common."""
+"""The way from rows of texts to rows of tokens, as far as tasks share it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class Featurizer(ABC):
-    """What a task makes of rows: token ids from the encodings of a fast tokenizer, and counts of what was done to the
-    texts of each split.
+    """A task's features: token ids from the encodings of a fast tokenizer, and counts of changes to the texts.
 
     "[SEP]" in a text is text. If the vocabulary has such a piece nevertheless, it becomes the unknown token.
     """
@@ -30,7 +29,7 @@ class Featurizer(ABC):
     kind: RowKind
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
-        """`settings`: all that decides beside seq_len what becomes of rows, in JSON's types."""
+        """Keep the tokenizer; `settings`, besides seq_len, are all that decides the features, in JSON's types."""
         self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings}
         names = ("cls", "sep", "pad", "mask")
@@ -39,12 +38,12 @@ class Featurizer(ABC):
         self.labels: Sequence[str] = ()  # in the order of their numbers, once they are known
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
-        self.dropping: Tokenizer | None = None  # a copy that cuts no text, if it drops what it does not know
+        self.dropping: Tokenizer | None = None  # a copy that cuts no text, if the tokenizer drops unknown characters
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # characters that it dropped of whole texts, and these with the tokens left
-        self.tokens_cut = np.zeros(0, np.int64)  # of the rows that were read last: tokens behind seq_len
+        self.missed = np.zeros(2, np.int64)  # characters dropped from whole texts, and the same plus the tokens left
+        self.tokens_cut = np.zeros(0, np.int64)  # of the last rows that were read: tokens after seq_len
 
     @property
     def types(self) -> dict[str, Any]:
@@ -53,8 +52,9 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of rows of tokens for a batch of rows with these numbers; there may be more or fewer than
-        rows. What new rows lack, as the target, is 0.
+        """Return the columns of rows of tokens for a batch of rows with these numbers.
+
+        There may be more or fewer than rows. Values that new rows lack, such as the target, are 0.
         """
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
@@ -80,7 +80,7 @@ class Featurizer(ABC):
         self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
 
     def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
-        """TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""
+        """Return TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""
         unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
         text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
         if self.dropping is not None:
@@ -102,11 +102,11 @@ class Featurizer(ABC):
         self._notes.setdefault(split, Counter()).update(numbers)
 
     def notes(self, split: str) -> dict[str, float]:
-        """Return what was counted: truncated, ..."""
+        """Return the counts: truncated, ..."""
         return {name: float(number) for name, number in self._notes.get(split, Counter()).items()}
 
 
 def second_at(encoding: Encoding) -> int:
-    """The first token of segment 1; the length if the tokenizer (RoBERTa's) has no segments or the text is single."""
+    """Return the first token of segment 1; the length without segments (RoBERTa's tokenizer) or a second text."""
     segments = encoding.type_ids
     return segments.index(1) if 1 in segments else len(segments)

@@ -1,4 +1,4 @@
-"""Labelled rows as tables: CSV, JSON lines, Parquet and SQuAD files, what save_to_disk wrote, and the Hub."""
+"""Labelled rows as tables: CSV, JSON lines, Parquet and SQuAD files, output of save_to_disk, and the Hub."""
 
 from __future__ import annotations
 
@@ -36,33 +36,35 @@ from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-START_CHARS = 4096  # in which SQuAD differs from other JSON
+START_CHARS = 4096  # by which SQuAD is distinguished from other JSON
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
-LEVELS = ("data", "paragraphs", "qas")  # of SQuAD: lists, each in the objects of the one before
+LEVELS = ("data", "paragraphs", "qas")  # of SQuAD: lists, each in the objects of the previous one
 SHOWN_CHARS = 40  # of a text in an error
 
-LocatedRow = tuple[str, Values]  # where a row is, as file.csv:17, and its values
+LocatedRow = tuple[str, Values]  # the place of a row, as file.csv:17, and its values
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one file or split, in their order; `rows` begins anew at every call and holds few of them in memory."""
+    """Rows of one file or split, in order; `rows` begins anew at every call and holds few of them in memory."""
 
-    where: str  # as errors name it
+    where: str  # in the words of errors
     rows: Callable[[], Iterator[LocatedRow]]
     columns: list[str] | None = None  # None: those of the first rows
-    class_names: dict[str, list[str]] = field(default_factory=dict)  # of columns that hold numbers: what they mean
-    keys: ColumnsConfig | None = None  # of a format whose columns have names of their own
+    class_names: dict[str, list[str]] = field(default_factory=dict)  # meanings of numbers, by column
+    keys: ColumnsConfig | None = None  # of a format whose columns have special names
     lines: Lines = field(default_factory=Lines)
 
     def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
-        """Return what the numbers in a column mean, if that is known: of several columns, which of them it is."""
+        """Return the meaning of the numbers in a column, if known; for several columns, their names."""
         return column if isinstance(column, tuple) else self.class_names.get(column)
 
 
 def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path) -> dict[str, list[Table]]:
-    """The tables of each split. Formats that have columns are read for the `wanted` ones alone; files in S3 come to
-    `scratch`. InputError if one is missing, or is in the training data and in a validation split.
+    """Open the tables of each split. Formats with columns are read for the `wanted` ones alone.
+
+    Files in S3 are copied to `scratch`. Raises InputError if one is missing, or is in the training data and in a
+    validation split.
     """
     source = layout(cfg, s3)
     if source == "files":
@@ -81,7 +83,7 @@ def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scrat
 
 
 def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch: Path) -> Table:
-    """The rows of one file, which errors name as it is named where it is."""
+    """Return the rows of one file, which errors name by its place."""
     path, name = local_copy(file, scratch), str(file)
     form = format_of(path, name, cfg)
     if form == "parquet":
@@ -106,8 +108,9 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
-    """One of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters. Parquet is Parquet
-    whatever it is said to be: read as text it would hold no row.
+    """Return one of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters.
+
+    Parquet is always recognised: read as text it would hold no row.
     """
     check(path.is_file(), f"{name} is {NO_FILE}")
     with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
@@ -128,9 +131,11 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
 
 
 def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Values]]:
-    """Each question of SQuAD (https://arxiv.org/abs/1606.05250, v2: 1806.03822) and its position in the file, which is
-    read as a whole up to a limit: some 200 MB of memory for SQuAD's own. {"data": [{"paragraphs": [{"context": ...,
-    "qas": [{"id", "question", "answers": [{"text", "answer_start"}], "is_impossible"}]}]}]}.
+    """Yield each question of SQuAD and its position in the file, which is read as a whole up to a limit.
+
+    See https://arxiv.org/abs/1606.05250, v2: 1806.03822. It takes some 200 MB of memory for SQuAD itself. {"data":
+    [{"paragraphs": [{"context": ..., "qas": [{"id", "question", "answers": [{"text", "answer_start"}],
+    "is_impossible"}]}]}]}.
     """
     with open_text(path, encoding) as (text, _):
         content = bounded_text(text, name, "split SQuAD's list data into files of one folder, or write JSON lines")
@@ -146,7 +151,7 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
 
 
 def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]) -> Iterator[tuple[str, Values]]:
-    """Objects at the end of nested lists, with the context of what they are in."""
+    """Yield objects at the end of nested lists, with the context of the objects around them."""
     if not isinstance(node, dict):
         yield where, BadRow(f"a {type(node).__name__} where an object should be")
     elif not levels:
@@ -161,9 +166,9 @@ def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, A
 
 
 def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
-    """`{"text": [str], "answer_start": [int]}` of answers in that shape or as a list of objects; starts are characters.
+    """Return `{"text": [str], "answer_start": [int]}` of answers in that shape or a list; starts are characters.
 
-    BadRow for another shape, or an answer that is not where it should be.
+    Raises BadRow if they have another shape, or one is not where it should be.
     """
     if isinstance(value, str):
         read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
@@ -186,7 +191,7 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
 
 
 def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
-    """Names of labels that `datasets` wrote into the file count."""
+    """Return the table of a Parquet file. Names of labels that `datasets` wrote into the file count."""
     with open_parquet(path, name) as file:
         schema = file.schema_arrow
         features = datasets.Features.from_arrow_schema(schema)
@@ -210,7 +215,7 @@ def dataset_table(dataset: datasets.Dataset, where: str, wanted: Collection[str]
 
 
 def present(wanted: Collection[str], columns: list[str]) -> list[str]:
-    """The wanted ones of a table's columns; a name with a dot wants the column before the dot."""
+    """Return the wanted ones of a table's columns; a name with a dot wants the column before the dot."""
     return [name for name in columns if any(name == item or item.startswith(f"{name}.") for item in wanted)]
 
 
@@ -225,7 +230,7 @@ def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
 
 
 def local_copy(file: File, scratch: Path) -> Path:
-    """A file of this machine, or its copy below `scratch`."""
+    """Return a file of this machine, or its copy below `scratch`."""
     return file.download(s3_copies(file.location, scratch)) if isinstance(file, S3File) else file
 
 
@@ -237,7 +242,7 @@ def s3_copies(location: str, scratch: Path) -> Path:
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """The splits that the settings name; a single data set is the training split."""
+    """Return the splits that the settings name; a single data set is the training split."""
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
@@ -250,9 +255,10 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 
 
 def load_saved(folder: Path, name: str | None = None) -> Any:
-    """What `save_to_disk` wrote, a Dataset or a DatasetDict, memory-mapped. Its index names files, which are checked
-    before the library opens them: InputError if it cannot be read or one is outside its folder. `name`: how errors name
-    it, if not by its folder.
+    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped.
+
+    Its index names files, which are checked before the library opens them. Raises InputError if it cannot be read or
+    one is outside its folder. `name`: its name in errors, if not its folder's.
     """
     with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
         check_saved(folder)
@@ -263,7 +269,7 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
 
 
 def check_saved(folder: Path) -> None:
-    """Raises BadContent for an index with a name that leads out of the folder."""
+    """Raise BadContent if an index has a name that leads out of the folder."""
     parts, index = [folder], folder / SPLITS_FILE
     if index.is_file():
         parts = [folder / split for split in listed(index, "splits", list[FileName])]
@@ -280,8 +286,10 @@ def listed(path: Path, key: str, hint: Any) -> Any:
 
 
 def load_hub(cfg: RecordsConfig, split: str, scratch: Path) -> datasets.Dataset:
-    """A split of a Hub data set, or of a folder laid out like one. A Hub id uses the library's own cache (HF_HOME),
-    which is how data gets to machines that are offline; a folder, as of a cloned repository, leaves no trace there.
+    """Return a split of a Hub data set, or of a folder laid out like one.
+
+    A Hub id uses the library's cache (HF_HOME), which is how data gets to machines that are offline; a folder, as of a
+    cloned repository, leaves no trace there.
     """
     path = local_path(cfg.path)
     where = {"path": str(path), "cache_dir": str(scratch / "hub")} if path.is_dir() else {"path": cfg.path}

@@ -15,7 +15,7 @@ from train.data.files.errors import BadRow, unreadable
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
 TOKENS = {  # columns of every row of tokens
     "input_ids": NUMBERS,  # with special tokens, without padding, at most seq_len
-    "second_at": NUMBER,  # the first token of segment 1; the length where there is none
+    "second_at": NUMBER,  # the first token of segment 1; the length without one
     "length": NUMBER,
     "row": NUMBER,  # number of the row that it was made of
 }
@@ -29,14 +29,14 @@ class RowKind:
 
     name: str  # the task's
     columns: dict[str, Any]  # keys of data.columns that the task reads, with their types in a table
-    read: Callable[[Row], dict[str, Any]]  # the texts of a row by key; BadRow if they cannot be used
-    target: str  # the key of what is to be predicted, which new rows may lack
-    split_by: str  # the key of the text that stays in one split
-    tokens: dict[str, Any]  # columns of a row of tokens beside TOKENS, with their types
-    # Takes the value of the target, the texts, and whether the row is for training. None: the target is a label's name,
-    # or a list of names if its type says so.
+    read: Callable[[Row], dict[str, Any]]  # the texts of a row by key; raises BadRow if they cannot be used
+    target: str  # the key of the value to predict, which new rows may lack
+    split_by: str  # the key of the text that determines the split of a row
+    tokens: dict[str, Any]  # columns of a row of tokens in addition to TOKENS, with their types
+    # It takes the value of the target, the texts, and whether the row is for training. None: the target is a label's
+    # name, or a list of names if its type says so.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = None  # a name for each item of split_by; BadRow
+    check_each: Callable[[str], None] | None = None  # checks a name for each item of split_by; raises BadRow
     has_unique_ids: bool = False
     takes_columns: bool = False  # the target may be in several columns
 
@@ -46,8 +46,9 @@ class RowKind:
         return self.read_target is None and isinstance(self.columns[self.target], List)
 
     def columns_of(self, columns: ColumnsConfig) -> dict[str, str | tuple[str, ...]]:
-        """The column of each key that is read, in the data; several of a target that is in as many. Raises InputError
-        if the task reads only one.
+        """Return the data's column of each key that is read; several if the target is in several.
+
+        Raises InputError if the task reads only one.
         """
         named = {key: getattr(columns, key) for key in ("id", *self.columns)}
         several = {key: tuple(column) for key, column in named.items() if isinstance(column, list)}
@@ -66,7 +67,7 @@ def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Row:
-    """The values of one row by the keys of data.columns. `columns`: the column of each key, or the several."""
+    """The values of one row by the keys of data.columns. `columns`: the column or columns of each key."""
 
     def __init__(self, values: dict[str, Any], columns: dict[str, str | tuple[str, ...]], encoding: str) -> None:
         self.values, self.columns, self.encoding = values, columns, encoding
@@ -75,8 +76,9 @@ class Row:
         return all(name in self.values or name.split(".")[0] in self.values for name in names_in(self.columns[key]))
 
     def value(self, key: str) -> Any:
-        """A column, or where its name has dots, what is in an object there; a list of several columns. BadRow if it is
-        missing.
+        """Return a column, or for a name with dots the value in an object there; a list of several columns.
+
+        Raises BadRow if it is missing.
         """
         column = self.columns[key]
         return [self.value_in(name) for name in column] if isinstance(column, tuple) else self.value_in(column)
@@ -92,14 +94,14 @@ class Row:
         return value
 
     def text(self, key: str) -> str:
-        """A string without characters that no text has. BadRow if it is none."""
+        """Return a string without characters that no text has. Raises BadRow if it is not one."""
         value, column = self.value(key), self.columns[key]
         if not isinstance(value, str):
             raise BadRow(f"{column} holds {value!r:.40} ({type(value).__name__}), not a string")
         return self.checked(value)
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings, none of them blank. BadRow if it is none."""
+        """Return a list of strings, none of them blank. Raises BadRow if it is not one."""
         values, column = self.value(key), self.columns[key]
         if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
             raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")
@@ -122,7 +124,7 @@ class Row:
 
 
 def plain(value: Any) -> str:
-    """Return how settings write an id: 1 and 1.0 are "1"; nothing and not-a-number are empty."""
+    """Return an id in the form of settings: 1 and 1.0 are "1"; nothing and not-a-number are empty."""
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -131,8 +133,9 @@ def plain(value: Any) -> str:
 
 
 def plain_label(value: Any) -> str:
-    """Return how settings write a label, which is the same in any format: 1, 1.0 and "+1" are "1", True and "TRUE"
-    are "true"; nothing and not-a-number are empty.
+    """Return a label in the form of settings, which is the same for any file format.
+
+    1, 1.0 and "+1" are "1", True and "TRUE" are "true"; nothing and not-a-number are empty.
     """
     text = plain(value)
     whole = WHOLE.fullmatch(text)

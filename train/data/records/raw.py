@@ -1,7 +1,8 @@
-"""Labelled examples as tables: whatever holds them, each split becomes a `datasets.Dataset` with the same columns.
+"""Labelled examples as tables: from any format, each split becomes a `datasets.Dataset` with the same columns.
 
-CSV, JSON lines, Parquet and SQuAD files, here or in S3, what save_to_disk wrote, and the Hub. Rows go through memory a
-few at a time into Arrow files. A row that cannot be used is named, counted, and rejected beyond `data.max_bad_rows`.
+The formats are CSV, JSON lines, Parquet and SQuAD files, here or in S3, output of save_to_disk, and the Hub. Rows pass
+through memory a few at a time into Arrow files. A row that cannot be used is named, counted, and rejected beyond
+`data.max_bad_rows`.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class Raw:
     """Columns: `id`, a string, and those of the kind that data.columns names; a label is a ClassLabel."""
 
     splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of more_validation
-    labels: list[str]  # names in the order of their numbers; [] where there are none
+    labels: list[str]  # names in the order of their numbers; [] without labels
     dropped: dict[str, Dropped]  # of each split
 
 
 def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
-    """All splits of the data as Arrow files in `folder`.
+    """Read all splits of the data as Arrow files in `folder`.
 
     Without `data.validation`, rows of the training data are held out by a hash of kind.split_by and the seed. Subsets
-    are drawn with the seed and keep the order of the data. Raises InputError for what the user has to fix.
+    are drawn with the seed and keep the order of the data. Raises InputError if the user has to fix the data.
     """
     tables = open_splits(cfg, kind.wanted(cfg.columns), s3, folder)
     has_labels = kind.read_target is None
@@ -78,7 +79,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     if has_labels:
         num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
         found = [labels[number] for number in np.unique(numbers)] or ["none"]
-        is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows  # it, and others none
+        is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows  # some rows, not all
         what = f"train: all {num_rows:,} rows have the label {found[0]}"
         ok = len(found) > 1 or is_some
         check(ok, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
@@ -86,7 +87,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
 
 
 def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path) -> datasets.Dataset:
-    """Examples as a table that is mapped into memory."""
+    """Write examples as a table that is mapped into memory, and return it."""
     used = kind.columns_of(cfg.columns)
     features = datasets.Features({"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used})
     with (
@@ -101,7 +102,7 @@ def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKin
 
 
 def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int) -> dict[str, datasets.Dataset]:
-    """Rows for training and rows held out; those with the same text stay together."""
+    """Return rows for training and rows held out; those with the same text are kept together."""
     values = (value for batch in table.iter(BATCH_ROWS) for value in batch[kind.split_by])
     texts = (value if isinstance(value, str) else " ".join(value) for value in values)
     is_held_out = np.array([text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool)
@@ -112,7 +113,7 @@ def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: i
 
 
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
-    """The labels as far as they are known before reading: from the settings, or else from the data's description."""
+    """Return the labels as far as they are known before reading: from the settings, or from the data's description."""
     names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
     if names is None:
         return list(cfg.labels)
@@ -127,7 +128,7 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
 
 
 def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]) -> None:
-    """InputError, with the reason, if a split has no row. `names`: the files that it was read from."""
+    """Raise InputError, with the reason, if a split has no row. `names`: the files that it was read from."""
     total = rows["train"] + rows["validation"]
     if cfg.validation is None and total and split in ("train", "validation"):
         share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows"
@@ -141,7 +142,7 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
 
 
 def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) -> datasets.Dataset:
-    """`most` rows drawn with the seed, in the order of the table; all, if they are not more."""
+    """Return `most` rows drawn with the seed, in the order of the table; all, if they are not more."""
     if most is None or most >= len(table):
         return table
     return table.select(draw_rows(len(table), most, seed, stream))
@@ -156,11 +157,11 @@ def read_texts(
     labels: Sequence[str] = (),
     named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """New examples of a file, or of a saved data set, in its order, read like the training data was.
+    """Yield new examples of a file, or of a saved data set, in order, read like the training data.
 
-    Columns as in `Raw`; a label is a name, one of `labels` if they are given, or None. The target is only there where
-    the data has one. A row that cannot be read is an InputError that names the row, as is a column of the keys `named`
-    that the data lacks.
+    Columns as in `Raw`; a label is a name, one of `labels` if they are given, or None. The target exists only if the
+    data has one. A row that cannot be read is an InputError that names the row, as is a column of the keys `named` that
+    the data lacks.
     """
     new = replace(cfg, path=path, train=None, validation=None, more_validation={})
     says_format = is_named(path) and not path.endswith(".json")

@@ -17,20 +17,20 @@ from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 logger = logging.getLogger("train")
 
 MAX_NAMED = 10  # bad rows of a split that are named
-SHOWN_CHARS = 300  # of them in an error, which is one line
-MAX_LABELS = 1000  # seen in the data; more are another column
+SHOWN_CHARS = 300  # of bad rows in an error, which is one line
+MAX_LABELS = 1000  # seen in the data; more suggest a wrong column
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
 MAX_NUMBERS = 50  # that are labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # with a decimal comma, too
-NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # among numbers; among words it is one
+SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # also with a decimal comma
+NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # among numbers; among words it is a label
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
 SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
 
 @dataclass
 class Dropped:
-    """Rows of a split that are not used. `limit`: bad ones that are allowed."""
+    """Unused rows of a split. `limit`: the number of bad ones that are allowed."""
 
     split: str
     limit: int
@@ -46,7 +46,7 @@ class Dropped:
             self.bad_examples.append(f"{where}: {bad}")
 
     def check(self) -> None:
-        """InputError if there are too many."""
+        """Raise InputError if there are too many."""
         what = f"{self.split}: {self.bad_rows:,} bad rows, data.max_bad_rows={self.limit} are allowed"
         shown = self.bad_examples[:1]
         for example in self.bad_examples[1:]:
@@ -62,7 +62,7 @@ class Dropped:
 
 
 class LabelNames:
-    """Maps the labels in the data to their names. `known`: the only names that are right; empty: any name is."""
+    """The mapping from labels in the data to their names. `known`: the only valid names; empty: any is."""
 
     def __init__(self, cfg: RecordsConfig, known: Sequence[str] = ()) -> None:
         self.map = {plain_label(value): name for value, name in cfg.label_map.items()}
@@ -73,8 +73,9 @@ class LabelNames:
         self.unmapped: set[str] = set()
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
-        """Return a value as settings write it, or its name if it is a number of `names`, and what data.label_map leads
-        to from there: None leaves the row out.
+        """Return a value in the form of settings, or its name if it is a number of `names`, and its mapped label.
+
+        data.label_map maps it: None leaves the row out.
         """
         key = plain_label(value)
         if names is not None and type(value) is int and 0 <= value < len(names):
@@ -83,7 +84,7 @@ class LabelNames:
         return key, self.map.get(plain_label(key), key)
 
     def of(self, value: Any, names: Sequence[str] | None) -> str | None:
-        """The name for a value, which is a number of `names` if they are given; None: the row is left out."""
+        """Return the name for a value, which is a number of `names` if they are given; None: the row is left out."""
         key, name = self.look_up(value, names)
         if name is None:
             return None
@@ -102,7 +103,7 @@ class LabelNames:
         return name
 
     def check_numbers(self) -> None:
-        """Raise InputError if the labels are numbers that are no classes, whatever words are among them, as n/a is."""
+        """Raise InputError if the labels are numbers that are not classes, also with words among them, such as n/a."""
         seen = sorted(self.seen) if not self.known else []
         check(
             not (TRUTHS & {*seen} and BITS & {*seen}),
@@ -121,8 +122,9 @@ class LabelNames:
         )
 
     def in_order(self) -> list[str]:
-        """Return the names seen so far, in the order of the numbers that they are, or that data.label_map leads from to
-        them; names without such numbers in alphabetical order.
+        """Return the names seen so far, in the order of their numbers, or of numbers that data.label_map maps to them.
+
+        Names without such numbers are in alphabetical order.
         """
         self.check_numbers()
         names = sorted(self.seen)
@@ -143,13 +145,12 @@ def examples(
     *,
     named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Rows with the columns of `kind`, a label by its name. Bad rows go to `dropped`.
+    """Yield rows with the columns of `kind`, a label by its name. Bad rows go to `dropped`.
 
     If that is None the rows are new ones: they have a target only if the data does or it is one of the columns `named`,
-    a label that is not known is None.
+    and an unknown label is None.
 
-    Raises:
-        InputError: a column is missing; for new rows, one is bad.
+    Raises InputError if a column is missing or, for new rows, bad.
     """
     is_new, number = dropped is None, -1
     ids: set[str] = set()
@@ -191,7 +192,7 @@ def examples(
 def target_of(
     row: Row, example: dict[str, Any], kind: RowKind, labels: LabelNames, names: Sequence[str] | None, *, is_new: bool
 ) -> dict[str, Any]:
-    """The target by its key; empty for a new row that holds none."""
+    """Return the target by its key; {} for a new row without one."""
     value, column = row.value(kind.target), ", ".join(names_in(row.columns[kind.target]))
     if kind.read_target is not None:
         if is_new and value is None:
@@ -214,7 +215,7 @@ def target_of(
 
 
 def check_single(value: Any, column: str, kind: RowKind) -> None:
-    """Raise BadRow for bytes, a list or an object in place of a label, also for the last two where they are text."""
+    """Raise BadRow if a label is bytes, a list or an object, or one of the last two as text."""
     if isinstance(value, bytes):
         raise BadRow(f"{column} holds {value!r:.40}, bytes and not text; write the column as strings")
     if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
@@ -233,7 +234,7 @@ def check_single(value: Any, column: str, kind: RowKind) -> None:
 
 
 def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
-    """Return the numbers of the columns that hold 1 or true; the others hold 0 or false. BadRow for anything else."""
+    """Return the numbers of the columns that hold 1 or true; others hold 0 or false. Raises BadRow otherwise."""
     found = [plain_label(value) for value in values]
     for name, value, text in zip(names, values, found, strict=True):
         if text not in TRUTHS | BITS:
@@ -242,7 +243,7 @@ def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
 
 
 def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
-    """Return the labels of a row, each once, without those that data.label_map leads to null."""
+    """Return the labels of a row, each once, without those that data.label_map maps to null."""
     if isinstance(value, str):
         if labels.separator is None:
             raise BadRow(f"{column} holds {value!r:.40}, not a list; data.label_separator splits a text into labels")
@@ -256,7 +257,7 @@ def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[s
 def labels_of_each(
     values: Any, items: Sequence[str], kind: RowKind, labels: LabelNames, names: Sequence[str] | None
 ) -> list[str] | None:
-    """The labels of all `items` of a row; None if data.label_map leads one of them to null."""
+    """Return the labels of all `items` of a row; None if data.label_map maps one of them to null."""
     assert kind.check_each is not None
     if not isinstance(values, list) or len(values) != len(items):
         raise BadRow(f"{len(items)} words need a list of as many tags, not {values!r:.40}")
@@ -278,7 +279,7 @@ def labels_of_each(
 
 
 def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> Iterator[LocatedRow]:
-    """The rows of a table. InputError if it lacks one of the columns, by key."""
+    """Yield the rows of a table. Raises InputError if it lacks one of the columns, by key."""
     rows = table.rows()
     if table.columns is not None:
         check_columns(needed, table.columns, table.where)

@@ -1,4 +1,4 @@
-"""Where labelled data is: files here or in S3, what save_to_disk wrote, or the Hub; and which version is there."""
+"""The place and version of labelled data: files here or in S3, output of save_to_disk, or the Hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
 NO_FILE = "neither a regular file nor a folder (a pipe can be read once, and may have no end): write it to a file"
 MAX_LISTED = 5  # files named in an error
-# Settings that leave the rows as they are.
+# These settings leave the rows unchanged.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
 
 
@@ -41,7 +41,7 @@ def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
 
 
 def version(cfg: RecordsConfig, s3: S3Config) -> str:
-    """A sha256 that changes when the data or the settings of reading it do. No data is read.
+    """Return a sha256 that changes when the data or the settings of reading it do. No data is read.
 
     It covers names, sizes and times of files, ETags in S3, the commit at the Hub. Raises InputError as `open_splits`.
     """
@@ -56,13 +56,13 @@ def version(cfg: RecordsConfig, s3: S3Config) -> str:
 
 
 def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
-    """The settings that decide which rows are read, and from where."""
+    """Return the settings that decide which rows are read, and from where."""
     where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).absolute())
     return {"path": where, **{key: value for key, value in asdict(cfg).items() if key not in NOT_READING}}
 
 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:
-    """How `data.path` holds its splits: "files", "saved" (datasets' save_to_disk) or "hub"."""
+    """Return how `data.path` holds its splits: "files", "saved" (datasets' save_to_disk) or "hub"."""
     if cfg.format != "auto":
         return "files" if cfg.format in FILE_FORMATS else cfg.format
     if is_s3(cfg.path):
@@ -75,7 +75,7 @@ def layout(cfg: RecordsConfig, s3: S3Config) -> str:
 
 
 def is_named(name: str) -> bool:
-    """Whether a name is that of a file and shows its format."""
+    """Return whether a name is that of a file and shows its format."""
     return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
@@ -99,7 +99,7 @@ class S3File:
         return head
 
     def download(self, root: Path) -> Path:
-        """A copy below a folder."""
+        """Copy the file below a folder, and return its path."""
         path, size = root / self.name, self.head().size
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,18 +113,21 @@ File = Path | S3File
 
 
 def stamp(file: File) -> list[Any]:
-    """Facts of a file that change when its content does."""
+    """Return facts of a file that change when its content does."""
     if isinstance(file, S3File):
         head = file.head()
         return [str(file), file.folder.endpoint, *head]
     with naming(f"{file} cannot be read", (OSError,)):
         status = file.stat()
-    # ctime is of changes in whatever way: a copy that keeps the time of its original has its own.
+    # ctime covers all changes: a copy that keeps the time of its original has a new one.
     return [str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
-    """The files of each split, here or in S3. InputError if one is missing, or is in train and in another split."""
+    """Return the files of each split, here or in S3.
+
+    Raises InputError if one is missing, or is in train and in another split.
+    """
     keys = {split: f"data.{split}" for split in ("train", "validation")}
     files = {
         split: find(cfg.path, keys.get(split, f"data.more_validation.{split}"), pattern, s3)
@@ -138,7 +141,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Files below `location` (beside it, if that is a file) that match; without a pattern the one that it is or has."""
+    """Return files below `location` (next to it, if that is a file) that match; without a pattern the only one."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)
@@ -153,14 +156,14 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
             names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
             return [root / only_one(location, names)]
         pattern = str(local_path(pattern))
-        exact = root / pattern  # a name may hold what means something in a glob
+        exact = root / pattern  # a name may contain special characters of globs
         paths = [exact] if exact.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
     check(bool(paths), f"{key}={pattern}: there is no file {exact}")
     return list(paths)
 
 
 def only_one(location: str, names: list[str]) -> str:
-    """The only name. InputError for several: no guess is made, because one of them may be the test set."""
+    """Return the only name. Raises InputError if there are several: no guess is made, as one may be the test set."""
     check(bool(names), f"data.path={location} holds no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
     many = f"data.path={location} holds {len(names)} files ({shortlist(names, MAX_LISTED)})"
     check(len(names) == 1, f"{many}; say which is for training: data.train=NAME, or a glob")
@@ -168,7 +171,7 @@ def only_one(location: str, names: list[str]) -> str:
 
 
 def s3_folder(location: str, s3: S3Config) -> S3Folder:
-    from train.system.s3 import S3Folder  # boto3 takes long to import
+    from train.system.s3 import S3Folder  # late: boto3 takes long to import
 
     return S3Folder(location, s3)
 
@@ -182,7 +185,7 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
         names: list[str] = [checked(RelativePath, pattern, key)]
     elif pattern is not None:
         deep = "**" in pattern
-        names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # here * takes slashes too
+        names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # here * also matches slashes
         names = [name for name in names if deep or name.count("/") == pattern.count("/")]
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
@@ -191,7 +194,7 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
 
 
 def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
-    """The files of a data set that save_to_disk wrote, here or in S3."""
+    """Return the files of a data set that save_to_disk wrote, here or in S3."""
     if is_s3(cfg.path):
         folder = s3_folder(cfg.path, s3)
         names = folder.names()
@@ -206,7 +209,7 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
 
 
 def hub_version(cfg: RecordsConfig) -> str:
-    """The commit of a Hub data set, as `datasets` knows it (offline: that of its cache)."""
+    """Return the commit of a Hub data set, as `datasets` knows it (offline: that of its cache)."""
     with naming_hub(cfg):
         commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):

@@ -23,14 +23,14 @@ FORMAT = 2
 
 
 class SplitLines(TypedDict, total=False):
-    """Of data from CSV."""
+    """Lines of data from CSV."""
 
     read_lines: int
     read_rows: int  # made of them, bad ones too
 
 
 class SplitEntry(SplitLines):
-    """See table_facts."""
+    """The facts of a split, see table_facts."""
 
     examples: int
     rows: int
@@ -46,7 +46,7 @@ class SplitEntry(SplitLines):
 
 
 class Facts(TypedDict):
-    """tables.json."""
+    """The content of tables.json."""
 
     format: int
     id: Sha256  # of the rows of tokens and the labels
@@ -60,13 +60,13 @@ class Facts(TypedDict):
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write tables.json: `facts` and the checksums of all files that are there."""
+    """Write tables.json: `facts` and the checksums of all files in the folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in paths
     }
-    body = json.loads(json.dumps({**facts, "files": files}))  # plain types, which are read again as they are
+    body = json.loads(json.dumps({**facts, "files": files}))  # plain types, which are read again unchanged
     write_atomic(folder / NAME, (json.dumps(sealed(body), indent=1, ensure_ascii=False) + "\n").encode())
 
 
@@ -83,7 +83,7 @@ def parse_facts(content: bytes) -> Facts:
 
 
 def find_facts(folder: Folder) -> Facts | None:
-    """tables.json of a folder, None if it has none. InputError if it is of another version, or damaged."""
+    """Return tables.json of a folder, None without it. Raises InputError if it is of another version, or damaged."""
     if folder.size(NAME) is None:
         return None
     try:
@@ -93,7 +93,7 @@ def find_facts(folder: Folder) -> Facts | None:
 
 
 def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
-    """tables.json of a folder of the cache; None if this or any other file is missing or damaged."""
+    """Return tables.json of a folder of the cache; None if this or any other file is missing or damaged."""
     try:
         facts = parse_facts((folder / NAME).read_bytes())
         check_entries(folder, facts["files"], checksums=checksums)
@@ -106,7 +106,7 @@ def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
 
 
 def save(folder: Path, target: Folder) -> None:
-    """Copy prepared tables to another folder, tables.json last. InputError if the folder holds other files."""
+    """Copy prepared tables to another folder, tables.json last. Raises InputError if the folder holds other files."""
     content = LocalFolder(folder).read(NAME)
     facts = parse_facts(content)
     saved_before = find_facts(target)
@@ -123,7 +123,7 @@ def save(folder: Path, target: Folder) -> None:
 
 
 def bring(source: Folder, facts: Facts, folder: Path) -> None:
-    """Copy prepared tables to `folder`, tables.json last. InputError for a file that is missing or damaged."""
+    """Copy prepared tables to `folder`, tables.json last. Raises InputError if a file is missing or damaged."""
     for name, entry in facts["files"].items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def bring(source: Folder, facts: Facts, folder: Path) -> None:
 
 
 def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokenizer_sha256: str) -> None:
-    """InputError for the first setting in which this run and tables prepared elsewhere differ."""
+    """Raise InputError, with the first setting in which this run and tables prepared elsewhere differ."""
     path, task = f"data.path={data.path}", featurizer.kind.name
     check(facts["kind"] == task, f"{path} was prepared for task={facts['kind']}, not {task}")
     theirs = dict(flatten(facts["settings"]))

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 
-RESERVED = ("tokenizer", "scratch")  # folders beside those of the splits
+RESERVED = ("tokenizer", "scratch")  # folders next to those of the splits
 ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
 LAUNCH = ".launch-"  # files in which a rank leaves the result for the others of its machine
 SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
@@ -81,21 +81,22 @@ class Tables:
     facts: Facts  # tables.json
 
     def features(self, split: str) -> datasets.Dataset:
-        """The tokens of a split, memory-mapped."""
+        """Return the tokens of a split, memory-mapped."""
         return load_saved(self.folder / split)
 
     def examples(self, split: str) -> datasets.Dataset:
-        """The rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
+        """Return the rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
         return load_saved(self.folder / f"{split}_examples")
 
     def lengths(self, split: str) -> np.ndarray:
-        """[rows] int32: tokens of each row."""
+        """Return [rows] int32: tokens of each row."""
         return column(self.features(split), "length")
 
 
 def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
-    """The prepared data of a run. One rank of each machine makes it or finds it while the others wait. InputError for
-    data that cannot be used.
+    """Return the prepared data of a run, which one rank of each machine makes or finds while the others wait.
+
+    Raises InputError if the data cannot be used.
     """
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
@@ -112,7 +113,7 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
 
 @dataclass(frozen=True)
 class TableRequest:
-    """What one rank of each machine is to provide."""
+    """The data that one rank of each machine is to provide."""
 
     cfg: TrainConfig
     data: RecordsConfig
@@ -122,8 +123,10 @@ class TableRequest:
 
 
 def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
-    """Return what `action` returns. The first rank of a machine that comes takes the action; the others wait for the
-    lock of a file in `root`, and find the result in it. If the first one dies or fails, the next one takes the action.
+    """Return the result of `action`, taken by the first rank of a machine.
+
+    The others wait for the lock of a file in `root`, and find the result in it. If the first one dies or fails, the
+    next one takes the action.
     """
     launch = launched()
     if launch.local_world_size == 1:
@@ -145,7 +148,7 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
 
 
 def provide(request: TableRequest) -> str:
-    """The folder with the tables, on this machine; kept in data.save_to as well."""
+    """Return the folder with the tables, on this machine; also kept in data.save_to."""
     data, launch = request.data, launched()
     is_first_machine = launch.rank == launch.local_rank
     progress.begin(Phase(f"looking for data.path={data.path}"))
@@ -169,13 +172,13 @@ def provide(request: TableRequest) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The checksum of tokenizer.json without truncation and padding, which every call sets anew."""
+    """Return the checksum of tokenizer.json without truncation and padding, which every call sets anew."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
 
 
 def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
-    """A local folder itself, or a copy in the cache of a folder in S3. InputError if a file is missing or damaged."""
+    """Return a local folder, or a cached copy of one in S3. Raises InputError if a file is missing or damaged."""
     data = request.data
     if not is_s3(data.path):
         folder = local_path(data.path)
@@ -188,9 +191,10 @@ def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
 
 
 def find_or_make(request: TableRequest) -> Path:
-    """The folder of these rows, settings and tokenizer. InputError for rows that cannot be used, or for a full disk.
+    """Return the folder of these rows, settings and tokenizer.
 
-    Raw data that has not changed since is not read again.
+    Raises InputError if rows cannot be used, or if the disk is full. Raw data that has not changed since is not read
+    again.
     """
     data, kind, settings = request.data, request.featurizer.kind.name, request.featurizer.settings
     now = version(data, request.cfg.s3)
@@ -230,7 +234,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
         facts = facts_of_split(examples, tokens[split], target=target, labels=raw.labels, seq_len=seq_len, notes=notes)
         splits[split] = {**facts, **raw.dropped[split].facts()}
     fast = featurizer.tokenizer.backend_tokenizer
-    fast.no_truncation()  # as the last call left it
+    fast.no_truncation()  # the last call set it
     fast.no_padding()
     featurizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     about = {
@@ -248,7 +252,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
 
 
 def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str:
-    """sha256 of all rows of tokens and the labels. It does not depend on how Arrow lays them out in files."""
+    """Return the sha256 of all rows of tokens and the labels. It does not depend on how Arrow stores them in files."""
     about = {split: [len(table), sorted(table.column_names)] for split, table in tables.items()}
     digest = hashlib.sha256(canonical_json([labels, list(tables), about]))
     for table in tables.values():
@@ -263,7 +267,7 @@ def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str
 
 
 def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path) -> datasets.Dataset:
-    """One process: the tokenizer has threads of its own. Memory: ROWS_AT_ONCE rows."""
+    """Make features in one process: the tokenizer has threads. Memory: ROWS_AT_ONCE rows."""
     names = examples.column_names
     progress.begin(Phase(f"tokenising {split}", len(examples), has_bar=True))
 
@@ -281,6 +285,6 @@ def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset
         features=datasets.Features(featurizer.types),
         cache_file_name=str(scratch / f"{split}-tokens.arrow"),
         load_from_cache_file=False,
-        new_fingerprint=f"tokens-{split}",  # else it pickles the tokenizer to make one
+        new_fingerprint=f"tokens-{split}",  # otherwise it pickles the tokenizer to make one
         desc=f"tokenise {split}",
     )

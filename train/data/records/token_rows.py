@@ -1,6 +1,6 @@
-"""Prepared examples as batches of static shapes: rows of a table, whose tokens are padded as they are drawn.
+"""Prepared examples as batches of static shapes: rows of a table, whose tokens are padded when they are drawn.
 
-The tokens stay where they are, in memory-mapped Arrow files: a row is a slice of its chunk's values.
+The tokens are in memory-mapped Arrow files: a row is a slice of its chunk's values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # by Arrow's names
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
-LABELS = "labels"  # the input that holds the class of a row, or of each of its tokens, where rows have one
+LABELS = "labels"  # the input with the class of a row, or of each of its tokens, if rows have one
 
 
 class Lists:
@@ -38,7 +38,7 @@ class Lists:
         return int(self.firsts[-1])
 
     def take(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Views of the lists of these rows."""
+        """Return views of the lists of these rows."""
         chunks = np.searchsorted(self.firsts, rows, side="right") - 1
         rows_in_chunk = rows - self.firsts[chunks]
         lists = []
@@ -54,8 +54,9 @@ def is_list(kind: DataType) -> bool:
 
 
 def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
-    """Return the type of the input that a column becomes: int64 of whole numbers and booleans, its own of floats.
-    Raises InputError for anything else, and for empty values.
+    """Return the type of the input that a column becomes: int64 for whole numbers and booleans, floats unchanged.
+
+    Raises InputError if it is anything else, or has empty values.
     """
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}
@@ -84,20 +85,17 @@ class TokenRows:
         columns: Mapping[str, str],
         weights: np.ndarray | None = None,
     ) -> None:
-        """
-        Args:
-            lengths: tokens that batches are padded to, rising; a row takes the first it fits into.
-            columns: further inputs and the columns of numbers that hold them; `labels` among them is the class.
-            weights: [labels] float, what a row of each class counts; None: 1.
+        """Map the table; `lengths` are those that batches are padded to, ascending: a row takes the first it fits into.
 
-        Raises:
-            InputError: a column is missing or holds something else than numbers, or a row is longer than the last of
-                `lengths`.
+        `columns`: further inputs and the columns of numbers that hold them; `labels` among them is the class.
+        `weights`: [labels] float, the weight of a row of each class; None: 1.
+
+        Raises InputError if a column is missing or not of numbers, or a row is longer than the last of `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
         check(not missing, f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}")
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
-        arrow = table.with_format("arrow")[:]  # as it is on disk; only rows that were selected are gathered
+        arrow = table.with_format("arrow")[:]  # unchanged from disk; only rows that were selected are gathered
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
         self.second_at = arrow.column("second_at").to_numpy()
@@ -114,13 +112,15 @@ class TokenRows:
         return len(self.tokens)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """The batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket of S tokens:
-        input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B], of lists [K, B, S], of lists that
-        all have the size C [K, B, C], all int64 but for columns of floats, which keep their precision.
+        """Return the batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket.
+
+        With S tokens it has input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B], of lists [K,
+        B, S], of lists that all have the size C [K, B, C], all int64 but for columns of floats, which keep their
+        precision.
 
         PADDING is row 0 with IGNORE_INDEX in its columns, or NaN in those of floats, of which any number may be a
-        target. "count" is the labels (the rows, where there are no `labels`), or the sum of their weights; "tokens" the
-        tokens without padding.
+        target. "count" is the labels (the rows, without `labels`), or the sum of their weights; "tokens" the tokens
+        without padding.
         """
         plain, bucket = parts_of(items)
         is_padding = (plain == PADDING).ravel()
@@ -156,7 +156,7 @@ class TokenRows:
         return {"inputs": tensors, "count": counts.tolist(), "tokens": tokens_each.tolist()}
 
     def _counts(self, is_padding: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
-        """[rows] float64: what each row counts."""
+        """Return [rows] float64: the weight of each row."""
         if labels is None:
             return (~is_padding).astype(np.float64)
         has_label = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORE_INDEX

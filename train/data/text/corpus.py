@@ -1,8 +1,7 @@
-"""Where text comes from: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
+"""Sources of text: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
 
-Every source yields the same documents in the same order each time and holds a few of them in memory at once. Bad input
-stops with an InputError that names the line; nothing is left out in silence. A new source is one class and one line
-in SOURCES.
+Every source yields the same documents in the same order each time and holds a few of them in memory. Bad input stops
+with an InputError that names the line; nothing is left out silently. A new source is one class and one line in SOURCES.
 """
 
 from __future__ import annotations
@@ -40,21 +39,21 @@ class Corpus(Protocol):
 
     @property
     def seekable(self) -> bool:
-        """Whether a small part costs little to read, wherever it is."""
+        """True if a small part costs little to read, wherever it is."""
 
     @property
     def most_parts(self) -> int:
-        """How many parts can be read beside each other without anything that is read twice."""
+        """Number of parts that can be read in parallel without reading anything twice."""
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
-        """The documents of a part, from the first, the same at every call. Each document is in exactly one part."""
+        """Yield the documents of a part, from the first, the same at every call. Each document is in one part."""
 
     def fingerprint(self) -> str:
-        """A text that differs when the input does. It costs little: no text is read."""
+        """Return a text that differs when the input does. It costs little: no text is read."""
 
 
 def open_corpus(cfg: CorpusConfig) -> Corpus:
-    """The corpus that `corpus.kind` names, with its files. InputError if there is none."""
+    """Return the corpus that `corpus.kind` names, with its files. Raises InputError if there is none."""
     kind = cfg.kind
     check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
     settings, source = SOURCES[kind]
@@ -74,7 +73,7 @@ class PyDocs:
         check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
 
     def fingerprint(self) -> str:
-        # Distributions leave out modules, so the version alone does not say which text there is.
+        # Distributions leave out modules, so the version alone does not identify the text.
         files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.modules]
         return sha256_json([platform.python_version(), files])
 
@@ -92,7 +91,7 @@ class PyDocs:
         for path in self.modules:
             try:
                 tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):  # a sample of Python's own that is broken on purpose
+            except (SyntaxError, ValueError):  # a sample of Python that is broken on purpose
                 continue
             new = [text for text in dict.fromkeys(docstrings(tree)) if text not in seen]
             seen.update(new)
@@ -101,7 +100,7 @@ class PyDocs:
 
 
 def docstrings(node: ast.AST) -> Iterator[str]:
-    """Docstrings of a module and all it defines, in source order. Nothing is imported or run."""
+    """Yield the docstrings of a module and all it defines, in source order. Nothing is imported or run."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         text = ast.get_docstring(node)
         if text:
@@ -114,7 +113,7 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 class HFCorpus:
     """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
 
-    A part has whole files, as the library divides them, if there are as many; parts that share a file all read it and
+    A part has whole files, as the library divides them, if there are enough; parts that share a file all read it and
     take turns of BLOCK_DOCUMENTS documents. A document ends with its file.
     """
 
@@ -134,9 +133,9 @@ class HFCorpus:
     def most_parts(self) -> int:
         return len(self.files)
 
-    @cached_property  # asking the Hub once, whatever the number of parts
+    @cached_property  # asks the Hub once, whatever the number of parts
     def files(self) -> list[tuple[HFDataset, Any, int]]:
-        """Each file: its data set, that as it was opened, and the file's number there."""
+        """Each file: its opened data set, with the settings, and the file's number there."""
         opened = [stream(dataset) for dataset in self.datasets]
         pairs = zip(self.datasets, opened, strict=True)
         return [(dataset, rows, file) for dataset, rows in pairs for file in range(rows.num_shards)]
@@ -154,7 +153,7 @@ class HFCorpus:
 
 
 def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
-    """The files of a part, and which turn it has in each of them."""
+    """Return the files of a part, and its turn in each of them."""
     if num_files >= part.count:
         return slice(*part.span(num_files)), WHOLE
     file = part.index * num_files // part.count
@@ -163,7 +162,7 @@ def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
 
 
 def stream(dataset: HFDataset) -> Any:
-    """Open a data set for reading row by row, and only its text column where the columns are known beforehand."""
+    """Open a data set for reading row by row, and only its text column if the columns are known beforehand."""
     path, name, split, files = hub_or_path(dataset.path), dataset.name, dataset.split, data_files(dataset)
     source = "" if local_files(dataset) else path
     try:
@@ -187,7 +186,7 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 
 
 def local_files(dataset: HFDataset) -> list[Path]:
-    """The files of a data set on this machine; empty for a data set of the Hub."""
+    """Return the files of a data set on this machine; [] for a data set of the Hub."""
     path, files = hub_or_path(dataset.path), data_files(dataset)
     folder = glob.escape(path) if Path(path).is_dir() else ""
     return matching(str(Path(folder, files or "**"))) if folder or files else []

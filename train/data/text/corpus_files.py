@@ -25,12 +25,12 @@ from train.data.files.text import (
 from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, find_files, listing, text_of
 from train.system.folders import sha256_json
 
-PART_BYTES = 16 * 2**20  # of the text that one process prepares at once: a few seconds of its work
+PART_BYTES = 16 * 2**20  # of the text that one process prepares at a time: a few seconds of its work
 MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded
 STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # of Parquet
 BLANK = r"^\s*$"  # the usual separator, for which str.isspace is the same and faster
 ENCODING = "corpus.encoding"
-DECODING = f"{ENCODING} or corpus.errors=replace"  # settings that a bad byte may be cured by
+DECODING = f"{ENCODING} or corpus.errors=replace"  # settings that may cure a bad byte
 
 
 class FilesCorpus(ABC):
@@ -39,7 +39,7 @@ class FilesCorpus(ABC):
     A part is a stretch of bytes of all files and holds the documents that begin in it; files outside are not opened.
     Plain text and JSON lines are read from there, Parquet from the row group. Packed files, CSV and encodings in which
     a line end cannot be found from any byte on are read from their beginning: such a file belongs to the part in which
-    it begins, unless it is longer than a part, so that several share it and leave out all before their own.
+    it begins, unless it is longer than a part, so that several share it and skip the documents of others.
     """
 
     suffixes: tuple[str, ...]  # of the files that are read in a folder
@@ -68,7 +68,7 @@ class FilesCorpus(ABC):
         return max(1, (self.total_bytes + len(self.files)) // max(PART_BYTES, *sizes))
 
     def read_at_once(self, path: Path) -> int:
-        """Bytes of a file that cannot be read without those before them, at most."""
+        """Return an upper limit of a file's bytes that cannot be read without those before them."""
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:
@@ -89,7 +89,7 @@ class FilesCorpus(ABC):
                     before = min(position, end)
 
     def spans(self, part: CorpusPart) -> Iterator[tuple[Path, int, int]]:
-        """The files of a part, each with its bytes [first, last). The end of a file counts as one byte more."""
+        """Yield the files of a part, each with its bytes [first, last). The end of a file counts as one byte more."""
         total = self.total_bytes + len(self.files)
         first, last = part.span(total)
         for path, size in self.sizes.items():
@@ -104,7 +104,7 @@ class FilesCorpus(ABC):
     def opened(
         self, path: Path, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[IO[str], Callable[[], int]]]:
-        """Lines that begin in bytes [first, last) of a text file, and a function that returns the bytes read so far."""
+        """Open lines that begin in bytes [first, last) of a text file, with a function for the bytes read so far."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
         with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
             text,
@@ -114,19 +114,19 @@ class FilesCorpus(ABC):
 
     @abstractmethod
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        """Texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end.
+        """Yield texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end.
 
-        Where there is no seeking, only asked for whole files.
+        Without seeking, it is only called on whole files.
         """
 
 
 def line_name(path: Path, first: int, number: int) -> str:
-    """How an error names a line that was counted from byte `first` on."""
+    """Return the name of a line in errors, counted from byte `first` on."""
     return f"{path}, line {number} from byte {first} on" if first else f"{path}:{number}"
 
 
 def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Iterator[tuple[str, int]]:
-    """The texts of a file that begin in [first, last). Each text begins at the position where the one before ended."""
+    """Yield the texts of a file that begin in [first, last). Each begins where the previous one ended."""
     begin = 0
     for text, position in texts:
         if begin >= last:
@@ -137,10 +137,10 @@ def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Ite
 
 
 class TextFiles(FilesCorpus):
-    """A line in which `separator` is found starts a new document and, if it is not blank, is part of it.
+    """Text files in which a line that matches `separator` starts a new document and, if not blank, is part of it.
 
-    In a very long line the separator is looked for in each stretch (see `stretches`), and each stretch ends a
-    document, unless a file is to be one.
+    In a very long line the separator is looked for in each stretch (see `stretches`), and each stretch ends a document,
+    unless a file is to be one.
     """
 
     suffixes = (".txt", ".text", ".md", ".rst")
@@ -165,7 +165,7 @@ class TextFiles(FilesCorpus):
             yield "".join(part), position()
 
     def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
-        """The lines without the end of a document that began before them, and with the rest of the last document."""
+        """Yield the lines without the end of a document that began before, and with the rest of the last document."""
         begin = lines if first == 0 else dropwhile(lambda line: not self.begins(line), lines)
         is_empty = True
         for line in begin:
@@ -176,7 +176,7 @@ class TextFiles(FilesCorpus):
                 yield from takewhile(lambda line: not self.begins(line), self.checked(text, path, last))
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
-        """Lines, very long ones in stretches. InputError for one with characters that no text has."""
+        """Yield lines, very long ones in stretches. Raises InputError if one has characters that no text has."""
         number, is_whole, num_chars = 0, True, 0
         for line in stretches(text):
             number += is_whole
@@ -227,7 +227,7 @@ class Csv(FilesCorpus):
 
 
 class Parquet(FilesCorpus):
-    """Sizes are those of the column before compression, from the footers. A null is an empty document."""
+    """Parquet files, whose sizes are the column's before compression, from the footers. A null is an empty document."""
 
     suffixes = (".parquet",)
 
@@ -240,7 +240,7 @@ class Parquet(FilesCorpus):
         return True
 
     def column_bytes(self, path: Path) -> int:
-        """Size of the column in a file; InputError if it is missing or not text."""
+        """Return the size of the column in a file. Raises InputError if it is missing or not text."""
         column = self.cfg.column
         with open_parquet(path) as file:
             check_column(column, file.schema_arrow.names, str(path))
@@ -258,7 +258,7 @@ class Parquet(FilesCorpus):
         return self.largest_groups[path]
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        """Row i of n begins at byte size * i // n."""
+        # Row i of n begins at byte size * i // n.
         with open_parquet(path) as file:
             size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
             first_row, last_row = (min(num_rows, -(-byte * num_rows // size)) for byte in (first, last))

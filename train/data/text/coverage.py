@@ -1,4 +1,4 @@
-"""How well a tokenizer reads a text: what its normalisation takes away, and which share of the tokens is unknown."""
+"""The quality of a tokenizer's reading of a text: the losses of its normalisation, and the share of unknown tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which we warn, and above which we reject
 MOST_CHANGED = 0.01  # share of the characters that normalisation may change without a warning
-MOST_INNER_CAPITALS = 0.1  # share of the words with capitals inside: names in program code stay below, formulas do not
+MOST_INNER_CAPITALS = 0.1  # share of the words with capitals inside: names in program code are below, formulas are not
 MOST_CAPITAL_PIECES = 0.01  # share of a vocabulary; lower-case ones hold a few special tokens
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # of an example
@@ -25,7 +25,7 @@ UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
-    """Text that cannot become a data set with these settings. No other part or second try would change it."""
+    """An error because text cannot become a data set with these settings. Neither another part nor a retry would."""
 
 
 class Sample:
@@ -36,7 +36,7 @@ class Sample:
         self.seen, self.every = 0, 1
 
     def watched(self, texts: Iterable[str]) -> Iterator[str]:
-        """Pass on the texts, and sample them."""
+        """Yield the texts, and sample them."""
         for text in texts:
             for start in range(0, len(text), SAMPLED_CHARS):
                 if self.seen % self.every == 0:
@@ -53,8 +53,9 @@ class Sample:
 
 
 def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Say what normalisation takes away from the words of texts beside their case, and where capitals carry meaning.
-    With each comes the key of the setting that does it in a tokenizer of ours.
+    """Yield losses of words by normalisation, other than case, and the loss of capitals if they carry meaning.
+
+    Each has the key of the setting that causes it in a tokenizer of ours.
     """
     if tokenizer.normalizer is None:
         return
@@ -62,7 +63,7 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
     examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():
-        # Other spellings of the same characters (NFC, NFD) and the marks of spaces are no change.
+        # Other spellings of the same characters (NFC, NFD) and the marks of spaces do not count as changes.
         before = normalize("NFC", word)
         after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
         changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
@@ -83,14 +84,15 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
 
 
 def has_inner_capitals(word: str) -> bool:
-    """Return whether a word mixes capital and small letters in another way than Name, NAME and Double-Name."""
+    """Return whether a word mixes capital and small letters otherwise than Name, NAME and Double-Name."""
     parts = ("".join(filter(str.isalpha, part)) for part in re.split(r"[^\w()=#@+]|_", word))
     return any(not (part.isupper() or part[1:].islower() or not part[1:]) for part in parts)
 
 
 def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN) -> str:
-    """Say which share of the tokens is unknown; it is a warning if that is more than MOST_UNKNOWN. Raises UnusableText
-    if it is more than `most`. `reads`: the tokenizer and the text, as in "tokenizer x reads y".
+    """Return the share of unknown tokens in words, a warning if it is more than MOST_UNKNOWN.
+
+    Raises UnusableText if it is more than `most`. `reads`: the tokenizer and the text, as in "tokenizer x reads y".
     """
     share = unknown / tokens if tokens else 0.0
     text = f"{reads} with {share:.2%} unknown tokens"
@@ -100,7 +102,7 @@ def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_M
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
-    """Return how many tokens of texts are unknown, and how many there are; a dropped character is one of both."""
+    """Return the number of unknown tokens of texts, and of all tokens; a dropped character counts in both."""
     encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     ids = Counter(token for encoding in encodings for token in encoding.ids)
     missing = num_dropped(texts, encodings) if drops(tokenizer.backend_tokenizer) else 0
@@ -109,7 +111,7 @@ def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[in
 
 
 def drops(tokenizer: Tokenizer) -> bool:
-    """Return whether characters that the tokenizer does not know become no token, as BPE's without an unknown one."""
+    """Return whether unknown characters become no token, as in BPE without an unknown token."""
     return num_dropped([UNUSUAL], [tokenizer.encode(UNUSUAL, add_special_tokens=False)]) > 0
 
 
@@ -126,8 +128,9 @@ def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
 
 
 def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a warning if a vocabulary has pieces with capital letters and the tokenizer reads all in lower case, as
-    transformers does with a cased vocab.txt without its settings; else an empty text.
+    """Return a warning if a vocabulary has pieces with capital letters that the tokenizer never uses, else "".
+
+    transformers reads all in lower case if a cased vocab.txt comes without its settings.
     """
     fast = tokenizer.backend_tokenizer
     if fast.normalizer is None or fast.normalizer.normalize_str("A").strip(" ▁") != "a":

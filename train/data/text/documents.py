@@ -1,4 +1,4 @@
-"""The common ground of all sources of text: documents, parts of a corpus, and the files that a corpus is read from."""
+"""Common parts of all sources of text: documents, parts of a corpus, and the files that a corpus is read from."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from train.system.folders import local_path
 @dataclass(frozen=True)
 class Document:
     text: str  # stripped, not empty, lines end in \n
-    source_bytes: int  # input consumed since the document before, for progress
+    source_bytes: int  # input consumed since the previous document, for progress
 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One of `count` parts of a corpus; `index` counts from 0, what users write from 1."""
+    """One of `count` parts of a corpus; `index` counts from 0, users count from 1."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> CorpusPart:
-        """The part that "3/64" means; PrepareConfig has checked the text."""
+        """Return the part that "3/64" means; PrepareConfig has checked the text."""
         number, count = map(int, text.split("/"))
         return cls(number - 1, count)
 
@@ -38,11 +38,11 @@ class CorpusPart:
         return f"{self.index + 1}/{self.count}"
 
     def span(self, total: int) -> tuple[int, int]:
-        """Which of `total` things are this part's: [first, last). Each is in one part."""
+        """Return the range [first, last) of `total` things that are this part's. Each is in one part."""
         return total * self.index // self.count, total * (self.index + 1) // self.count
 
     def divided(self, count: int) -> list[CorpusPart]:
-        """This part as `count` smaller ones."""
+        """Divide this part into `count` smaller ones."""
         return [CorpusPart(self.index * count + index, self.count * count) for index in range(count)]
 
 
@@ -67,7 +67,7 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
 
 
 def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """A file, the files of a folder with one of the suffixes (.gz may follow), or what a glob matches."""
+    """Return a file, the files of a folder with one of the suffixes (.gz may follow), or a glob's matches."""
     path = local_path(location)
     hint = ""
     with naming(f"corpus.path={location} cannot be read", (OSError,)):
@@ -83,7 +83,7 @@ def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time (ns) of each file; names start at the common folder, so that a moved corpus is the same."""
+    """Return name, size and time (ns) of each file, named from the common folder: a moved corpus is the same."""
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     rows = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""Documents to token ids with a finished tokenizer. Imports no transformers, so that a process of it starts at once."""
+"""The way from documents to token ids with a finished tokenizer. No transformers here: a process of it starts fast."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from train.data.shards.format import TokenizerInfo
 from train.data.text.coverage import drops, num_dropped
 from train.data.text.documents import Document
 
-CHUNK_CHARS = 2 * 2**20  # text handed to the tokenizer at once; it spreads a chunk over its threads
-CHUNKS_AHEAD = 2  # tokenised beside the packing
+CHUNK_CHARS = 2 * 2**20  # text passed to the tokenizer at a time; it spreads a chunk over its threads
+CHUNKS_AHEAD = 2  # tokenised concurrently with the packing
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Encoded:
 
 
 def starts_of(tokenizer: Tokenizer) -> np.ndarray:
-    """[vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling)."""
+    """Return [vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling)."""
     pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
     if any(piece.startswith("##") for piece in pieces):
         return np.array([not piece.startswith("##") for piece in pieces])
@@ -72,7 +72,7 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, is_dropping: bool) -> Encoded:
-    """`is_text`: [vocab] bool, the pieces that are kept. `is_dropping`: see `coverage.drops`."""
+    """Encode documents; `is_text` [vocab] bool marks pieces that are kept. `is_dropping`: see `coverage.drops`."""
     texts, missing = [document.text for document in documents], 0
     if is_dropping:
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)  # with offsets
@@ -91,7 +91,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
-    """Documents in order, a chunk at a time. The next chunks are encoded meanwhile: tokenizers release the GIL."""
+    """Yield documents in order, a chunk at a time. The next ones are encoded meanwhile: tokenizers release the GIL."""
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # they structure sequences

@@ -1,4 +1,4 @@
-"""What a table of counts knows of a corpus: figures to compare a language model with."""
+"""Predictions by a table of counts over a corpus: figures to compare a language model with."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ MOST_TOKENS = 2**22  # of the first shard of each split: seconds, whatever the s
 
 
 def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
-    """Nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
+    """Return nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
     predicted = np.delete(counts, info.special_ids)
     share = predicted[predicted > 0] / max(1, predicted.sum())
     return round(float(-(share * np.log(share)).sum()), 6)
 
 
 def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: TokenizerInfo) -> float:
-    """The share of validation tokens that a table of neighbours names: the token that training data has most often
-    between the same two tokens, else after the same one, else anywhere. It sees both neighbours, also where a model
-    finds one of them masked.
+    """Return the share of validation tokens that a table of neighbours predicts.
+
+    It predicts the token that training data has most often between the same two tokens, else after the same one, else
+    anywhere. It sees both neighbours, also if one of them is masked for a model.
     """
     train, validation = (first_tokens(folder, splits[split][0]) for split in ("train", "validation"))
     left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))
@@ -42,13 +43,13 @@ def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: Tok
 
 
 def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:
-    """The first sequences [rows, seq_len] of a shard, int64."""
+    """Return the first sequences [rows, seq_len] of a shard, int64."""
     tokens = load(folder.read(shard.file))["tokens"]
     return tokens[: max(1, MOST_TOKENS // tokens.shape[1])].astype(np.int64)
 
 
 def most_frequent(keys: np.ndarray, tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The different `keys` [n], ascending, and the token that comes most often with each; of equals the first."""
+    """Return the different `keys` [n], ascending, and the most frequent token with each; of equals the first."""
     pairs, counts = np.unique(keys * vocab_size + tokens, return_counts=True)
     order = np.lexsort((-pairs, counts, pairs // vocab_size))
     pairs = pairs[order]

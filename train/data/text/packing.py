@@ -1,9 +1,9 @@
 """Sequences of one length from the tokens of documents, without padding; only the last partial sequence is lost.
 
-A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of the running text. Where a document ends inside a sequence, B
-begins with the next document (further document ends keep their own [SEP]); otherwise A and B follow each other in one
-document and are cut at a word start, so that a sentence-order objective can swap them. The full-sentences packing of
-RoBERTa (https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
+A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of the running text. If a document ends inside a sequence, B begins
+with the next document (further document ends keep their [SEP]); otherwise A and B follow each other in one document and
+are cut at a word start, so that a sentence-order objective can swap them. It is the full-sentences packing of RoBERTa
+(https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
 
 Shapes: R sequences, S tokens of a sequence, N = S - 3 tokens of text in it.
 """
@@ -21,7 +21,7 @@ from train.data.shards.format import Rows
 
 @dataclass
 class Packer:
-    """Turns a stream of documents into sequences; the result does not depend on how the stream is cut into calls."""
+    """The packing of a stream of documents into sequences, whose result does not depend on the size of calls."""
 
     seq_len: int
     cls_id: int
@@ -35,9 +35,8 @@ class Packer:
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
         """Append documents. Returns the sequences that are full now.
 
-        Args:
-            tokens: int32, those of all documents one after the other, without special ones.
-            lengths: int64, how many each document has.
+        `tokens`: int32, those of all documents one after the other, without special ones. `lengths`: int64, the number
+        of tokens of each document.
         """
         stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)
@@ -45,7 +44,7 @@ class Packer:
         return self._assemble(stream, starts, cuts, at_end)
 
     def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """The start of each sequence, its document end nearest the middle (-1: none), and the tokens used up."""
+        """Return the start of each sequence, its document end nearest the middle (-1: none), and used tokens."""
         length = self.seq_len - 3
         ends = np.flatnonzero(stream == self.sep_id)
         next_ends = [*ends.tolist(), len(stream) + length]
@@ -75,7 +74,7 @@ class Packer:
             is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
             drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
             cuts = np.where(at_end, cuts, drawn)
-        # Without a document end the middle [SEP] is put in, and what follows moves by one.
+        # Without a document end the middle [SEP] is inserted, and later tokens move by one.
         moved = (offset > cuts[:, None]) & ~at_end[:, None]
         body = stream[starts[:, None] + offset - moved] if num_rows else np.empty((0, length + 1), np.int32)
         body[np.arange(num_rows), cuts] = self.sep_id

@@ -33,25 +33,26 @@ from train.data.text.packing import Packer
 from train.system.folders import Folder, at_once, sha256_bytes
 from train.system.schema import read_object, record
 
-SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
-ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts
+SHARD_BYTES = 64 * 2**20  # unless rows_per_shard is set
+ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws different cuts
 STATE_NAMES = "part-"
 MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, and it is not read once more
 MOST_NAMED = 8  # parts in a message
 LONG_CHARS = 2**16  # a document with more is divided between the splits
 
-Report = Callable[[int, int], None]  # bytes of the corpus and tokens that have been dealt with since the last call
+Report = Callable[[int, int], None]  # bytes of the corpus and tokens that were processed since the last call
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What of a document is for validation, as a function of its text: the end of it if it is long, else all or
-    nothing, by its hash.
+    """The validation share of a document, as a function of its text.
+
+    It is the end of a long document, else all or nothing, by its hash.
     """
 
     seed: int
-    below: float  # the hash of shorter documents that are held out
-    longest: float  # characters, of documents that the hash decides on
+    below: float  # the hash below which shorter documents are held out
+    longest: float  # characters of the longest documents that the hash decides on
     tail: float  # share of each longer one
 
     def share_of(self, text: str) -> float:
@@ -59,8 +60,10 @@ class HeldOut:
 
 
 def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
-    """Hold out `fraction` of the characters: the end of each long document, and of the others those with the lowest
-    hashes. Long is what has more than LONG_CHARS, or more than all that is held out of a corpus that can be weighed.
+    """Hold out `fraction` of the characters: long documents' ends, and others with the lowest hashes.
+
+    A document is long if it has more than LONG_CHARS, or more than all that is held out of a corpus that can be
+    weighed.
     """
     not_weighed = HeldOut(seed, fraction, LONG_CHARS, fraction)
     if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has longer characters
@@ -88,12 +91,12 @@ def state_name(part: CorpusPart) -> str:
 
 
 def shard_name(split: str, part: CorpusPart, index: int) -> str:
-    """train-00000.safetensors, or train-03of64-00000.safetensors of one part of many."""
+    """Return train-00000.safetensors, or train-03of64-00000.safetensors of one part of many."""
     return f"{split}-{label(part)}-{index:05d}.safetensors" if part.count > 1 else f"{split}-{index:05d}.safetensors"
 
 
 def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
-    """Sequences in about SHARD_BYTES: tokens, pivot and same_document."""
+    """Return the number of sequences in about SHARD_BYTES: tokens, pivot and same_document."""
     return max(1, SHARD_BYTES // (seq_len * dtype.itemsize + 3))
 
 
@@ -122,7 +125,7 @@ class PartState:
 
 
 def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | None:
-    """How far a part has come; None if it has not begun. InputError if it is another preparation's."""
+    """Return the state of a part; None if it has not begun. Raises InputError if it is another preparation's."""
     name = state_name(part)
     try:
         state = PartState.from_bytes(folder.read(name))
@@ -139,7 +142,7 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all parts of a preparation have in common."""
+    """Facts that all parts of a preparation have in common."""
 
     cfg: PrepareConfig
     vocabulary: Vocabulary
@@ -162,7 +165,7 @@ def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPar
 
 
 class Preparation:
-    """Packs the tokens of documents and writes them as shards."""
+    """The packing of the tokens of documents into shards."""
 
     def __init__(self, recipe: Recipe, folder: Folder, part: CorpusPart) -> None:
         self.folder, self.part, self.identity = folder, part, recipe.identity
@@ -202,12 +205,12 @@ class Preparation:
             self.flush(finished=False)
 
     def flush(self, *, finished: bool) -> None:
-        """Write waiting sequences as shards, the incomplete one too if it is the last, then the state."""
+        """Write waiting sequences as shards, also the incomplete one if it is the last, then the state."""
         size, arrays = self.rows_per_shard, {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
-            # Sequences whose segments have an order, for sentence-order prediction.
+            # These sequences have segments with an order, for sentence-order prediction.
             if split == "validation":
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             for first in range(0, whole, size):
@@ -230,7 +233,7 @@ class Preparation:
         self.folder.write(state_name(self.part), state.to_bytes())
 
     def resume(self) -> bool:
-        """Continue the work of an earlier process, if there is any; True if all of it is done."""
+        """Continue the work of an earlier process, if there is any; return whether all of it is done."""
         state = read_state(self.folder, self.part, self.identity)
         if state is None:
             return False
@@ -245,11 +248,10 @@ class Preparation:
 
 
 def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
-    """Write the manifest of a preparation whose parts are all there, and remove what they kept for a restart.
+    """Write the manifest of a preparation whose parts are all there, and remove their files for a restart.
 
-    Raises:
-        InputError: parts or shards are missing, or of another tokenizer; the message names them.
-        UnusableText: a split has not one whole sequence, or the tokenizer cannot read the text.
+    Raises InputError, which names them, if parts or shards are missing, or of another tokenizer; UnusableText if a
+    split has not one whole sequence, or the tokenizer cannot read the text.
     """
     parts = [CorpusPart(index, num_parts) for index in range(num_parts)]
     states = [read_state(folder, part, identity) for part in parts]
@@ -293,7 +295,7 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
 
 
 def listed(names: Sequence[str]) -> str:
-    """ "part 3/64, part 5/64 and 12 more are"."""
+    """Return "part 3/64, part 5/64 and 12 more are"."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
 

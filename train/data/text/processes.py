@@ -20,7 +20,7 @@ from train.system.folders import open_folder
 from train.system.memory import available_bytes, usable_cpus
 
 STOP_S = 10.0  # for a process to end after SIGTERM
-TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's; it takes all cores otherwise
+TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's variable; it takes all cores otherwise
 PROCESS_BYTES = 600 * 2**20  # that one holds at most, measured: shards of 64 MiB, and copies of one while it is written
 
 
@@ -30,8 +30,9 @@ def most_processes() -> int:
 
 
 def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
-    """Prepare the parts in processes, each of which takes the next part when it has finished one. An error of one is
-    raised here, and the others stop.
+    """Prepare the parts in processes, each of which takes the next part when it has finished one.
+
+    An error of one is raised here, and the others stop.
     """
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
@@ -42,7 +43,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
             here, there = context.Pipe()
             process = context.Process(target=work, args=(recipe, there, threads), daemon=True)
             process.start()
-            there.close()  # so that the process's end is the pipe's
+            there.close()  # so that only the process holds its end of the pipe
             running[here] = part, process
             here.send(part)
         while running:
@@ -76,12 +77,13 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
 
 
 def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
-    """Prepare parts in this process until there are none. It ends with the process that started it, as that breaks the
-    pipe.
+    """Prepare parts in this process until there are none.
+
+    It ends with the process that started it, as that breaks the pipe.
     """
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others
-    logging.getLogger("train").setLevel(logging.ERROR)  # the first process has warned of the same
+    logging.getLogger("train").setLevel(logging.ERROR)  # the first process has given the same warnings
     try:
         folder, corpus = open_folder(recipe.cfg.output, recipe.cfg.s3), open_corpus(recipe.cfg.corpus)
         while (part := pipe.recv()) is not None:

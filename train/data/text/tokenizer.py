@@ -1,8 +1,8 @@
-"""A tokenizer trained on the corpus (unigram pieces, as ALBERT's) or one that exists, and what training needs of it.
+"""A tokenizer trained on the corpus (unigram pieces, as ALBERT's) or an existing one, and its facts for training.
 
-Trained with Google's sentencepiece library: the trainer of `tokenizers` makes another vocabulary every time, because
-it walks hash maps in random order; sentencepiece makes the same one for the same text and number of threads. Used
-through `tokenizers`, so that `transformers` loads the folder as any other fast tokenizer.
+Trained with Google's sentencepiece library: the trainer of `tokenizers` makes a different vocabulary every time,
+because it walks hash maps in random order; sentencepiece makes the same one for the same text and number of threads.
+Used through `tokenizers`, so that `transformers` loads the folder as any other fast tokenizer.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ FILES = [
 ]  # at the Hub
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 NO_PIECES = "it has no tokenizer.json or vocabulary file"
-ANY_FAST = "PreTrainedTokenizerFast"  # in files of transformers 4, for a tokenizer.json of whatever model
-# Reads a tokenizer.json, and text of all scripts with it: damage in its tables makes the library's Rust code panic, or
-# ends the process, where no `except` helps. Of CJK, Hangul and what has no letters every 97th character is enough.
+ANY_FAST = "PreTrainedTokenizerFast"  # in files of transformers 4, for a tokenizer.json of any model
+# The trial reads a tokenizer.json, and text of all scripts with it: damage in its tables makes the library's Rust code
+# panic, or ends the process, where no `except` helps. Of CJK, Hangul and characters without letters every 97th is
+# enough.
 TRIAL = """
 import sys
 sys.path[:] = sys.argv[2:]
@@ -64,14 +65,16 @@ alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
 text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
 """
-MOST_IDS = 2  # for each piece: some vocabularies have holes
+MOST_IDS = 2  # per piece: some vocabularies have holes
 TRAINER_BYTES = 20  # of memory for each byte of text that sentencepiece reads; 19 were measured (benchmarks/notes.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
 def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
-    """One spelling of each character, single spaces. `strip_accents` is for English text as ALBERT read it: LaTeX
-    quotes to plain ones, compatibility decomposition, and no marks, which other languages write vowels with.
+    """Return a normalizer to one spelling of each character and single spaces.
+
+    `strip_accents` is for English text as ALBERT read it: LaTeX quotes to plain ones, compatibility decomposition, and
+    no marks, which other languages write vowels with.
     """
     steps: list[normalizers.Normalizer] = [normalizers.NFC()]
     if strip_accents:
@@ -86,8 +89,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learn a unigram vocabulary of `vocab_size` pieces from the first `train_bytes` of the texts.
 
-    Raises:
-        InputError: the text is too small for so many pieces; the message says how many it allows.
+    Raises InputError if the text is too small for this number of pieces; the message says how many it allows.
     """
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
     model, failures = io.BytesIO(), list[BaseException]()
@@ -95,7 +97,7 @@ def train_tokenizer(
     def lines() -> Iterator[str]:
         try:
             yield from short_lines(texts, rule, train_bytes)
-        except BaseException as error:  # which the library would wrap
+        except BaseException as error:  # the library would wrap it
             failures.append(error)
             raise
 
@@ -106,7 +108,7 @@ def train_tokenizer(
             model_type="unigram",
             vocab_size=vocab_size,
             character_coverage=0.9995,  # the library's advice for alphabets; rarer characters become <unk>
-            normalization_rule_name="identity",  # done by `rule`, the one that is used later too
+            normalization_rule_name="identity",  # done by `rule`, which is also used later
             pad_id=0,
             unk_id=1,
             bos_id=-1,
@@ -138,7 +140,7 @@ def train_tokenizer(
 
 
 def check_trainer_memory(num_bytes: int) -> str:
-    """Say how much memory the training of a tokenizer takes on so much text. InputError if there is less."""
+    """Return the memory for training a tokenizer on this many bytes in words. Raises InputError if there is less."""
     needed, free = TRAINER_BYTES * num_bytes, available_bytes()
     what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
     most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"
@@ -147,7 +149,7 @@ def check_trainer_memory(num_bytes: int) -> str:
 
 
 def unfit(vocab_size: int, error: str) -> str:
-    """The reason why sentencepiece made no vocabulary of this size, and a size that the text allows."""
+    """Return the reason why sentencepiece made no vocabulary of this size, and a size that the text allows."""
     given = f"tokenizer.vocab_size={vocab_size}"
     if most := re.search(r"too high .*<= (\d+)", error):
         smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
@@ -158,13 +160,13 @@ def unfit(vocab_size: int, error: str) -> str:
 
 
 def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
-    """Normalised lines of at most MAX_LINE_BYTES until `train_bytes` are given out."""
+    """Yield normalised lines of at most MAX_LINE_BYTES, of `train_bytes` in all."""
     given = 0
     for text in texts:
         for raw in text.splitlines():
             line, start = rule.normalize_str(raw), 0
             while start < len(line):
-                head = line[start : start + MAX_LINE_BYTES + 1]  # if that is too long in bytes, the rest is as well
+                head = line[start : start + MAX_LINE_BYTES + 1]  # if that is too long in bytes, the rest is too
                 if len(head.encode()) > MAX_LINE_BYTES:
                     head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
@@ -180,8 +182,9 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
 def load_tokenizer(
     source: str, *, needs: Sequence[str] = ("cls_token", "sep_token", "mask_token", "pad_token")
 ) -> PreTrainedTokenizerFast:
-    """A fast tokenizer from the Hub or a folder, which neither cuts nor pads. InputError for one that cannot be loaded,
-    is slow, or lacks a special token that is needed.
+    """Return a fast tokenizer from the Hub or a folder, which neither cuts nor pads.
+
+    Raises InputError if it cannot be loaded, is slow, or lacks a special token that is needed.
     """
     source = hub_or_path(source)
     try:
@@ -197,8 +200,8 @@ def load_tokenizer(
             )
     except InputError:
         raise
-    except BaseException as error:  # tokenizers raises plain ones for a file that is not a tokenizer's
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust code
+    except BaseException as error:  # tokenizers raises a plain one if a file is not a tokenizer's
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         why = why_missing(source, error)
         raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub give a folder") from error
@@ -208,7 +211,7 @@ def load_tokenizer(
         "characters a token is from; choose a fast one (tokenizer.json)",
     )
     check(
-        len(tokenizer) > len(tokenizer.all_special_ids),  # what transformers makes where there is no file
+        len(tokenizer) > len(tokenizer.all_special_ids),  # transformers makes such a tokenizer if there is no file
         f"tokenizer {source} cannot be loaded: {NO_PIECES}",
     )
     for name in needs:
@@ -228,9 +231,9 @@ def load_tokenizer(
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
-    """Return a configuration of transformers that says no more than whose tokenizer it is: config.json is read here.
+    """Return a configuration of transformers that only names the tokenizer's model: config.json is read here.
 
-    Raises BadContent for files that transformers must not see, InputError for a class that is no fast tokenizer.
+    Raises BadContent if transformers must not see the files, InputError if the class is not a fast tokenizer.
     """
     values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
@@ -257,14 +260,14 @@ def try_tokenizer(folder: Path) -> None:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a prepared data set. Raises InputError for a damaged one."""
+    """Return the tokenizer of a prepared data set. Raises InputError if it is damaged."""
     try_tokenizer(folder)
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' tables and progress bars: our own errors hold what matters of them, in one line."""
+    """Silence transformers' tables and progress bars: our errors have the important parts of them, in one line."""
     level, had_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
     their_logging.set_verbosity_error()
     their_logging.disable_progress_bar()
@@ -279,7 +282,7 @@ def quiet() -> Iterator[None]:
 def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> None:
     """Write the files that `AutoTokenizer.from_pretrained` reads into `tokenizer/`, unless another process was first.
 
-    tokenizer.json comes last: where it is, the others are.
+    tokenizer.json comes last: if it exists, the others do.
     """
     with scratch_folder() as temporary:
         tokenizer.save_pretrained(str(temporary))
@@ -289,7 +292,7 @@ def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> Non
 
 
 def published_vocabulary(folder: Folder) -> Vocabulary:
-    """The tokenizer that `publish_tokenizer` wrote, whichever process did."""
+    """Return the tokenizer that `publish_tokenizer` wrote, in this or another process."""
     with scratch_folder() as temporary:
         for name in folder.names("tokenizer/"):
             path = temporary / name
@@ -309,8 +312,10 @@ def published_vocabulary(folder: Folder) -> Vocabulary:
 
 
 def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> None:
-    """InputError with `rejection` for a pretrained model whose tokenizer has another vocabulary: its embeddings would
-    be of other pieces. A model that comes without a tokenizer cannot be checked, and a warning says so.
+    """Raise InputError with `rejection` if a pretrained model's tokenizer has a different vocabulary.
+
+    Its embeddings would be of other pieces. A model that comes without a tokenizer cannot be checked, and a warning
+    says so.
     """
     try:
         theirs = load_tokenizer(source, needs=())
@@ -321,5 +326,5 @@ def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> 
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """The number of each piece, from the tokenizer of a prepared data set."""
+    """Return the number of each piece, from the tokenizer of a prepared data set."""
     return open_tokenizer(folder).get_vocab()

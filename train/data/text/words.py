@@ -1,4 +1,4 @@
-"""Where words begin in the tokens of a text, told from the pieces alone: shards hold no word ids."""
+"""The starts of words in the tokens of a text, found from the pieces alone: shards hold no word ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.data.text.encoding import starts_of
 
 @dataclass(frozen=True)
 class WordEdges:
-    """[V] bool each: the pieces that begin a word wherever they are, and those behind which one begins."""
+    """[V] bool each: the pieces that begin a word wherever they are, and those after which one begins."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -23,7 +23,7 @@ class WordEdges:
 def word_edges(folder: Path) -> WordEdges:
     """Return where the tokenizer of a prepared data set begins words, as in the word ids of its encodings.
 
-    One difference: where a byte-level tokenizer has 't as two pieces, ' and t, they are one word there and two here.
+    One difference: if a byte-level tokenizer has 't as two pieces, ' and t, they are one word there and two here.
     """
     from train.data.text.tokenizer import open_tokenizer  # late: it imports transformers
 
@@ -44,7 +44,7 @@ def word_edges(folder: Path) -> WordEdges:
     ends = np.zeros_like(begins)
     for number, piece in enumerate(pieces):
         text = bytes_of.decode([piece]) if is_bytes else piece.replace("▁", " ")
-        if text and "\ufffd" not in text:  # a part of a character is no word
+        if text and "\ufffd" not in text:  # a part of a character is not a word
             begins[number] |= splits("x", text)
             ends[number] = not text.isspace() and splits(text, "x")
     return WordEdges(begins, ends)
