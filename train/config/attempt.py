@@ -18,7 +18,7 @@ class LeaseConfig(Section, prefix="lease."):
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
-    """What stops the run at its next step, besides signals, max_run_s, a file run_dir/STOP and, on EC2, its notices."""
+    """Further reasons to stop the run, besides signals, max_run_s, a file run_dir/STOP and, on EC2, its notices."""
 
     block_end: str | None = None  # end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
 
@@ -69,7 +69,7 @@ class ResumeConfig:
 
 @dataclass(kw_only=True)
 class BestConfig:
-    """What makes an evaluation the best, for early_stop, checkpoint.best and the checkpoint that is always kept."""
+    """The choice of the best evaluation, for early_stop, checkpoint.best and the checkpoint that is always kept."""
 
     metric: str = "loss"  # key in the eval lines of metrics.jsonl
     export: bool = False  # export the best checkpoint at the end instead of the last; needs checkpoint.best=true

@@ -114,7 +114,7 @@ class InstanceConfig(Section, prefix="instance."):
     accelerator: str | None = None  # name of the chip, as A100
     devices: int | None = setting(None, above=0)  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
-    micro_batch_tokens: int | None = setting(None, above=0)  # the most that a rank computes at once; more are split
+    micro_batch_tokens: int | None = setting(None, above=0)  # the most that a rank computes at a time; more are split
     device_memory_gib: float | None = setting(None, above=0)  # of one rank's device
     device_tflops_bf16: float | None = setting(None, above=0)  # dense peak of one rank's device; of fp16 as well
     device_tflops_fp32: float | None = setting(None, above=0)  # the same in fp32

@@ -118,7 +118,7 @@ class RecordsConfig(DataConfig):
 
 
 def column_names(value: Any) -> str | list[str]:
-    """Return data.columns.label as text: one name, or several. Raises InputError for anything else."""
+    """Return data.columns.label as text: one name, or several. Raises InputError if it is neither."""
     names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
     ok = bool(names) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     check(ok, f"data.columns.label={value} must be a column, or a list of columns that all differ")
@@ -127,7 +127,7 @@ def column_names(value: Any) -> str | list[str]:
 
 @dataclass(kw_only=True)
 class S3Config(Section, prefix="s3."):
-    """How S3 is reached. None: as AWS's own tools find it (environment, ~/.aws, the instance's role)."""
+    """Access to S3. None: as AWS's tools find it (environment, ~/.aws, the instance's role)."""
 
     endpoint: str | None = None  # URL of an S3-compatible server
     region: str | None = None  # of the bucket
@@ -141,7 +141,7 @@ class S3Config(Section, prefix="s3."):
             check_endpoint("s3.endpoint", self.endpoint)
 
     def flags(self) -> list[str]:
-        """The same settings as command line flags."""
+        """Return these settings as command line flags."""
         given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
         flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]  # it may begin with a dash
         return [*flags, "--path-style"] if self.path_style else flags

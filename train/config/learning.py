@@ -1,4 +1,4 @@
-"""Settings of what is learnt and how: the task, the model, the optimizer and its schedule."""
+"""Settings of the task, the model, the optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TO_BE_GIVEN = "(to be given)"  # model.pretrained in conf/model/pretrained.yaml
 
 @dataclass(frozen=True)
 class HeadSize:
-    """What a task's head computes for a sequence: all that its FLOPs, parameters and memory follow from."""
+    """The output of a task's head for a sequence, from which its FLOPs, parameters and memory follow."""
 
     predictions: int = 0  # positions at which every token of the vocabulary is scored
     eval_predictions: int = 0  # the same in an evaluation
@@ -25,13 +25,13 @@ class HeadSize:
 
 @dataclass(kw_only=True)
 class TaskConfig(Section, prefix="task."):
-    """Settings that every task has; those of its own stand in its package, in train/tasks."""
+    """Settings that every task has; those of a single task are in its package, in train/tasks."""
 
     learns_from: ClassVar[type[DataConfig]] = RecordsConfig
     kind: str = MISSING  # name of the task in train.tasks.TASKS; task=... sets it
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        """The size of the head for sequences of `seq_len` tokens; `labels` is 0 before the data is read."""
+        """Return the size of the head for sequences of `seq_len` tokens; `labels` is 0 before the data is read."""
         raise NotImplementedError
 
 

@@ -22,7 +22,7 @@ class Held:
     gathers: str = "nothing"  # nothing | layer | model: weights of other ranks that it has for a while
     sums_whole: bool = False  # whether it adds whole gradients up between the micro batches of a step
     layers: float = 1.0  # of a pipeline's stage: its share of the layers
-    activations: float = 1.0  # of a pipeline's stage: the share of a micro batch whose activations it keeps at once
+    activations: float = 1.0  # of a pipeline's stage: the share of a micro batch whose activations it keeps at a time
     buffers: int = 0  # of a pipeline's stage: hidden states in fp32 that it receives or sends, of whole micro batches
     whole_tensors: bool = False  # whether moments are shared out by whole tensors, of which the largest counts
 
@@ -37,7 +37,7 @@ class ParallelConfig(Section, prefix="parallel."):
         super().__post_init__()
         check(
             type(self) is ParallelConfig or self.name == type(self).name,
-            f"parallel.name={self.name} has settings of its own: use parallel={self.name}",
+            f"parallel.name={self.name} needs its settings: use parallel={self.name}",
         )
 
     @property
@@ -76,7 +76,7 @@ class ParallelConfig(Section, prefix="parallel."):
 
 @dataclass(kw_only=True)
 class DataParallelConfig(ParallelConfig):
-    """Every rank holds the weights and the gradients, and sees its share of each batch."""
+    """Data parallelism: every rank holds the weights and the gradients, and sees its share of each batch."""
 
     shard_optimizer: bool = False  # each rank keeps the optimizer's state of its share of the weights only
 
@@ -90,7 +90,7 @@ class DataParallelConfig(ParallelConfig):
 
 @dataclass(kw_only=True)
 class FSDPConfig(ParallelConfig):
-    """Every rank holds its part of each weight, gradient and moment, and gathers the weights of a layer to use them."""
+    """Full sharding: every rank holds its part of each weight, gradient and moment, and gathers layers to use them."""
 
     frees: ClassVar[str] = "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
 
@@ -110,7 +110,7 @@ class FSDPConfig(ParallelConfig):
         check_split("parallel=fsdp", backend)
         check(
             backend.compile in ("none", "auto"),
-            f"backend.compile={backend.compile} was never seen to run with parallel=fsdp, which gathers weights "
+            f"backend.compile={backend.compile} has not been tested with parallel=fsdp, which gathers weights "
             "between the kernels; leave it out",
         )
 
@@ -140,7 +140,7 @@ def check_split(setting: str, backend: BackendConfig) -> None:
 
 @dataclass(kw_only=True)
 class PipelineConfig(ParallelConfig):
-    """Each rank holds some of the layers; hidden states go from rank to rank, and their gradients come back.
+    """A pipeline: each rank holds some layers; hidden states pass from rank to rank, and their gradients come back.
 
     Ranks that are not needed for one pipeline make others, which are data parallel.
     """
@@ -179,10 +179,8 @@ class PipelineConfig(ParallelConfig):
 
     @property
     def bubble(self) -> float:
-        """While the pipeline fills and empties: (p - 1) / (v m + p - 1) of p stages with v parts each and m micro
-        batches, of parts that all take the same time. See Narayanan et al., https://arxiv.org/abs/2104.04473,
-        section 2.2.
-        """
+        # The pipeline fills and empties: (p - 1) / (v m + p - 1) of p stages with v parts each and m micro batches, if
+        # all parts take the same time. See Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.
         return (self.stages - 1) / (self.num_parts // self.stages * self.micro_batches + self.stages - 1)
 
     def replicas(self, world_size: int) -> int:
@@ -203,9 +201,8 @@ class PipelineConfig(ParallelConfig):
         )
 
     def held(self, world_size: int) -> Held:
-        """1f1b keeps `stages` micro batches at most, interleaved a share of (stages - 1) / (stages x parts of a rank)
-        more (https://arxiv.org/abs/2205.05198, section 4.2.3).
-        """
+        # 1f1b keeps `stages` micro batches at most, interleaved a share of (stages - 1) / (stages x parts of a rank)
+        # more (https://arxiv.org/abs/2205.05198, section 4.2.3).
         kept = {"gpipe": float(self.micro_batches), "1f1b": float(self.stages)}.get(
             self.schedule, self.stages + (self.stages - 1) / PARTS_PER_RANK
         )

@@ -11,7 +11,7 @@ from train.config.checks import Section, check, setting
 from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
-MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have as many processors, and each holds a tokenizer
+MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have this many processors, and each holds a tokenizer
 
 
 @dataclass(kw_only=True)

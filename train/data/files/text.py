@@ -127,7 +127,7 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
     """Return the whole of a text. Raises InputError, before all is in memory, if it is longer than a line may be."""
     content = text.read(LONGEST_LINE_CHARS + 1)
-    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit of what is read at once; {cure}"
+    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit of one read; {cure}"
     check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
     return content
 

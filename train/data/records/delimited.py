@@ -79,6 +79,6 @@ def is_quoted(field: str) -> bool:
 
 
 def holds_rows(field: str, delimiter: str, num_columns: int) -> bool:
-    """Return whether a field has many lines, or one with as many delimiters as a row."""
+    """Return whether a field has many lines, or one with the number of delimiters that a row has."""
     *lines, _ = field.split("\n")
     return len(lines) >= FEW_LINES or any(line.count(delimiter) == num_columns - 1 > 0 for line in lines)

@@ -260,7 +260,7 @@ def labels_of_each(
     """Return the labels of all `items` of a row; None if data.label_map maps one of them to null."""
     assert kind.check_each is not None
     if not isinstance(values, list) or len(values) != len(items):
-        raise BadRow(f"{len(items)} words need a list of as many tags, not {values!r:.40}")
+        raise BadRow(f"{len(items)} words need a list of the same number of tags, not {values!r:.40}")
     found: list[str] = []
     for number, (item, value) in enumerate(zip(items, values, strict=True), 1):
         try:
