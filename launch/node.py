@@ -31,7 +31,7 @@ from train.system.torchrun import REJECTION
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
 LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # one machine must not delay all others
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux gives to clients
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux assigns to clients
 JOIN_S = 120  # for machines that have just answered to join for their collectives; torchrun's limit is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 

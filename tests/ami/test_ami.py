@@ -330,7 +330,7 @@ def test_what_nobody_should_start_is_not_promoted_and_in_no_region_if_not_in_all
     assert "half built" in says("list")
     assert "has no tag baretrain:image" in says(f"promote {half} --yes", 2)
     assert "not encrypted" in says(f"promote {open_one} --yes", 2) and "not encrypted" in says(f"verify {open_one}", 1)
-    assert "is no id of an image" in says("promote x;rm --yes", 2)
+    assert "is not an image's id" in says("promote x;rm --yes", 2)
     assert f"{OTHER} has no copy of baretrain-neuron-1" in says(both, 2)
     with pytest.raises(ClientError):
         value(aws)

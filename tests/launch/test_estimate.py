@@ -220,7 +220,8 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
 )
 def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: str):
     where = write_run(tmp_path / "run", lines)
-    rejects(f"^calibrate={where}: its metrics.jsonl has no speed measurement: .*{says}", read_calibration, where, S3Config())
+    said = f"^calibrate={where}: its metrics.jsonl has no speed measurement: .*{says}"
+    rejects(said, read_calibration, where, S3Config())
 
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path):

@@ -11,7 +11,7 @@ ALWAYS_VALID = 2
 
 
 def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
-    """Remove the steps that `retention` gives no reason for, and return them. Raises NotPermitted."""
+    """Remove the steps without a reason in `retention`, and return them. Raises NotPermitted."""
     removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
     for step in removed:
         store.remove(step)

@@ -38,11 +38,8 @@ class Predictor:
     ) -> None:
         """Read all but the weights. Raises InputError if no task suits the model.
 
-        Args:
-            source: folder in the format of transformers, or Hub id.
-            data: how rows are read.
-            run: settings and folder of the run that trained the model; None for a model that did not come from a run.
-            seq_len: None: the run's, or the longest.
+        `source` is a folder in the format of transformers, or a Hub id; `data` tells how rows are read. `run` has
+        settings and folder of the run that trained the model, if one did. `seq_len`: None: the run's, or the longest.
         """
         self.source, self.data, self.run = source, data, run
         task = None
