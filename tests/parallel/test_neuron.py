@@ -364,9 +364,9 @@ def fill(tensor, *values):
 
 
 COLLECTIVES = {  # what each leaves on rank 0 of 2, and what is said where it leaves nothing
-    "all_gather_into_tensor": (lambda whole, own: fill(whole, 1.0, 2.0), r"all-gather has the result [0.0, 0.0]"),
-    "reduce_scatter_tensor": (lambda part, numbers: fill(part, 2.0), "reduce-scatter has the result [0.0] in place"),
-    "batch_isend_irecv": (lambda both: fill(both[1], 2.0) or [], "send and receive has the result [0.0] in place"),
+    "all_gather_into_tensor": (lambda whole, own: fill(whole, 1.0, 2.0), r"all-gather returns [0.0, 0.0]"),
+    "reduce_scatter_tensor": (lambda part, numbers: fill(part, 2.0), "reduce-scatter returns [0.0] instead"),
+    "batch_isend_irecv": (lambda both: fill(both[1], 2.0) or [], "send and receive returns [0.0] instead"),
     "all_reduce": (lambda own, group: fill(own, 3.0), "all-reduce of some ranks returns [1.0] instead of [3]"),
 }
 
