@@ -49,10 +49,8 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
 
 
 def image_constraints(image: str, versions: Versions) -> str:
-    """Return every tested version, in an image for Trainium with Neuron's instead of the same packages.
-
-    numpy is left open there: the version that neuronx-cc requires was not available here.
-    """
+    """Return every tested version, in an image for Trainium with Neuron's instead of the same packages."""
+    # numpy is left open there: the version that neuronx-cc requires was not available here.
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":
         return tested

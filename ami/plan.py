@@ -35,10 +35,8 @@ class ImagePlan:
 
 
 def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
-    """Plan an image, asking AWS for its base and for earlier builds. Raises InputError if it could not be built.
-
-    Without credentials AWS is not asked, unless a build needs it.
-    """
+    """Plan an image, asking AWS for its base and for earlier builds. Raises InputError if it could not be built."""
+    # Without credentials AWS is not asked, unless a build needs it.
     regions, base, last = cfg.regions, None, None
     source = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
     parameter = "" if cfg.base.startswith("ami-") else read_versions().bases[source].version

@@ -86,10 +86,8 @@ def write_tokenizer(home: LocalFolder, vocab_size: int) -> TokenizerInfo:
 
 
 def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
-    """Return a run on `synthetic_data` without evaluations or saves before its end.
-
-    Masks are drawn inside the step: their whole cost is in the figure.
-    """
+    """Return a run on `synthetic_data` without evaluations or saves before its end."""
+    # Masks are drawn inside the step: their whole cost is in the figure.
     own = [f"model={shape.model}", f"data.path={folder / 'data'}", f"max_steps={steps}"]
     rest = "data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false optim.lr=1e-4"
     return cli.load_config(TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more])

@@ -288,10 +288,8 @@ def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
 
 
 def load_cost(size: int) -> tuple[float, int]:
-    """Return the bytes that a resume downloads, as a multiple of the checkpoint's, and its requests.
-
-    The random numbers of all ranks, 5 KB each, which go to every machine, are left out.
-    """
+    """Return the bytes that a resume downloads, as a multiple of the checkpoint's, and its requests."""
+    # The random numbers of all ranks, 5 KB each, which go to every machine, are left out.
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(size, scratch)
         run.save(1)

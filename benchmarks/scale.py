@@ -161,10 +161,7 @@ def opened(cfg: ShardsConfig, s3: S3Config) -> PreparedData:
 
 
 class Machine:
-    """One of several machines, as a process with one rank, that reads from S3 into a separate cache.
-
-    `small`: it holds windows of one shard of each lane.
-    """
+    """One of several machines, as a process with one rank and a cache for S3; `small`: windows of one shard a lane."""
 
     def __init__(
         self,

@@ -134,10 +134,8 @@ class Meter:
 
 
 def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
-    """Train as a user who follows a tutorial, with all that PyTorch/XLA makes of it.
-
-    The decoder, tied to the embedding until `.to(device)`, is trained as a separate weight.
-    """
+    """Train as a user who follows a tutorial, with all that PyTorch/XLA makes of it."""
+    # The decoder, tied to the embedding until `.to(device)`, is trained as a separate weight.
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch.utils.data import DataLoader

@@ -58,10 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_flags(
     hosts: Sequence[str], addresses: Sequence[str], *, job: int, step: int, name: str, group: int
 ) -> list[str]:
-    """Return the flags for machines that join.
-
-    Each step of a job has another port: two jobs may share a machine, and late packets of another attempt reach nobody.
-    """
+    """Return the flags for machines that join."""
+    # Each step of a job has another port: two jobs may share a machine, and late packets of another attempt reach
+    # nobody.
     port = FIRST_PORT + (job * 101 + step) % PORTS
     words = [f"--hosts={','.join(hosts)}", f"--addresses={','.join(addresses)}", f"--port={port}"]
     return [*words, f"--attempt={name}", f"--group={group}"]
@@ -133,10 +132,8 @@ class Node:
 
 
 def rendezvous(node: Node, *, is_train: bool) -> list[str]:
-    """Return the options by which the machines' torchruns join: rank 0 is on the first machine.
-
-    Their id is new for every attempt, which keeps stale agents out.
-    """
+    """Return the options by which the machines' torchruns join: rank 0 is on the first machine."""
+    # Their id is new for every attempt, which keeps stale agents out.
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident]

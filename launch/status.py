@@ -184,10 +184,8 @@ def shown_step(status: Status) -> str:
 
 
 def watch(record: Record, every_s: float, *, as_json: bool = False) -> None:
-    """Print the status until the job has ended: a line for each change of its state or step, or JSON each time.
-
-    A service that does not answer is asked again.
-    """
+    """Print the status until the job has ended: a line for each change of its state or step, or JSON each time."""
+    # A service that does not answer is asked again.
     line, is_over = "", False
     while not is_over:
         before = line

@@ -10,11 +10,8 @@ __version__ = "0.1.0"
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report the error that ends the program.
-
-    One line is enough for Ctrl-C, also while torch is being imported, which takes seconds, and for a package that this
-    Python lacks.
-    """
+    """Report the error that ends the program."""
+    # One line is enough for Ctrl-C, even while torch is being imported, and for a missing package.
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):
         how = "use .venv/bin/python, or first `source .venv/bin/activate` (make setup makes it)"

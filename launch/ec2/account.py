@@ -61,19 +61,15 @@ class Resolved:
 
 
 def last_resolved(run: Record) -> Resolved | None:
-    """Return the resolved settings of this computer's last submission; None if there was none.
-
-    The run's machines can write its events, which therefore decide no image.
-    """
+    """Return the resolved settings of this computer's last submission; None if there was none."""
+    # The run's machines can write its events, which therefore decide no image.
     handle = launched.last_handle(run)
     return record(Resolved, handle["resolved"]) if "resolved" in handle else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
-    """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money.
-
-    Errors that RunInstances reports clearly are not examined here.
-    """
+    """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money."""
+    # Errors that RunInstances reports clearly are not examined here.
     before, setting = last_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a job that was started before keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):

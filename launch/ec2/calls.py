@@ -165,10 +165,8 @@ def unlisted(record: Record, seen: set[str]) -> list[Resource]:
 
 
 def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS) -> list[Resource]:
-    """Delete all resources, or the kinds `only`, until none is listed and no more can appear; return what is left.
-
-    No other process may make resources meanwhile.
-    """
+    """Delete all resources, or the kinds `only`, until none is listed and no more can appear; return what is left."""
+    # No other process may make resources meanwhile.
     seen = set[str]()
     return sweep(
         lambda: [each for each in left_over(api, record, regions, seen) if each.kind in only],

@@ -149,10 +149,8 @@ class Slurm:
         return out, said
 
     def tasks(self, job_id: int) -> list[SlurmJob]:
-        """Return the tasks of a job array, where those that wait are one; or the job.
-
-        Returns [] if Slurm has forgotten it, as some minutes after its end (MinJobAge).
-        """
+        """Return the tasks of a job array, where those that wait are one; or the job."""
+        # It is [] if Slurm has forgotten the job, as some minutes after its end (MinJobAge).
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
         code, out, said = self.run("squeue", *queued)
         if "Invalid job id specified" in said + out:
@@ -171,10 +169,8 @@ class Slurm:
         self.answer("scancel", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        """Put a job back into the queue. A running one ends immediately, so srun has to have ended before.
-
-        One that is over starts again. It waits for some two minutes (cred_expire).
-        """
+        """Put a job back into the queue. A running one ends immediately, so srun has to have ended before."""
+        # One that is over starts again. It waits for some two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
     def excluded(self, job_id: int) -> tuple[str, ...]:

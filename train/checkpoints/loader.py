@@ -90,10 +90,8 @@ def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
 def fetch_everywhere(
     store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
 ) -> str | None:
-    """Fetch these files of a step to each machine, and verify them; return a fault, on all ranks.
-
-    Raises Failure on all ranks if rank 0 finds a file valid that is damaged for another rank.
-    """
+    """Fetch these files of a step to each machine, and verify them. Returns a fault, on all ranks."""
+    # Raises Failure on all ranks if rank 0 finds a file valid that is damaged for another rank.
 
     def fetch(names: Collection[str]) -> str | None:
         try:

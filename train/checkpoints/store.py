@@ -62,10 +62,7 @@ class Store(Protocol):
         """Make an empty folder of this machine for rank 0's files of a step. Raises OSError if its disk is too full."""
 
     def join(self, name: str, num_bytes: int) -> Path:
-        """Make a folder on this machine for another rank's files; `name` is that of rank 0's folder.
-
-        Raises OSError if `num_bytes` do not fit, or if rank 0's folder was removed.
-        """
+        """Make another rank's folder, named as rank 0's. Raises OSError if that is gone or the disk is full."""
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         """Return the manifest to commit, now that all files of the step are written on their machines.

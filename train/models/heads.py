@@ -151,10 +151,8 @@ def names_of_head(config: PreTrainedConfig) -> list[str]:
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """Raise InputError if a checkpoint's head is for other labels, or another order.
-
-    LABEL_0, ... stand for no names: the log says which labels they are taken for.
-    """
+    """Raise InputError if a checkpoint's head is for other labels, or another order."""
+    # LABEL_0, ... stand for no names: the log says which labels they are taken for.
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:
         return

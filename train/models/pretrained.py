@@ -137,10 +137,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise InputError if weights cannot be read as safetensors.
-
-    That covers pickled ones, damaged files, and an index that names files which are missing or outside its folder.
-    """
+    """Raise InputError if weights are not safetensors, are damaged, or an index names files not in its folder."""
     for path in folder.glob("*.index.json"):
         try:
             files = of_type(dict[str, FileName], read_object(path.read_bytes()).get("weight_map"), "weight_map")

@@ -30,10 +30,8 @@ def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
 def read_back(
     folder: Folder, *, containing: bytes = b"", limit_bytes: int | None = None, damage: list[str] | None = None
 ) -> Iterator[Line]:
-    """Yield the lines that `read_lines` yields, newest first, as they are asked for, from the last `limit_bytes`.
-
-    The reason of the first damaged line is added to `damage`.
-    """
+    """Yield the lines that `read_lines` yields, newest first, from the last `limit_bytes`."""
+    # The reason of the first damaged line is added to `damage`.
 
     def limited() -> Iterator[bytes]:
         left = limit_bytes

@@ -200,10 +200,8 @@ class Recorder:
         self.last_length = seq_len
 
     def _add_up(self) -> tuple[dict[str, float], list[float], float]:
-        """Add up the window over the ranks; waits for the device.
-
-        Returns fields of the line, the seconds of work of each rank, and the number of alarms of all machines.
-        """
+        """Add up the window over the ranks; waits for the device."""
+        # It returns fields of the line, the seconds of work of each rank, and the number of alarms of all machines.
         window, world = self.window, self.world
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]

@@ -203,10 +203,8 @@ class LineParser:
 
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
-    """Count failed executions of one period by cause.
-
-    The tool counts them by outcome and by type: if both may count the same failure, the larger count is taken.
-    """
+    """Count failed executions of one period by cause."""
+    # The tool counts them by outcome and by type: if both may count the same failure, the larger count is taken.
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}
     numeric = (outcomes.get("completed_with_num_err"), types.get("numerical"), types.get("numeric"))

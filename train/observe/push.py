@@ -39,10 +39,8 @@ CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "
 
 
 def check_push(cfg: TrainConfig) -> None:
-    """Check on rank 0 that the Hub will accept the run at its end. Raises InputError if not.
-
-    A run that has begun is only warned: its end may be days ahead, and it can be pushed later.
-    """
+    """Check on rank 0 that the Hub will accept the run at its end. Raises InputError if not."""
+    # A run that has begun is only warned: its end may be days ahead, and it can be pushed later.
     to = cfg.hub.push_to
     if to is None or launched().rank != 0:
         return

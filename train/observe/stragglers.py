@@ -58,10 +58,7 @@ class Stragglers:
         self.fields: dict[str, float] = {}  # of the line
 
     def see(self, works_s: Sequence[float]) -> list[str]:
-        """Return a message for each new or former straggler, the same on all ranks.
-
-        `works_s` [world_size]: seconds of work since the last line.
-        """
+        """Return a message for each new or former straggler, on all ranks, from the seconds of work [world_size]."""
         self.seen += 1
         ratios = self.ratios(works_s)
         if self.seen <= WARM_UP or not ratios:

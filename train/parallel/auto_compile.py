@@ -38,10 +38,7 @@ class Workload:
 
 
 def is_wanted(compile: str, device: str, work: Workload) -> bool:
-    """Return whether a run compiles by itself: backend.compile=auto, on a device of `DEVICES`, for long enough.
-
-    Ranks with different packages agree on it later.
-    """
+    """Return whether a run compiles: backend.compile=auto, a device of `DEVICES`, long enough; ranks agree later."""
     return compile == "auto" and device in DEVICES and work.passes >= LEAST_PASSES
 
 

@@ -184,10 +184,8 @@ class KernelCache:
             logger.warning("kept graphs cannot be read and are compiled again: %s", error)
 
     def save(self) -> None:
-        """Write the graphs that this process has compiled and no file holds.
-
-        Call it once, at the end: torch loads only the last of several contents that it makes in one process.
-        """
+        """Write the graphs that this process has compiled and no file holds."""
+        # Call it once, at the end: torch loads only the last of several contents that it makes in one process.
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
         if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):
             return

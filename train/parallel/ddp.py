@@ -137,11 +137,9 @@ class DDP(Backend):
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
     def place(self, model: nn.Module) -> None:
-        """Move a model to the device.
-
-        On a CPU in bf16 it then computes attention by products, as the backward pass of PyTorch's SDPA takes four times
-        as long there (benchmarks/notes.md).
-        """
+        """Move a model to the device."""
+        # On a CPU in bf16 it then computes attention by products, as the backward pass of PyTorch's SDPA takes four
+        # times as long there (benchmarks/notes.md).
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)

@@ -79,10 +79,8 @@ def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None
 
 
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
-    """Raise RuntimeError if ranks draw the same dropout.
-
-    An XLA device starts from one constant in every process, https://github.com/pytorch/xla/issues/2092.
-    """
+    """Raise RuntimeError if ranks draw the same dropout."""
+    # An XLA device starts from one constant in every process, https://github.com/pytorch/xla/issues/2092.
     if len(set(seeds)) != len(seeds):
         raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same")
 

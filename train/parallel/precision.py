@@ -33,10 +33,7 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 
 def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:
-    """Return the type that norms return to the layers by `backend.norms`; None: autocast's choice.
-
-    Raises InputError if that is bf16 in another precision.
-    """
+    """Return the type that norms return, None: autocast's. Raises InputError if bf16 does not suit the precision."""
     check(
         name != "bf16" or precision == "bf16",
         f"backend.norms=bf16 needs backend.precision=bf16; here it is {precision}",

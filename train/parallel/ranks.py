@@ -86,10 +86,8 @@ class World:
         return cast(Result, values[0])
 
     def gather(self, value: Result) -> list[Result]:
-        """Return every rank's value in rank order, on rank 0; an empty list elsewhere.
-
-        Unlike in torch's gather_object each rank sends to rank 0 alone: bytes grow linearly with the ranks.
-        """
+        """Return every rank's value in rank order, on rank 0; an empty list elsewhere."""
+        # Unlike in torch's gather_object each rank sends to rank 0 alone: bytes grow linearly with the ranks.
         if not self.is_distributed:
             return [value]
         content = bytearray(pickle.dumps(value))

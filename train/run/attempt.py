@@ -69,10 +69,9 @@ class Attempt:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
 
     def joined(self, world: World) -> None:
-        """Exchange facts between ranks; every rank calls it.
-
-        Rank 0 tells who owns the folder and how the last attempt ended, and the ranks of this machine their processes.
-        """
+        """Exchange facts between ranks; every rank calls it."""
+        # Rank 0 tells who owns the folder and how the last attempt ended, and the ranks of this machine their
+        # processes.
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
         everyone = world.all_gather_object((self.folder.previous, self.folder.ownership.owner or "", here))

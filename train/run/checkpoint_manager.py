@@ -81,10 +81,8 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
-        """Continue the metrics where the checkpoint left them, and save concurrently with the block.
-
-        A pending save is waited for at its end, unless the run has to leave immediately.
-        """
+        """Continue the metrics where the checkpoint left them, and save concurrently with the block."""
+        # A pending save is waited for at its end, unless the run has to leave immediately.
         self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
         draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
@@ -111,10 +109,8 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's sums; if the number of ranks has changed, rank 0 takes all of them.
-
-        Rank 0 always takes labels and tokens, which are saved as sums over the ranks.
-        """
+        """Restore each rank's sums; if the number of ranks has changed, rank 0 takes all of them."""
+        # Rank 0 always takes labels and tokens, which are saved as sums over the ranks.
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
@@ -155,10 +151,8 @@ class CheckpointManager:
         return saves
 
     def is_due(self) -> bool:
-        """Return whether to save after this step, which is not the last.
-
-        The first step after a rollback is saved too, to keep the rollback and the new position in the data.
-        """
+        """Return whether to save after this step, which is not the last."""
+        # The first step after a rollback is saved too, to keep the rollback and the new position in the data.
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
@@ -258,10 +252,8 @@ class CheckpointManager:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove leftovers of earlier owners' saves, also of one that may only be silent.
-
-        Once the run is done no other attempt does, and no step of theirs comes after the last one.
-        """
+        """Remove leftovers of earlier owners' saves, also of one that may only be silent."""
+        # Once the run is done no other attempt does, and no step of theirs comes after the last one.
         if self.world.rank == 0:
             try:
                 self.attempt.folder.ownership.check()

@@ -57,10 +57,8 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
 
 
 def write_samples(attempt: Attempt, step: int) -> None:
-    """Write some validation examples with the answers of the model exported at `step`; on rank 0.
-
-    The run is complete without them, and has ended: a failure is one line of the log.
-    """
+    """Write some validation examples with the answers of the model exported at `step`; on rank 0."""
+    # The run is complete without them, and has ended: a failure is one line of the log.
     folder, most = attempt.folder, attempt.cfg.samples
     try:
         answered = attempt.task.samples(folder.export, folder.folder, most) if most else []

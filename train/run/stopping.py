@@ -231,11 +231,9 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
 
 
 def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
-    """Return whether this is an EC2 instance.
-
-    On Nitro, as on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect whether a
-    host is an EC2 instance").
-    """
+    """Return whether this is an EC2 instance."""
+    # On Nitro, as on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect whether
+    # a host is an EC2 instance").
     return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
 
 

@@ -49,10 +49,8 @@ def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[st
 
 
 def discard(path: Path) -> None:
-    """Remove a file, or a folder with all its files, that nobody needs any more.
-
-    If it cannot be removed, because it is open on NFS or belongs to another user, it is left with one warning.
-    """
+    """Remove a file, or a folder with all its files, that nobody needs any more."""
+    # If it cannot be removed, because it is open on NFS or belongs to another user, it is left with one warning.
     failures = list[OSError]()
 
     def remember(_function: object, _path: str, info: Any) -> None:

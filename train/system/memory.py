@@ -62,10 +62,8 @@ def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
 
 
 def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
-    """Return the folders of this process's cgroup and its ancestors, innermost first.
-
-    In a container the process's cgroup may be mounted as the root, so that only that is there.
-    """
+    """Return the folders of this process's cgroup and its ancestors, innermost first."""
+    # In a container the process's cgroup may be mounted as the root, so that only that is there.
     found: list[Path] = []
     file = proc / "self/cgroup"
     lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names may be any bytes

@@ -45,10 +45,8 @@ def may_continue(kind: str, previous: str) -> bool:
 def write_outcome(
     folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
 ) -> bool:
-    """Write the outcome unless there is one, and return whether it was written.
-
-    An outcome of a kind in `replaces` is replaced, except its checkpoint.
-    """
+    """Write the outcome unless there is one, and return whether it was written."""
+    # An outcome of a kind in `replaces` is replaced, except its checkpoint.
     if replaces_all:
         folder.write(NAME, canonical_json(asdict(outcome)))
     elif not folder.create(NAME, canonical_json(asdict(outcome))):

@@ -67,10 +67,8 @@ def rank_environment(
 
 
 def network_card(master: str) -> str | None:
-    """Return the network card by which this machine reaches the master; None if there is none.
-
-    The master may know itself by a loopback address; then it is the card of the default route.
-    """
+    """Return the network card by which this machine reaches the master; None if there is none."""
+    # The master may know itself by a loopback address; then it is the card of the default route.
     known = ((name, at) for name, addresses in psutil.net_if_addrs().items() for at in addresses)
     cards = {at.address: name for name, at in known if name != "lo" and at.family in (socket.AF_INET, socket.AF_INET6)}
     return cards.get(source_address(master)) or cards.get(source_address(OUTSIDE))

@@ -110,10 +110,8 @@ class RunFolder:
             check_same_run(before, identity, source=self.location, force=force)
 
     def open(self) -> None:
-        """Make the folder, or this machine's copy of it; rank 0 removes the records of how earlier attempts ended.
-
-        An outcome on this machine is older than one in S3. `take_back` undoes it.
-        """
+        """Make the folder, or this machine's copy of it; rank 0 removes the records of how earlier attempts ended."""
+        # An outcome on this machine is older than one in S3. `take_back` undoes it.
         make_alike(self.log)
         self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
         if self.is_remote:

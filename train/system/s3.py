@@ -114,10 +114,8 @@ def open_client(session: Any, s3: S3Config) -> Any:
 def renew_credentials(
     session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
 ) -> float | None:
-    """Retry immediately, signed with the keys that ~/.aws holds now, if S3 rejects those of the first attempt.
-
-    boto3 renews all kinds but these, which it reads once.
-    """
+    """Retry immediately, signed with the keys that ~/.aws holds now, if S3 rejects those of the first attempt."""
+    # boto3 renews all kinds but these, which it reads once.
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
     if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
         return None

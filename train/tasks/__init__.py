@@ -36,10 +36,7 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
 
 
 def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return a kind of task's declaration of a metric, which further validation splits prefix with their name.
-
-    A metric that no task declares has no direction.
-    """
+    """Return a kind's declaration of a metric, whose name splits may prefix; without one it has no direction."""
     declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
     names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
     return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))

@@ -300,10 +300,8 @@ def examples_of(examples: Dataset, features: Dataset) -> Dataset:
 
 
 def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
-    """Return the rows of `features`, ascending, of examples drawn by the seed: at most `most` rows.
-
-    There is at least one example. `split` is the number of the table.
-    """
+    """Return the rows of `features`, ascending, of examples drawn by the seed: at most `most` rows."""
+    # There is at least one example. `split` is the number of the table.
     owners = column(features, "row")
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
     order = np.argsort(hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable")

@@ -107,10 +107,7 @@ class Task(ABC):
         return []
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Begin to fetch the data that `order` needs to this machine; None if this rank need not.
-
-        Raises InputError if that is impossible.
-        """
+        """Begin to fetch the data of `order`; None if this rank need not. Raises InputError if it cannot."""
         return None
 
     @abstractmethod

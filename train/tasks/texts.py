@@ -46,10 +46,7 @@ class Sizes:
 
     @staticmethod
     def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
-        """Return sizes without lengths, with `seq_len`, or else all that the model can read, up to `most`.
-
-        Raises InputError if the tokenizer is bad.
-        """
+        """Return sizes without lengths, up to `seq_len` or `most` tokens. Raises InputError if the tokenizer is bad."""
         sizes = Sizes(model, task_tokenizer(model), 0)
         limits = [limit for limit in (most_positions(sizes.config), most) if limit]
         if not (seq_len or limits):

@@ -287,10 +287,8 @@ def read_results(folder: Path) -> dict[str, bool] | None:
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
-    """Return graphs that are compiled neither by the results nor by the files of the cache.
-
-    torch-neuronx 2.9 may report a failure after a whole compilation (aws-neuron-sdk issue 1299).
-    """
+    """Return graphs that are compiled neither by the results nor by the files of the cache."""
+    # torch-neuronx 2.9 may report a failure after a whole compilation (aws-neuron-sdk issue 1299).
     return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
 
 

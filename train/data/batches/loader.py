@@ -101,10 +101,7 @@ class MaskedRows:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B].
-
-        With a swapper it also has `order` [K, B] int64, see Swapper.
-        """
+        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P], with a swapper `order` [K, B]."""
         is_padding = items == PADDING
         if not is_padding.all():
             self.last_item = int(items.max())

@@ -34,10 +34,8 @@ def json_object(line: str) -> Values:
 
 
 def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
-    """Return the arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, they are doubled.
-
-    Strict: a quote that is never closed or ends early is an error.
-    """
+    """Return the arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, they are doubled."""
+    # It is strict: a quote that is never closed or ends early is an error.
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
 
@@ -94,10 +92,7 @@ def csv_rows(
 def csv_records(
     lines: Iterator[str], name: str, dialect: dict[str, Any], *, max_field_chars: int
 ) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """Yield the number of the first line of each record, and its fields, leaving out blank lines.
-
-    Raises InputError if a quote is never closed: the text after it is lost.
-    """
+    """Yield the first line and the fields of each record. Raises InputError if a quote is never closed."""
     csv.field_size_limit(max_field_chars)
     reader = csv.reader(lines, **dialect)
     while True:

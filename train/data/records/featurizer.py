@@ -52,10 +52,8 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of rows of tokens for a batch of rows with these numbers.
-
-        There may be more or fewer than rows. Values that new rows lack, such as the target, are 0.
-        """
+        """Return the columns of rows of tokens, perhaps more or fewer, for a batch of rows with these numbers."""
+        # Values that new rows lack, such as the target, are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():

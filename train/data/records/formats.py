@@ -108,10 +108,8 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
-    """Return one of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters.
-
-    Parquet is always recognised: read as text it would hold no row.
-    """
+    """Return one of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters."""
+    # Parquet is always recognised: read as text it would hold no row.
     check(path.is_file(), f"{name} is {NO_FILE}")
     with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
         if file.read(len(PARQUET_START)) == PARQUET_START:

@@ -46,10 +46,7 @@ class RowKind:
         return self.read_target is None and isinstance(self.columns[self.target], List)
 
     def columns_of(self, columns: ColumnsConfig) -> dict[str, str | tuple[str, ...]]:
-        """Return the data's column of each key that is read; several if the target is in several.
-
-        Raises InputError if the task reads only one.
-        """
+        """Return the data's column, or columns, of each key. Raises InputError if the task reads only one."""
         named = {key: getattr(columns, key) for key in ("id", *self.columns)}
         several = {key: tuple(column) for key, column in named.items() if isinstance(column, list)}
         for key, names in several.items():
@@ -76,10 +73,7 @@ class Row:
         return all(name in self.values or name.split(".")[0] in self.values for name in names_in(self.columns[key]))
 
     def value(self, key: str) -> Any:
-        """Return a column, or for a name with dots the value in an object there; a list of several columns.
-
-        Raises BadRow if it is missing.
-        """
+        """Return a column, or the value in an object for a name with dots, or several. Raises BadRow without it."""
         column = self.columns[key]
         return [self.value_in(name) for name in column] if isinstance(column, tuple) else self.value_in(column)
 
@@ -133,10 +127,8 @@ def plain(value: Any) -> str:
 
 
 def plain_label(value: Any) -> str:
-    """Return a label in the form of settings, which is the same for any file format.
-
-    1, 1.0 and "+1" are "1", True and "TRUE" are "true"; nothing and not-a-number are empty.
-    """
+    """Return a label in the form of settings, which is the same for any file format."""
+    # 1, 1.0 and "+1" are "1", True and "TRUE" are "true"; nothing and not-a-number are empty.
     text = plain(value)
     whole = WHOLE.fullmatch(text)
     if whole is None:

@@ -73,10 +73,7 @@ class LabelNames:
         self.unmapped: set[str] = set()
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
-        """Return a value in the form of settings, or its name if it is a number of `names`, and its mapped label.
-
-        data.label_map maps it: None leaves the row out.
-        """
+        """Return a value in the form of settings, or its name, and data.label_map's label for it (None: left out)."""
         key = plain_label(value)
         if names is not None and type(value) is int and 0 <= value < len(names):
             by_number = key in self.map and plain_label(names[value]) not in self.map

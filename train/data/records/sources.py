@@ -124,10 +124,7 @@ def stamp(file: File) -> list[Any]:
 
 
 def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
-    """Return the files of each split, here or in S3.
-
-    Raises InputError if one is missing, or is in train and in another split.
-    """
+    """Return each split's files, here or in S3. Raises InputError if one is missing, or in train and another split."""
     keys = {split: f"data.{split}" for split in ("train", "validation")}
     files = {
         split: find(cfg.path, keys.get(split, f"data.more_validation.{split}"), pattern, s3)

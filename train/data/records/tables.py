@@ -94,10 +94,7 @@ class Tables:
 
 
 def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
-    """Return the prepared data of a run, which one rank of each machine makes or finds while the others wait.
-
-    Raises InputError if the data cannot be used.
-    """
+    """Return the data of a run, made by one rank per machine. Raises InputError if the data cannot be used."""
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
     for name in data.more_validation:

@@ -251,10 +251,8 @@ class Downloader:
             raise kind(f"{url}: {answer if isinstance(error, Silent) else ''}{error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
-        """Return a shard's content, read by a new thread, or by an earlier attempt's, in `reads`, if it ends first.
-
-        A read cannot be stopped, and may end in spite of its silence.
-        """
+        """Return a shard's content, read by a new thread, or by an earlier attempt's, in `reads`, if it ends first."""
+        # A read cannot be stopped, and may end in spite of its silence.
         content, clients, heard_s = Future[list[bytes]](), list[Client](), [time.monotonic()]
 
         def hear() -> None:

@@ -229,10 +229,7 @@ class ShardSet:
         return Rows(*self.gather(numbers, ROW_TENSORS))
 
     def gather(self, numbers: np.ndarray, names: Sequence[str]) -> list[np.ndarray]:
-        """Return the named tensors of the sequences [N]: tokens [N, seq_len], pivot and same_document [N].
-
-        Raises IndexError if no sequence has a number.
-        """
+        """Return named tensors of sequences [N]: tokens [N, seq_len], pivot, same_document [N]. Raises IndexError."""
         order = np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):

@@ -114,10 +114,8 @@ class FilesCorpus(ABC):
 
     @abstractmethod
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        """Yield texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end.
-
-        Without seeking, it is only called on whole files.
-        """
+        """Yield texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end."""
+        # Without seeking, it is only called on whole files.
 
 
 def line_name(path: Path, first: int, number: int) -> str:

@@ -53,10 +53,7 @@ class Sample:
 
 
 def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield losses of words by normalisation, other than case, and the loss of capitals if they carry meaning.
-
-    Each has the key of the setting that causes it in a tokenizer of ours.
-    """
+    """Yield losses of words by normalisation, and of capitals if they carry meaning, each with its setting's key."""
     if tokenizer.normalizer is None:
         return
     num_chars, num_changed, num_capitals = 0, 0, 0

@@ -45,10 +45,7 @@ Report = Callable[[int, int], None]  # bytes of the corpus and tokens that were 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation share of a document, as a function of its text.
-
-    It is the end of a long document, else all or nothing, by its hash.
-    """
+    """The validation share of a document: the end of a long one, else all or nothing, by its text's hash."""
 
     seed: int
     below: float  # the hash below which shorter documents are held out

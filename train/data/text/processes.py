@@ -30,10 +30,7 @@ def most_processes() -> int:
 
 
 def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
-    """Prepare the parts in processes, each of which takes the next part when it has finished one.
-
-    An error of one is raised here, and the others stop.
-    """
+    """Prepare the parts in processes, each of which takes the next part. Raises an error of one; the others stop."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
     waiting = iter(parts)
@@ -77,10 +74,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
 
 
 def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
-    """Prepare parts in this process until there are none.
-
-    It ends with the process that started it, as that breaks the pipe.
-    """
+    """Prepare parts in this process until there are none, or its parent ends, which breaks the pipe."""
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others
     logging.getLogger("train").setLevel(logging.ERROR)  # the first process has given the same warnings

@@ -280,10 +280,8 @@ def quiet() -> Iterator[None]:
 
 
 def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> None:
-    """Write the files that `AutoTokenizer.from_pretrained` reads into `tokenizer/`, unless another process was first.
-
-    tokenizer.json comes last: if it exists, the others do.
-    """
+    """Write the files that `AutoTokenizer.from_pretrained` reads into `tokenizer/`, unless another process has."""
+    # tokenizer.json comes last: if it exists, the others do.
     with scratch_folder() as temporary:
         tokenizer.save_pretrained(str(temporary))
         files = {path.relative_to(temporary).as_posix(): path for path in temporary.rglob("*") if path.is_file()}

@@ -29,10 +29,7 @@ def times(run: Run, baseline: Run, key: str) -> str:
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Say whether the last validation score equals the baseline's, by its best.metric or by the loss, within a share.
-
-    Runs that were validated on different data are never called equal.
-    """
+    """Say if the last validation scores are equal, by best.metric or the loss; never on different data."""
     there, here = baseline.summary["scores"], run.summary["scores"]
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
@@ -93,10 +90,8 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
-    """Return the run with the largest batch of each variant, the baseline's first; [] if all batches are equal.
-
-    Runs are of one variant if backend, split over ranks and machine are the same.
-    """
+    """Return the run with the largest batch of each variant, the baseline's first; [] if all batches are equal."""
+    # Runs are of one variant if backend, split over ranks and machine are the same.
 
     def variant(run: Run) -> str:
         settings = {key: value for key, value in run.config.items() if key.startswith(("backend.", "parallel."))}

@@ -135,10 +135,7 @@ OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interva
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return (value, step) of the last and the best of every metric; no best if the better direction is unknown.
-
-    The last value is None if it was not a finite number.
-    """
+    """Return (value, step) of the last (None: not finite) and the best of every metric, if its direction is known."""
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]

@@ -1,7 +1,4 @@
-"""One label for a text or a pair of texts: features, loss, metrics and predictions.
-
-Shapes: B texts, C labels.
-"""
+"""One label for a text or a pair of texts: features, loss, metrics and predictions. Shapes: B texts, C labels."""
 
 from __future__ import annotations
 

@@ -209,10 +209,8 @@ TASK = MaskedLMTask
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over rows with a label.
-
-    Compiled, it never has the logits in float32 in memory.
-    """
+    """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over rows with a label."""
+    # Compiled, it never has the logits in float32 in memory.
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 

@@ -1,7 +1,4 @@
-"""Any number of labels for a text or a pair of texts: features, loss, metrics and predictions.
-
-Shapes: B texts, C labels.
-"""
+"""Any number of labels for texts or pairs: features, loss, metrics and predictions. Shapes: B texts, C labels."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ class MultiLabelFeaturizer(ClassifyFeaturizer):
 
 
 class MultiLabel(TextTask):
-    """Any number of labels for a text.
-
-    A prediction is {"id", "label" (if known: a list), "prediction": [labels], "probabilities": {label: p}}.
-    """
+    """Any number of labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
     metric_names = ("loss", "f1_micro", "f1_macro", "average_precision", "subset_accuracy")

@@ -165,10 +165,7 @@ class TokenClassification(TextTask):
     def tagged(
         self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
-        """Yield the tags of each sentence's words, and their probabilities.
-
-        Words without a token are in no entity, or have no tag.
-        """
+        """Yield tags and probabilities of each sentence's words; without a token a word is in no entity."""
         return tagged(rows, features, sentences, self.labels, unread="O" if self.has_entities else "")
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:

@@ -97,11 +97,7 @@ class RegressFeaturizer(ClassifyFeaturizer):
 
 
 class Regression(TextTask):
-    """Numbers for a text.
-
-    A prediction is {"id", "label" (if there is one), "prediction"}: numbers, or {target: number} if there are several
-    targets.
-    """
+    """Numbers for a text. A prediction has "id", "label" (if known), "prediction": numbers, or {target: number}."""
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
