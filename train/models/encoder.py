@@ -95,7 +95,7 @@ class OrderedMaskedLM(MaskedLM):
             network.sop_classifier.dropout.p = 0.0  # Google's objective has none; transformers' is for fine-tuning
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: original, swapped."""
+        # They are logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: original, swapped.
         output = self._run(input_ids, token_type_ids, positions)
         return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
 

@@ -287,7 +287,7 @@ class CudaWork(Work):
         self.events.append(events)
 
     def take_s(self) -> float:
-        """Return the seconds since the last call; waits until the timed work has ended."""
+        # This waits until the timed work has ended.
         if self.events:
             self.events[-1][1].synchronize()
         taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000

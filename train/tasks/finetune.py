@@ -243,7 +243,7 @@ class TextTask(Task):
         return {f"{split.prefix}{name}": value for split, items in values for name, value in items}
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Write predictions/ and, last, evaluation.json."""
+        # It writes predictions/ and, last, evaluation.json.
         splits = {}
         for split in self.splits:
             examples = self.tables.examples(split.name)
@@ -254,7 +254,7 @@ class TextTask(Task):
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """Write model/: tokenizer and config.json, so that a checkpoint can be exported without the data."""
+        # It writes model/: tokenizer and config.json, so that a checkpoint can be exported without the data.
         assert isinstance(model, PaddedEncoder)
         for path in sorted((self.tables.folder / "tokenizer").iterdir()):
             folder.write(f"model/{path.name}", path.read_bytes())
