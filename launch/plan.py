@@ -76,7 +76,7 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine has fewer devices than ranks, or, to try things out, too few CPUs.
+    """Raise InputError if there are more ranks than devices or, without devices, more than a few per CPU.
 
     It also checks the numbers that the instance can run, see train.system.launched.check_launch.
     """

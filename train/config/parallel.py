@@ -52,7 +52,7 @@ class ParallelConfig(Section, prefix="parallel."):
 
     @property
     def num_stages(self) -> int:
-        """The ranks that hold different layers; ranks with the same rank % stages hold the same stage."""
+        """The number of ranks with different layers; ranks with the same rank % stages hold the same stage."""
         return 1
 
     @property

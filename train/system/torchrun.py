@@ -95,7 +95,7 @@ def has_rejected() -> bool:
 
 
 def end_torchrun() -> None:
-    """End torchrun where it would restart this machine's ranks, by the first rank that asks. Call it after reports."""
+    """End torchrun where it would restart this machine's ranks, by the first rank that asks, once all is reported."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
     if pid is not None and is_first("ended"):
