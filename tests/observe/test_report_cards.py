@@ -53,6 +53,8 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
     assert (lead["Training loss"].value, lead["Training loss"].notes[0]) == ("5.000", "8.000 at step 10")
     assert (lead["Tokens per second"].value, lead["Tokens per second"].notes[0]) == ("4,096", "MFU 43.2%")
     assert (lead["Training time"].value, lead["Cost"].value) == ("0:00:20", "$1.50")
+    tuned = made(tmp_path / "tuned", whole_run(), model={"architecture": "albert", "init_from": "runs/demo"})
+    assert (tuned["Model"].value, tuned["Model"].notes) == ("runs/demo", shape[1:] + lead["Model"].notes[-1:])
     counted = made(tmp_path / "counted", [*whole_run()[:-1], summary_line(40, 40, neighbour_accuracy=0.26)])
     assert counted["Final quality"].notes[-1].startswith("a table of neighbours is right in 26%")
     ordered = [train_line(10), eval_line(10, mlm_loss=6.0), summary_line(10, 10, unigram_entropy=5.0)]

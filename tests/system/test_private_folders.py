@@ -1,5 +1,6 @@
 """Folders whose content runs as code, or may be private: this user's alone, and rejected where others could write."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -10,10 +11,13 @@ import pytest
 from rejections import rejects
 from running import ROOT
 
-from train.config import BackendConfig
+from train.config import BackendConfig, RecordsConfig, S3Config
+from train.data.records.sources import layout
 from train.parallel.ddp import DDP
 from train.system import atomic_io, caches, machine
 from train.system.folders import LocalFolder, make_folder
+from train.system.identity import check_layout
+from train.tools import predict
 
 
 def mode(path):
@@ -133,6 +137,26 @@ def test_graphs_that_others_could_have_made_are_refused(home, monkeypatch, name)
     monkeypatch.setenv(name, f"{'--cache_dir=' if 'FLAGS' in name else ''}{home}/planted")
     is_native = name == machine.NATIVE_CACHE
     rejects("planted can be written to by others", caches.place_graphs, os.environ, is_native=is_native)
+
+
+# ---- what is another user's -----------------------------------------------------------------------------------------
+
+
+def test_what_this_user_may_not_open_is_rejected_in_one_line(tmp_path, monkeypatch, capsys):
+    """Root, as whom CI tests, may: what the system answers to others is put in its place."""
+    closed, stat, listdir = tmp_path / "closed", Path.stat, os.listdir
+    closed.mkdir()
+
+    def denied(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", lambda self, **how: denied(self) if closed in self.parents else stat(self, **how))
+    monkeypatch.setattr(os, "listdir", lambda path: denied(path) if Path(path) == closed else listdir(path))
+    assert predict.main([f"{closed}/run", "--text", "fine"]) == 2
+    assert capsys.readouterr().err == f"error: cannot open {closed}/run: Permission denied\n"
+    rejects(f"cannot list {closed}: Permission denied", check_layout, str(closed))
+    rejects(f"cannot list {closed}: Permission denied", layout, RecordsConfig(path=str(closed)), S3Config())
+    rejects(f"cannot read {closed}/tables.json: Permission denied", LocalFolder(closed).size, "tables.json")
 
 
 # ---- texts that may be private -------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class LocalFolder:
 
     def head(self, name: str) -> Head | None:
         path = self.at(name)
-        with suppress(FileNotFoundError):  # another process may remove it after the check
+        with suppress(FileNotFoundError), disk_errors("read", path):  # another process may remove it after the check
             return head_of(path) if path.is_file() else None
         return None
 
@@ -225,7 +225,9 @@ def check_place(location: str) -> None:
 
 
 def local_path(location: str) -> Path:
-    """Return the path of a local folder given by the user, with "~" expanded. Raises InputError if it cannot be one."""
+    """Return the path of a local file or folder given by the user, with "~" expanded. Raises InputError if it cannot be
+    one, or lies where this user may not look.
+    """
     check_place(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
@@ -244,6 +246,8 @@ def local_path(location: str) -> Path:
             "longest path"
         )
     check_printable(str(path.absolute()))  # a relative path is checked with the folder that it begins in
+    with disk_errors("open", path), suppress(FileNotFoundError, NotADirectoryError):  # the caller may create it
+        path.stat()
     return path
 
 

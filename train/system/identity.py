@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from train.config import Plan, TrainConfig, check, to_dict
-from train.system.folders import Folder, canonical_json, local_path
+from train.system.folders import Folder, canonical_json, disk_errors, local_path
 from train.system.lease import LEASE_FILE, LEASES, name_of, numbers, parse
 from train.system.schema import BadContent, read_object
 
@@ -75,7 +75,9 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
 def check_layout(location: str) -> None:
     """Raise InputError if the folder has links or wrong kinds of files, or if this user may not write them."""
     path = local_path(location)
-    for file in path.iterdir() if path.is_dir() else ():
+    with disk_errors("list", path):
+        files = [*path.iterdir()] if path.is_dir() else []
+    for file in files:
         is_right = {**dict.fromkeys(FILES, file.is_file), **dict.fromkeys(FOLDERS, file.is_dir)}.get(file.name)
         kind = "folder" if file.name in FOLDERS else "file"
         check(

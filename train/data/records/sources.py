@@ -18,7 +18,7 @@ from train.config import InputError, RecordsConfig, S3Config, Unreachable, check
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
-from train.system.folders import at_once, is_s3, local_path, sha256_json
+from train.system.folders import LocalFolder, at_once, is_s3, local_path, sha256_json
 from train.system.hub_access import asking_hub, is_at_hub, why_missing
 from train.system.schema import Head, RelativePath, checked
 
@@ -70,7 +70,7 @@ def layout(cfg: RecordsConfig, s3: S3Config) -> str:
         return "saved" if is_saved else "files"
     path = local_path(cfg.path)
     if path.is_dir():
-        return "saved" if any((path / mark).is_file() for mark in SAVED_MARKS) else "files"
+        return "saved" if SAVED_MARKS & LocalFolder(path).names_here() else "files"
     return "hub" if is_at_hub(cfg.path) and not is_named(cfg.path) else "files"
 
 

@@ -155,7 +155,8 @@ def summarise(run: Run) -> Summary:
 def setting(run: Run) -> Summary:
     """Return what was trained, where and on what: open settings are as the machines of the run resolved them."""
     config, environment, end = run.config, run.environment, newest_summary(run)
-    model = config.get("model.pretrained") or config.get("model.architecture")
+    from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
+    model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     device = environment.get("device")
     if isinstance(device, str):
