@@ -110,8 +110,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()
     engine.ready()
-    describe(attempt, backend, model)
     data = TrainData(cfg, plan, task, backend, engine, progress)
+    describe(attempt, backend, model)
     monitor = open_monitor(
         backend.monitor_kind,
         num_devices=world.local_size,

@@ -260,7 +260,7 @@ def rejection(toy, **changes):
     return str(error.value)
 
 
-def unloadable(self):
+def unloadable(*_, **__):
     raise InputError("the model lacks weights")
 
 
@@ -272,17 +272,18 @@ def large(self, *, build=ToyTask.build_model):
 
 @pytest.mark.parametrize("found", ["nothing", "an empty folder", "a finished run", "a run that was resumed"])
 @pytest.mark.parametrize(
-    ("changes", "model", "says"),
+    ("changes", "method", "says"),
     [
         ({"backend": TF32_ON_A_CPU}, None, "tf32 needs a CUDA device"),
         ({"backend": BackendConfig(name="neuron")}, None, "needs native PyTorch"),
         ({"preempt": {"block_end": "2001-01-01T00:00:00Z"}}, None, "leaves no time"),
-        ({}, unloadable, "lacks weights"),
-        ({"backend": BackendConfig(device="cpu")}, large, "that is more than this machine or container has"),
+        ({}, ("build_model", unloadable), "lacks weights"),
+        ({}, ("train_data", unloadable), "lacks weights"),  # the first of TrainData, as the check of /dev/shm
+        ({"backend": BackendConfig(device="cpu")}, ("build_model", large), "more than this machine or container has"),
     ],
-    ids=["precision", "device", "block", "model", "memory"],
+    ids=["precision", "device", "block", "model", "batches", "memory"],
 )
-def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, found, changes, model, says):
+def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, found, changes, method, says):
     run_dir = toy.folder / "new/run"
     if found == "an empty folder":
         run_dir.mkdir(parents=True)
@@ -292,8 +293,8 @@ def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, foun
     before = tree(toy.folder)
     monkeypatch.setattr(loop, "total_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
-    if model is not None:
-        monkeypatch.setattr(ToyTask, "build_model", model)
+    if method is not None:
+        monkeypatch.setattr(ToyTask, *method)
     assert says in rejection(toy, name="new/run", **changes)
     assert tree(toy.folder) == before
     monkeypatch.undo()
@@ -304,7 +305,7 @@ def tree(folder):
 
 
 def test_an_attempt_that_is_rejected_after_its_start_leaves_its_exit_record(toy, monkeypatch):
-    monkeypatch.setattr(ToyTask, "train_data", unloadable)
+    monkeypatch.setattr(loop, "open_monitor", unloadable)
     rejection(toy)
     record = json.loads((toy.folder / "run/log/exit_rank_0000.json").read_text())
     assert record["reason"] == toy.outcome()["reason"] == "rejected: the model lacks weights"
