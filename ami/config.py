@@ -22,14 +22,16 @@ MAX_MINUTES = 120  # after which the builder ends itself: one that hangs must no
 class AmiConfig(Section):
     """One build: `python -m ami neuron --cfg job` prints it."""
 
-    image: str = setting("neuron", among=tuple(IMAGES))  # which is built: for Trainium, or for GPUs
-    base: str = "dlami"  # what it is built from: dlami (Neuron's or the GPU Deep Learning AMI) | ubuntu | ami-...
-    build: bool = False  # do it; without this the plan is shown and nothing starts
-    regions: list[str] = field(default_factory=list)  # the first one builds, others get copies; []: AWS_PROFILE's
+    image: str = setting("neuron", among=tuple(IMAGES))  # The image that is built, for Trainium or for GPUs.
+    base: str = "dlami"  # The base of the image: dlami is Neuron's or the GPU Deep Learning AMI, ubuntu a plain system,
+    # ami-... an image of your own.
+    build: bool = False  # Build the image; false shows the plan and starts nothing.
+    regions: list[str] = field(default_factory=list)  # The regions; the first builds, others get copies; [] is
+    # AWS_PROFILE's.
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
-    subnet: str | None = None  # id, with a way to the internet; None: one of the default VPC
-    compile_cache: str | None = None  # s3://bucket/prefix of graphs that are compiled already, put into the image
-    wheel: str | None = None  # file of baretrain's wheel; None: one is built from this checkout
+    subnet: str | None = None  # The id of a subnet with a way to the internet; None takes one of the default VPC.
+    compile_cache: str | None = None  # The s3://bucket/prefix of compiled graphs that are put into the image.
+    wheel: str | None = None  # The file of baretrain's wheel; None builds one from this checkout.
 
     def __post_init__(self) -> None:
         super().__post_init__()

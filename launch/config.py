@@ -22,9 +22,9 @@ class ClusterConfig(Section, prefix="cluster."):
     finds_types: ClassVar[bool] = False  # machines may be of types that conf/instance does not have
     has_check: ClassVar[bool] = False  # check=true asks it for more
 
-    kind: str = "local"  # name of the scheduler in launch/schedulers.py; cluster=... sets it
-    gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
-    attempts: int = setting(20, above=0)  # starts of the trainer that failed before the job gives up
+    kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
+    gate: bool = False  # Run train.doctor on every machine, and its collectives over all, before the trainer starts.
+    attempts: int = setting(20, above=0)  # The number of failed starts of the trainer after which the job gives up.
 
     def interpreter(self) -> str:
         """Return the Python on the nodes."""
@@ -42,16 +42,17 @@ class LaunchConfig(Section):
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
-    nodes: int = setting(1, least=1, most=MOST_NODES)  # machines
-    spares: int = setting(0, least=0)  # more machines in the same allocation, for those that fail the preflight
-    processes_per_node: int | None = setting(None, above=0, most=MOST_RANKS)  # ranks a machine; None: all its devices
-    submit: bool = False  # do it; without this the plan is printed and nothing starts
-    check: bool = False  # cluster=ec2: ask EC2 whether it would do it, in each subnet (DryRun); nothing starts
-    calibrate: str | None = None  # folder of a finished run whose speed the estimate takes; None: a published figure of
-    # the device
-    prepare: bool = False  # prepare a corpus instead of training: the settings after -- are train.prepare's
-    parts: int | None = setting(None, above=0, most=MOST_PARTS)  # prepare=true: parts of the corpus that are prepared
-    # apart, each a task of a job array
+    nodes: int = setting(1, least=1, most=MOST_NODES)  # The number of machines.
+    spares: int = setting(0, least=0)  # The further machines in the allocation, for those that fail the preflight.
+    processes_per_node: int | None = setting(None, above=0, most=MOST_RANKS)  # The ranks of a machine; None is one a
+    # device.
+    submit: bool = False  # Start the job; false prints the plan and starts nothing.
+    check: bool = False  # Ask EC2 in each subnet whether it would start (DryRun), and start nothing.
+    calibrate: str | None = None  # The folder of a finished run whose speed the estimate takes; None takes a published
+    # figure of the device.
+    prepare: bool = False  # Prepare a corpus instead of training, with the settings of train.prepare after --.
+    parts: int | None = setting(None, above=0, most=MOST_PARTS)  # The number of parts of the corpus that prepare=true
+    # prepares apart, each as a task of a job array.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,21 +20,22 @@ class Ec2Config(ClusterConfig):
 
     kind: str = "ec2"
     gate: bool = True
-    regions: list[str] = field(default_factory=list)  # tried in this order; []: s3.region, or the profile's
-    subnets: list[str] = field(default_factory=list)  # ids, tried in this order; []: those of the default VPC
-    security_group: str | None = None  # id; None: one is made for the run, and removed after it
-    instance_profile: str | None = None  # name of the machines' role; `python -m launch iam` prints what it needs
-    image: str | None = None  # ami-..., or the name of an SSM parameter that holds one; None: baretrain's own image
-    python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the image, with baretrain's packages
-    market: str = setting("on-demand", among=MARKETS)  # how the machines are bought
-    capacity_reservation: str | None = None  # id of a reservation or a capacity block
-    placement_group: str = "true"  # true: one is made, machines close to one another; false; or the name of one
-    public_address: bool = False  # only for machines with one network card
-    disk_gib: int = setting(200, above=0)  # root volume
-    max_wait_s: int = setting(3600, above=0)  # for capacity, and for an AWS that does not answer
-    max_run_s: int = setting(86400, above=0)  # after which the run is asked to stop; every machine ends itself half an
-    # hour later
-    again: bool = False  # after an interruption ask for all machines again, until max_run_s is over
+    regions: list[str] = field(default_factory=list)  # The regions, tried in order; [] is s3.region, or the profile's.
+    subnets: list[str] = field(default_factory=list)  # The subnets, tried in this order; [] takes those of the default
+    # VPC.
+    security_group: str | None = None  # The id of a security group; None makes one for the run, and removes it.
+    instance_profile: str | None = None  # The role of the machines; `python -m launch iam` prints what it needs.
+    image: str | None = None  # The image, ami-... or an SSM parameter that holds one; None takes baretrain's own.
+    python: str = "/opt/baretrain/venv/bin/python"  # The interpreter of the image, with baretrain's packages.
+    market: str = setting("on-demand", among=MARKETS)  # The way in which the machines are bought.
+    capacity_reservation: str | None = None  # The id of a reservation or a capacity block.
+    placement_group: str = "true"  # The name of a placement group; true makes one, false takes none.
+    public_address: bool = False  # Give a machine a public address, if it has one network card.
+    disk_gib: int = setting(200, above=0)  # The size of the root volume.
+    max_wait_s: int = setting(3600, above=0)  # The time to wait for capacity, and for an AWS that does not answer.
+    max_run_s: int = setting(86400, above=0)  # The time after which the run is asked to stop; every machine ends itself
+    # half an hour later.
+    again: bool = False  # Ask for all machines again after an interruption, until max_run_s is over.
 
     def interpreter(self) -> str:
         return self.python

@@ -35,17 +35,17 @@ class SlurmConfig(ClusterConfig):
 
     kind: str = "slurm"
     gate: bool = True
-    partition: str | None = None  # None: the site's default
-    sbatch_args: list[str] = field(default_factory=list)  # more options of sbatch (man sbatch), as
-    # ["--gres=gpu:8","--qos=high"]: --account, --constraint, --reservation, --exclude, --chdir and others
-    exclusive: bool = True  # whole nodes
-    time_limit: str | None = None  # as 30 (minutes), 12:00:00 or 2-00:00:00; None: the partition's
-    stop_before_s: int = setting(300, above=0, most=65535)  # how long before the time limit the run is asked to stop
-    # with a checkpoint
-    container: str | None = None  # an image: of Apptainer if it ends with .sif or has ://, as docker://NAME; else of
-    # pyxis, a path (.sqsh) or a registry's name
-    container_mounts: list[str] = field(default_factory=list)  # folders that the container sees under the same names
-    prologue: list[str] = field(default_factory=list)  # lines of bash that a job runs first; exports reach every rank
+    partition: str | None = None  # The partition; None takes the site's default.
+    sbatch_args: list[str] = field(default_factory=list)  # The list of further options of sbatch (man sbatch), as
+    # ["--gres=gpu:8","--qos=high"], such as --account, --constraint, --reservation, --exclude and --chdir.
+    exclusive: bool = True  # Take whole nodes.
+    time_limit: str | None = None  # The limit, as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
+    stop_before_s: int = setting(300, above=0, most=65535)  # The time before the time limit at which the run is asked
+    # to stop with a checkpoint.
+    container: str | None = None  # The image: of Apptainer if it ends in .sif or has ://, as docker://NAME, or else of
+    # pyxis, a path (.sqsh) or a registry's name.
+    container_mounts: list[str] = field(default_factory=list)  # The folders that the container sees under their names.
+    prologue: list[str] = field(default_factory=list)  # The lines of bash that run first; exports reach every rank.
 
     def __post_init__(self) -> None:
         super().__post_init__()

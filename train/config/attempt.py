@@ -12,15 +12,15 @@ from train.config.checks import Section, check, setting
 class LeaseConfig(Section, prefix="lease."):
     """Ownership of the run folder: a second job is rejected while the first has a heartbeat."""
 
-    ttl_s: float = setting(60.0, least=0.1)  # an owner without a heartbeat for this long, as another job observes it,
-    # counts as dead; several heartbeats come in that time
+    ttl_s: float = setting(60.0, least=0.1)  # The time without a heartbeat, as another job observes it, after which an
+    # owner counts as dead; several heartbeats come in that time.
 
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
     """Further reasons to stop the run, besides signals, max_run_s, a file run_dir/STOP and, on EC2, its notices."""
 
-    block_end: str | None = None  # end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
+    block_end: str | None = None  # The end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,26 +36,28 @@ class PreemptConfig(Section, prefix="preempt."):
 class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer of each rank that end it when it makes no progress, so that torchrun can start it again."""
 
-    step_s: float = setting(480.0, least=0)  # a rank without a heartbeat (micro batch, batch of an evaluation) for
-    # this long is stuck; 0: no rank is ended, as under a debugger
-    start_s: float = setting(7200.0, above=0)  # the same until the first step is done: joining, loading and compiling
+    step_s: float = setting(480.0, least=0)  # The time without a heartbeat (a micro batch, or a batch of an evaluation)
+    # after which a rank is stuck; 0 ends no rank, as under a debugger.
+    start_s: float = setting(7200.0, above=0)  # The time without a heartbeat after which a rank is stuck before the
+    # first step is done, while it joins, loads and compiles.
 
 
 @dataclass(kw_only=True)
 class NonfiniteConfig(Section, prefix="nonfinite."):
     """Steps whose gradient is NaN or infinite: they are skipped, and change neither weights nor optimizer."""
 
-    max_skips: int = setting(3, above=0)  # in a row, after which the run goes back to its newest checkpoint, and past
-    # the data that came since. On CPUs, and with backend=neuron, it does so after exactly this number. CUDA and XLA
-    # devices count by themselves and are asked every log_every steps, so that no step waits: the run goes back at the
-    # first line with this many or more. After two rollbacks it ends the next time
+    max_skips: int = setting(3, above=0)  # The number of steps in a row without a finite gradient after which the run
+    # goes back to its newest checkpoint, and past the data that came since. On CPUs, and with backend=neuron, it does
+    # so after exactly this number. CUDA and XLA devices count by themselves and are asked every log_every steps, so
+    # that no step waits, and the run goes back at the first line with this many or more. After two rollbacks it ends
+    # the next time.
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section, prefix="checkpoint."):
-    every: int = setting(1000, above=0)  # steps between saves; the last step always saves
-    keep: int = 3  # newest ones that are kept, at least two, and the best one beside them; 0: all
-    best: bool = False  # also save whenever an evaluation is better than all before
+    every: int = setting(1000, above=0)  # The steps between saves; the last step always saves.
+    keep: int = 3  # The newest checkpoints that are kept, at least two, beside the best one; 0 keeps all.
+    best: bool = False  # Save whenever an evaluation is better than all before, too.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,12 +66,12 @@ class CheckpointConfig(Section, prefix="checkpoint."):
 
 @dataclass(kw_only=True)
 class ResumeConfig:
-    force: bool = False  # resume although the task, the model, the data or the batches have changed
+    force: bool = False  # Resume although the task, the model, the data or the batches have changed.
 
 
 @dataclass(kw_only=True)
 class BestConfig:
     """The choice of the best evaluation, for early_stop, checkpoint.best and the checkpoint that is always kept."""
 
-    metric: str = "loss"  # key in the eval lines of metrics.jsonl
-    export: bool = False  # export the best checkpoint at the end instead of the last; needs checkpoint.best=true
+    metric: str = "loss"  # The key in the eval lines of metrics.jsonl by which an evaluation is better than another.
+    export: bool = False  # Export the best checkpoint instead of the last; it needs checkpoint.best=true.

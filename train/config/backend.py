@@ -14,22 +14,24 @@ NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for eac
 
 @dataclass(kw_only=True)
 class BackendConfig(Section, prefix="backend."):
-    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # auto: xla on Trainium 1, else ddp
-    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # auto: the best one of this machine
-    precision: str = "auto"  # fp32 | tf32 | bf16 | fp16 | auto: bf16 if the hardware multiplies it natively, or fp16
-    # on GPUs that have only that, or fp32. bf16 and fp16 are autocast, fp16 with a scaled loss; tf32 is fp32 of which
-    # CUDA rounds the factors of products to 10 bits
-    grad_compression: str = setting("none", among=("none", "bf16"))  # how ranks of backend=ddp send their gradients:
-    # bf16 is half the bytes
-    activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
-    norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # what norms, computed in fp32, return to the layers
-    # in bf16; auto: bf16 on GPUs where the model is compiled, which saves a third of the memory that it moves
-    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # what torch.compile makes kernels of:
-    # each layer, or the model's encoder as one graph; auto: one of them on GPUs, in runs long enough to repay it
-    cuda_graphs: bool = False  # send a compiled graph's kernels to a GPU in one call; with compile
-    compile_cache: str | None = None  # a folder or s3://bucket/prefix that keeps compiled graphs for other machines and
-    # for a run that starts again; as trusted as the code itself. None: only this machine's own disk
-    timeout_s: float | None = setting(None, above=0)  # a longer collective is an error; None: 600, on Trainium 7,200
+    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto takes xla on Trainium 1,
+    # else ddp.
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto takes this machine's best.
+    precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto, which takes bf16 if the hardware
+    # multiplies it natively, fp16 on GPUs that have only that, or else fp32. bf16 and fp16 are autocast, fp16 with a
+    # scaled loss; tf32 is fp32 of which CUDA rounds the factors of products to 10 bits.
+    grad_compression: str = setting("none", among=("none", "bf16"))  # The form in which ranks of backend=ddp send their
+    # gradients; bf16 halves the bytes.
+    activation_checkpointing: bool = False  # Keep each layer's input only; backward computes the layer again.
+    norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The precision in which norms, computed in fp32,
+    # return to layers in bf16; auto takes bf16 on GPUs where the model is compiled, which saves a third of the memory
+    # that it moves.
+    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The part that torch.compile turns into
+    # kernels, each layer or the encoder as one graph; auto takes one of them on GPUs, in runs long enough to repay it.
+    cuda_graphs: bool = False  # Send the kernels of a compiled graph to a GPU in one call; it needs backend.compile.
+    compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
+    # and for a run that starts again, as trusted as the code itself; None keeps them on this machine's own disk only.
+    timeout_s: float | None = setting(None, above=0)  # The limit of a collective; None takes 600, on Trainium 7,200.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +70,7 @@ class XLAConfig(BackendConfig):
     """
 
     name: str = "xla"
-    batches_per_execution: int = setting(1, above=0)  # micro batches in one graph, at most those of a step
+    batches_per_execution: int = setting(1, above=0)  # The micro batches in one graph, at most those of a step.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,25 +111,25 @@ def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
 class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
-    name: str = "local"  # of the machine type, as EC2 names it; local: this machine
-    device: str | None = setting(None, among=DEVICES)  # which a run that names this instance needs; None: any
-    accelerator: str | None = None  # name of the chip, as A100
-    devices: int | None = setting(None, above=0)  # number of ranks that fill one machine
-    rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
-    micro_batch_tokens: int | None = setting(None, above=0)  # the most that a rank computes at a time; more are split
-    device_memory_gib: float | None = setting(None, above=0)  # of one rank's device
-    device_tflops_bf16: float | None = setting(None, above=0)  # dense peak of one rank's device; of fp16 as well
-    device_tflops_fp32: float | None = setting(None, above=0)  # the same in fp32
-    vcpus: int | None = setting(None, above=0)  # of one machine; on x86 a vCPU is a thread, two of which share a core
-    network_cards: int | None = setting(None, above=0)  # of one machine
-    efa_interfaces: int | None = setting(None, least=0)  # the most that one machine can have; 0: it has no EFA
-    network_gbit_per_s: float | None = setting(None, above=0)  # of one machine, all cards together, in each direction
-    device_link_gbyte_per_s: float | None = setting(None, above=0)  # from one device to the others, in each direction
-    usd_per_hour: float | None = setting(None, above=0)  # of one machine, on demand
-    usd_per_hour_spot: float | None = setting(None, above=0)  # the same on spot. It changes by the hour and the zone,
-    # so the catalogue has none: aws ec2 describe-spot-price-history tells it
-    price_date: str | None = None  # of the prices, as 2026-11-09
-    source: str | None = None  # origin and date of the figures
+    name: str = "local"  # The name of the machine type, as EC2 has it; local is this machine.
+    device: str | None = setting(None, among=DEVICES)  # The device that a run here needs; None takes any.
+    accelerator: str | None = None  # The name of the chip, as A100.
+    devices: int | None = setting(None, above=0)  # The number of ranks that fill one machine.
+    rank_counts: list[int] | None = None  # The numbers of ranks that one machine can run; None allows any.
+    micro_batch_tokens: int | None = setting(None, above=0)  # The most tokens of a rank at a time; more are split.
+    device_memory_gib: float | None = setting(None, above=0)  # The memory of one rank's device.
+    device_tflops_bf16: float | None = setting(None, above=0)  # The dense peak of a rank's device, of fp16 as well.
+    device_tflops_fp32: float | None = setting(None, above=0)  # The dense peak of a rank's device in fp32.
+    vcpus: int | None = setting(None, above=0)  # The vCPUs of a machine; on x86 two of them, threads, share a core.
+    network_cards: int | None = setting(None, above=0)  # The number of network cards of one machine.
+    efa_interfaces: int | None = setting(None, least=0)  # The most EFA interfaces of a machine; 0 is none.
+    network_gbit_per_s: float | None = setting(None, above=0)  # The speed of all cards of a machine, in each direction.
+    device_link_gbyte_per_s: float | None = setting(None, above=0)  # The speed from a device to others, each direction.
+    usd_per_hour: float | None = setting(None, above=0)  # The price of one machine on demand.
+    usd_per_hour_spot: float | None = setting(None, above=0)  # The price of one machine on spot, which changes by the
+    # hour and the zone, so that the catalogue has none; aws ec2 describe-spot-price-history tells it.
+    price_date: str | None = None  # The date of the prices, as 2026-11-09.
+    source: str | None = None  # The origin and the date of the figures.
 
     def __post_init__(self) -> None:
         super().__post_init__()

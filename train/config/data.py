@@ -20,21 +20,23 @@ MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
 class DataConfig(Section, prefix="data."):
     """Settings of all data, which is shards (pretraining) or records (labelled examples)."""
 
-    path: str = MISSING  # a folder or s3://bucket/prefix of shards; for records also a file or the Hub id of a data set
-    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # loader processes per rank; 0: the rank itself
-    verify: bool = True  # compare local data with its checksums before training, once per node
-    cache_dir: str | None = None  # local copies of data; None: on an NVMe instance store, or in ~/.cache/baretrain
+    path: str = MISSING  # The folder or s3://bucket/prefix of shards; of records also a file, or a Hub id.
+    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # The number of loader processes of a rank; 0
+    # loads in the rank itself.
+    verify: bool = True  # Compare local data with its checksums before training, once a machine.
+    cache_dir: str | None = None  # The folder of local copies; None is an NVMe instance store, or ~/.cache/baretrain.
 
 
 @dataclass(kw_only=True)
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # disk space, 1e9 bytes; None: 90 % of the free
-    attempt_s: float = setting(60.0, above=0)  # a download of which nothing comes for so long is started again, with a
-    # new client
-    deadline_s: float = setting(300.0, above=0)  # a batch waits for a shard as long as bytes of any come; after so long
-    # without, the run ends and names it
+    cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # The disk space, 1e9 bytes; None is 90 % of the
+    # free.
+    attempt_s: float = setting(60.0, above=0)  # The time without a byte after which a download starts again, with a new
+    # client.
+    deadline_s: float = setting(300.0, above=0)  # The time without a byte of any shard after which a batch waits no
+    # longer, and the run ends and names the shard.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,49 +50,53 @@ class ShardsConfig(DataConfig):
 class ColumnsConfig:
     """Names of the columns of the data. A dot leads into an object: answers.text."""
 
-    id: str | None = None  # written to the predictions; None: SQuAD's own, or else the row's number
-    text: str = "text"  # the text to label, or the first of a pair
-    text_pair: str | None = None  # the second text of a pair
-    label: Any = "label"  # the label, for classification, or the number, for regression; a list names the columns of
-    # several numbers, or the labels that have a column of 0 and 1 each
-    question: str = "question"  # this one and those below are for question answering
-    context: str = "context"  # the text in which the answer is
-    answers: str = "answers"  # answers with their texts and places, as SQuAD has them
-    tokens: str = "tokens"  # lists of words, for named entities; of CoNLL files the number of their column: by
-    # default the first one, 0
-    tags: str = "tags"  # a tag for each word of `tokens`; of CoNLL files a number: by default the last one, -1
+    id: str | None = None  # The ids for predictions; None takes SQuAD's own, or else the row's number.
+    text: str = "text"  # The text to label, or the first of a pair.
+    text_pair: str | None = None  # The second text of a pair; None reads single texts.
+    label: Any = "label"  # The label, for classification, or the number, for regression; a list names the columns of
+    # several numbers, or the labels that have a column of 0 and 1 each.
+    question: str = "question"  # The question, for question answering.
+    context: str = "context"  # The text in which the answer is.
+    answers: str = "answers"  # The answers with their texts and places, as SQuAD has them.
+    tokens: str = "tokens"  # The lists of words, for named entities; of CoNLL files the number of their column, by
+    # default the first one, 0.
+    tags: str = "tags"  # The tags of the words; of CoNLL files a number, by default the last one, -1.
 
 
 @dataclass(kw_only=True)
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting("auto", among=FORMATS)  # auto: by the names of the files; saved: by datasets' save_to_disk
-    name: str | None = None  # configuration of a Hub data set
-    revision: str | None = None  # commit of a Hub data set, so that the data stays the same
-    train: str | None = None  # file, glob below path, or split; None: path itself, or the split "train"
-    validation: str | None = None  # the same; None: validation_fraction of the training rows
-    more_validation: dict[str, str] = field(default_factory=dict)  # further splits by name: {mismatched: dev_mm.tsv}
-    validation_fraction: float = setting(0.1, above=0, below=1)  # share of the rows held out if there is no validation,
-    # by a hash of their text
-    max_train_examples: int | None = setting(None, above=0)  # drawn with the run's seed; None: all
-    max_validation_examples: int | None = setting(None, above=0)  # the same for each validation split
+    format: str = setting("auto", among=FORMATS)  # The format; auto goes by names of files, saved is save_to_disk's.
+    name: str | None = None  # The configuration of a Hub data set.
+    revision: str | None = None  # The commit of a Hub data set, so that the data stays the same.
+    train: str | None = None  # The file, glob below path or split of the training data; None takes path itself, or the
+    # split "train".
+    validation: str | None = None  # The file, glob below path or split of the validation data; None holds out
+    # validation_fraction.
+    more_validation: dict[str, str] = field(default_factory=dict)  # The further splits by name, {mismatched:
+    # dev_mm.tsv}.
+    validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows that is held out, by a hash of
+    # their text, where data.validation is None.
+    max_train_examples: int | None = setting(None, above=0)  # The most examples, drawn by the seed; None uses all.
+    max_validation_examples: int | None = setting(None, above=0)  # The most examples of a validation split; None uses
+    # all.
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those of the data, sorted,
-    # or in the order of the numbers of label_map
-    label_map: dict[str, str | None] = field(default_factory=dict)  # value: its label; null leaves the row out
-    label_separator: str | None = None  # what separates several labels in a text, as | in CSV; None: they are lists
-    lengths: Any = "auto"  # tokens that batches are padded to, rising, as [32,64,128]; the longest row's or seq_len is
-    # added | []: that one alone | auto: as few as keep padding below 10 %, multiples of 8, of 16 on CUDA; where each
-    # length is a graph to compile (XLA, Trainium, backend.compile) at most three
-    delimiter: str = ","  # of CSV, as are the three below
-    quote: str | None = "auto"  # auto: ", and text where fields are separated by tabs; None: quotation marks are text
-    escape: str | None = None  # such as \\: the character after it is text; None: a doubled quote is a quote
-    header: bool = True  # the first line names the columns; if there is none they are 0, 1, ...
-    encoding: str = "utf-8"  # of the files, by its name in Python
-    max_bad_rows: int = setting(0, least=0)  # rows that cannot be read or have a wrong label or answer: up to this
-    # number they are left out, counted and named; with more the data is rejected
-    save_to: str | None = None  # folder or s3://... that also keeps the prepared data, for data.path of other runs
+    labels: list[str] = field(default_factory=list)  # The labels in the order of their numbers; [] takes those of the
+    # data, sorted, or in the order of the numbers of label_map.
+    label_map: dict[str, str | None] = field(default_factory=dict)  # The label of each value; None leaves its rows out.
+    label_separator: str | None = None  # The text between several labels in one field, as | in CSV; None reads lists.
+    lengths: Any = "auto"  # The lengths in tokens that batches are padded to, rising, as [32,64,128], and that of the
+    # longest row or seq_len is added; [] pads to that one alone. auto takes as few as keep padding below 10 %,
+    # multiples of 8, of 16 on CUDA, at most three where each is a graph to compile (XLA, Trainium, backend.compile).
+    delimiter: str = ","  # The character between the fields of a CSV.
+    quote: str | None = "auto"  # The quotation mark; auto takes ", or none beside tabs; None takes none.
+    escape: str | None = None  # The character, as \\, before one that is text; None reads doubled quotes as quotes.
+    header: bool = True  # Take the names of the columns from the first line of a CSV; without them they are 0, 1, ...
+    encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
+    max_bad_rows: int = setting(0, least=0)  # The number of rows that cannot be read, or have a wrong label or answer,
+    # up to which they are left out, counted and named; with more the data is rejected.
+    save_to: str | None = None  # The folder or s3://... that also keeps the prepared data, for data.path of other runs.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,11 +135,11 @@ def column_names(value: Any) -> str | list[str]:
 class S3Config(Section, prefix="s3."):
     """Access to S3. None: as AWS's tools find it (environment, ~/.aws, the instance's role)."""
 
-    endpoint: str | None = None  # URL of an S3-compatible server
-    region: str | None = None  # of the bucket
-    profile: str | None = None  # of ~/.aws: the credentials that are used
-    path_style: bool = False  # the bucket is in the path, not in the host name; most S3-compatible servers need it
-    timeout_s: float = setting(60.0, above=0)  # after which a request without an answer fails, all its retries included
+    endpoint: str | None = None  # The URL of an S3-compatible server; None is AWS.
+    region: str | None = None  # The region of the bucket.
+    profile: str | None = None  # The profile of ~/.aws whose credentials are used.
+    path_style: bool = False  # Put the bucket into the path, as most S3-compatible servers need it.
+    timeout_s: float = setting(60.0, above=0)  # The limit of a request with all its retries.
 
     def __post_init__(self) -> None:
         super().__post_init__()

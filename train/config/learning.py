@@ -28,7 +28,7 @@ class TaskConfig(Section, prefix="task."):
     """Settings that every task has; those of a single task are in its package, in train/tasks."""
 
     learns_from: ClassVar[type[DataConfig]] = RecordsConfig
-    kind: str = MISSING  # name of the task in train.tasks.TASKS; task=... sets it
+    kind: str = MISSING  # The name of the task in train.tasks.TASKS; task=... sets it.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         """Return the size of the head for sequences of `seq_len` tokens; `labels` is 0 before the data is read."""
@@ -37,26 +37,28 @@ class TaskConfig(Section, prefix="task."):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, prefix="model."):
-    """A Hugging Face encoder: made from sizes, or read from a checkpoint."""
+    """A Hugging Face encoder: made from sizes, or read from a checkpoint. None leaves a size to the architecture."""
 
-    pretrained: str | None = None  # Hub id or folder; its configuration and weights are used, sizes below must agree
-    init_from: str | None = None  # the same, or the run_dir of a run, in S3 too, instead of pretrained
-    tokenizer: str | None = None  # Hub id, folder or run, for tasks on records; None: the one of the weights
-    freeze_embeddings: bool = False  # embeddings are not trained
-    freeze_layers: int = setting(0, least=0)  # layers, from the bottom, that are not trained, nor the embeddings then
-    new_head: bool = False  # drop a checkpoint's head that is for other labels, instead of rejecting it
-    architecture: str = "albert"  # `model_type` of transformers, for a model made from sizes
-    vocab_size: int | None = setting(None, above=0)  # None: the size of the tokenizer that prepared the data
-    max_positions: int | None = setting(None, above=0)  # longest sequence in tokens; None here and below: the
-    # architecture's default
-    embedding_size: int | None = setting(None, above=0)  # for architectures that factorise the embedding
-    hidden_size: int | None = setting(None, above=0)  # width of the layers; a multiple of num_heads
-    intermediate_size: int | None = setting(None, above=0)  # width inside the feed-forward part of a layer
-    num_layers: int | None = setting(None, above=0)  # transformer layers
-    num_heads: int | None = setting(None, above=0)  # attention heads of a layer
-    initializer_range: float | None = setting(None, above=0)  # standard deviation of random weights
-    hidden_dropout: float | None = setting(None, least=0, below=1)  # share of hidden values that is dropped
-    attention_dropout: float | None = setting(None, least=0, below=1)  # share of attention weights that is dropped
+    pretrained: str | None = None  # The Hub id or folder of a model's configuration and weights; sizes that are set
+    # must agree.
+    init_from: str | None = None  # The Hub id or folder of a model, or a run_dir, in S3 too; it is taken instead of
+    # pretrained.
+    tokenizer: str | None = None  # The Hub id, folder or run of a tokenizer, for tasks on records; None is that of the
+    # weights.
+    freeze_embeddings: bool = False  # Keep the embeddings as they are.
+    freeze_layers: int = setting(0, least=0)  # The bottom layers that are not trained, nor the embeddings then.
+    new_head: bool = False  # Replace a checkpoint's head that is for other labels, instead of rejecting it.
+    architecture: str = "albert"  # The `model_type` of transformers, for a model made from sizes.
+    vocab_size: int | None = setting(None, above=0)  # The size of the vocabulary; None takes the tokenizer's.
+    max_positions: int | None = setting(None, above=0)  # The length of the longest sequence in tokens.
+    embedding_size: int | None = setting(None, above=0)  # The width of embeddings that are factorised.
+    hidden_size: int | None = setting(None, above=0)  # The width of the layers, a multiple of num_heads.
+    intermediate_size: int | None = setting(None, above=0)  # The width inside the feed-forward part of a layer.
+    num_layers: int | None = setting(None, above=0)  # The number of transformer layers.
+    num_heads: int | None = setting(None, above=0)  # The number of attention heads of a layer.
+    initializer_range: float | None = setting(None, above=0)  # The standard deviation of random weights.
+    hidden_dropout: float | None = setting(None, least=0, below=1)  # The share of hidden values that is dropped.
+    attention_dropout: float | None = setting(None, least=0, below=1)  # The share of attention weights that is dropped.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,19 +80,19 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: str = "adamw"  # name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it
-    lr: float = setting(1e-3, above=0)  # peak
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of the running means of gradients and of their squares
-    eps: float = setting(1e-6, above=0)  # added to the root of the second moment, by which updates are divided
-    head_lr: float | None = setting(None, above=0)  # peak of the task's head, whose weights begin random; None: lr
-    weight_decay: float = setting(0.01, least=0)  # not applied to biases and normalisation weights
-    max_grad_norm: float | None = setting(1.0, above=0)  # gradients are clipped to this global norm; None: no clipping
-    schedule: str = "linear"  # after the warm-up: linear | cosine | polynomial | constant
-    decay_from_start: bool = False  # the decay is counted from the first step, not from the end of the warm-up
-    power: float = setting(1.0, above=0)  # exponent of the polynomial decay
-    final_lr_fraction: float = setting(0.0, least=0, most=1)  # share of lr that is left at the last step
-    warmup_steps: int | None = setting(None, least=0)  # None: warmup_fraction of the run
-    warmup_fraction: float = setting(0.1, least=0, most=1)  # share of the run in which the rate rises
+    name: str = "adamw"  # The name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it.
+    lr: float = setting(1e-3, above=0)  # The peak of the learning rate.
+    betas: tuple[float, float] = (0.9, 0.999)  # The decay of the running means of gradients and of their squares.
+    eps: float = setting(1e-6, above=0)  # The addend of the root of the second moment, by which updates are divided.
+    head_lr: float | None = setting(None, above=0)  # The peak rate of the task's head, which begins random; None is lr.
+    weight_decay: float = setting(0.01, least=0)  # The decay, but not of biases and normalisation weights.
+    max_grad_norm: float | None = setting(1.0, above=0)  # The global norm that gradients are clipped to; None is none.
+    schedule: str = "linear"  # The course of the rate after the warm-up: linear, cosine, polynomial or constant.
+    decay_from_start: bool = False  # Count the decay from the first step instead of the end of the warm-up.
+    power: float = setting(1.0, above=0)  # The exponent of the polynomial decay.
+    final_lr_fraction: float = setting(0.0, least=0, most=1)  # The share of lr that is left at the last step.
+    warmup_steps: int | None = setting(None, least=0)  # The warm-up in steps; None takes warmup_fraction.
+    warmup_fraction: float = setting(0.1, least=0, most=1)  # The share of the run in which the rate rises.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,7 +31,8 @@ class Held:
 class ParallelConfig(Section, prefix="parallel."):
     frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # memory of a rank
 
-    name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp | pipeline
+    name: str = "data"  # The engine: with data every rank holds the model and computes a share of each batch, fsdp
+    # shards the model, and pipeline divides its layers.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +79,7 @@ class ParallelConfig(Section, prefix="parallel."):
 class DataParallelConfig(ParallelConfig):
     """Data parallelism: every rank holds the weights and the gradients, and sees its share of each batch."""
 
-    shard_optimizer: bool = False  # each rank keeps the optimizer's state of its share of the weights only
+    shard_optimizer: bool = False  # Keep on each rank the optimizer's state of its share of the weights only.
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         if self.shard_optimizer:
@@ -95,10 +96,10 @@ class FSDPConfig(ParallelConfig):
     frees: ClassVar[str] = "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
 
     name: str = "fsdp"
-    reshard_after_forward: bool = True  # drop a layer's gathered weights after its forward pass and gather them again
-    # for the backward pass; false keeps those of all layers until then, which sends a third less
-    reduce_once: bool = True  # reduce gradients at the last micro batch of a step, until which each rank holds those of
-    # the whole model; false: at every one, which sends more and holds its part only
+    reshard_after_forward: bool = True  # Drop a layer's gathered weights after its forward pass and gather them again
+    # for the backward pass; false keeps those of all layers until then, which sends a third less.
+    reduce_once: bool = True  # Reduce gradients at the last micro batch of a step, until which each rank holds those of
+    # the whole model; false reduces at every one, which sends more and holds its part only.
 
     def held(self, world_size: int) -> Held:
         if world_size == 1:
@@ -148,11 +149,11 @@ class PipelineConfig(ParallelConfig):
     frees: ClassVar[str] = "parallel.schedule=1f1b, more parallel.micro_batches or more parallel.stages"
 
     name: str = "pipeline"
-    stages: int = setting(2, least=2)  # ranks that hold the model between them
-    micro_batches: int = setting(4, least=1)  # equal parts of micro_batch_size, which follow one another
-    schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # gpipe: all forward passes, then all
-    # backward passes | 1f1b: a backward pass as soon as it can be, which keeps the activations of `stages` micro
-    # batches at most | interleaved: 1f1b with several parts of the model on each rank, which waits less and sends more
+    stages: int = setting(2, least=2)  # The number of ranks that hold the model between them.
+    micro_batches: int = setting(4, least=1)  # The number of equal parts of micro_batch_size, which follow one another.
+    schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # The order of passes: gpipe does all
+    # forward passes first; 1f1b does a backward pass as soon as it can be, which keeps activations of at most `stages`
+    # micro batches; interleaved is 1f1b with several parts of the model on each rank, which waits less and sends more.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,35 +16,35 @@ MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have this many proces
 
 @dataclass(kw_only=True)
 class CorpusConfig(Section, prefix="corpus."):
-    kind: str = MISSING  # name of the source in train/data/text/corpus.py; corpus=... sets it
-    name: str = MISSING  # written to the manifest
+    kind: str = MISSING  # The name of the source in train/data/text/corpus.py; corpus=... sets it.
+    name: str = MISSING  # The name of the corpus in the manifest.
 
 
 @dataclass(kw_only=True)
 class FilesCorpusConfig(CorpusConfig):
     """Local files: plain text, JSON lines, CSV or Parquet; any but Parquet may be gzipped (.gz)."""
 
-    path: str = MISSING  # a file, a folder (read recursively) or a glob
-    encoding: str = "utf-8"  # of the files, by its name in Python
-    errors: str = setting("strict", among=("strict", "replace"))  # for bytes that do not decode: strict stops and names
-    # them, replace writes U+FFFD
-    separator: str | None = r"^\s*$"  # text: a matching line starts a new document; None: a file is one document
-    column: str = "text"  # jsonl, csv, parquet: the field with the document
+    path: str = MISSING  # The file, the folder (read recursively) or the glob.
+    encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
+    errors: str = setting("strict", among=("strict", "replace"))  # The treatment of bytes that do not decode: strict
+    # stops and names them, replace writes U+FFFD.
+    separator: str | None = r"^\s*$"  # The pattern of a line that begins a document; None takes whole files.
+    column: str = "text"  # The column or field of JSON lines, CSV and Parquet that holds the document.
 
 
 @dataclass(kw_only=True)
 class HFDataset:
-    path: str = MISSING  # Hub id, or a local folder or builder name
-    name: str | None = None  # configuration of the data set
-    split: str = "train"  # of the data set
-    column: str = "text"  # with the text
-    data_files: str | None = None  # for builders such as json, csv, parquet
-    rows_per_document: int = 1  # consecutive rows joined into one document, if rows are sentences
+    path: str = MISSING  # The Hub id, or a local folder or the name of a builder.
+    name: str | None = None  # The configuration of the data set.
+    split: str = "train"  # The split of the data set.
+    column: str = "text"  # The column with the text.
+    data_files: str | None = None  # The files for builders such as json, csv and parquet.
+    rows_per_document: int = 1  # The consecutive rows joined into a document, if rows are sentences.
 
 
 @dataclass(kw_only=True)
 class HFCorpusConfig(CorpusConfig):
-    datasets: list[HFDataset] = field(default_factory=list)  # read one after the other
+    datasets: list[HFDataset] = field(default_factory=list)  # The data sets, which are read one after the other.
 
     def __post_init__(self) -> None:
         check(bool(self.datasets), "corpus.datasets is empty: name one, e.g. corpus.datasets=[{path: user/set}]")
@@ -52,29 +52,30 @@ class HFCorpusConfig(CorpusConfig):
 
 @dataclass(kw_only=True)
 class TokenizerConfig(Section, prefix="tokenizer."):
-    pretrained: str | None = None  # Hub id or folder of a fast tokenizer; None: one is trained on the corpus
-    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # of a tokenizer that is trained
-    lowercase: bool = True  # read all text in lower case
-    strip_accents: bool = False  # with all marks, and plain forms for compatibility characters and LaTeX quotes, as
-    # ALBERT's; other languages than English write vowels with marks
-    train_bytes: int = setting(256 * 2**20, above=0)  # most text that it is trained on, with 20 times its memory; of a
-    # Hub stream, the first
+    pretrained: str | None = None  # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
+    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The pieces of a tokenizer that is trained.
+    lowercase: bool = True  # Read all text in lower case.
+    strip_accents: bool = False  # Remove all marks, and write compatibility characters and LaTeX quotes in plain forms,
+    # as ALBERT does; other languages than English write vowels with marks.
+    train_bytes: int = setting(256 * 2**20, above=0)  # The most text that a tokenizer is trained on, with 20 times its
+    # memory; of a Hub stream it is the first text.
 
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):
     """Preparation of token shards from text: `python -m train.prepare --cfg job` prints it."""
 
-    output: str = MISSING  # folder or s3://bucket/prefix for the shards; finished work is not done twice
-    seed: int = setting(0, least=0)  # for packing, and for the choice of documents that are held out
-    seq_len: int = setting(512, least=8, below=2**16)  # tokens per sequence, special ones included
-    validation_fraction: float = setting(0.01, above=0, below=1)  # share of the text held out: documents by their hash,
-    # the end of long ones
-    rows_per_shard: int | None = setting(None, above=0)  # sequences; None: about 64 MiB
-    part: str | None = None  # "3/64": this call prepares the third of 64 parts; None: all of them
-    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # that share the work on this machine,
-    # with the same result whatever their number; None: one for each processor that this process may use
-    merge: bool = False  # only write the manifest of parts that are all prepared
+    output: str = MISSING  # The folder or s3://bucket/prefix of the shards; finished work is not done twice.
+    seed: int = setting(0, least=0)  # The seed of packing and of the choice of documents that are held out.
+    seq_len: int = setting(512, least=8, below=2**16)  # The number of tokens of a sequence, special ones included.
+    validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text that is held out, documents by
+    # their hash and of long ones the end.
+    rows_per_shard: int | None = setting(None, above=0)  # The sequences of a shard; None makes about 64 MiB.
+    part: str | None = None  # The part that this call prepares, as "3/64", the third of 64; None prepares all.
+    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The processes that share the work on
+    # this machine, with the same result whatever their number; None is one for each processor that this process may
+    # use.
+    merge: bool = False  # Write only the manifest of parts that are all prepared.
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     s3: S3Config = field(default_factory=S3Config)

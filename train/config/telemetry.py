@@ -16,7 +16,7 @@ class TelemetryConfig(Section, prefix="telemetry."):
     Servers, projects, keys and passwords are those of the environment: MLFLOW_TRACKING_URI, WANDB_PROJECT and the like.
     """
 
-    trackers: list[str] = field(default_factory=list)  # any of mlflow and wandb
+    trackers: list[str] = field(default_factory=list)  # The trackers that get the metrics, any of mlflow and wandb.
 
     def __post_init__(self) -> None:
         super().__post_init__()

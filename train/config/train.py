@@ -31,44 +31,46 @@ TOLERANCE = 0.01  # seeds and orders of floating-point sums move the scores of f
 
 @dataclass(kw_only=True)
 class EarlyStopConfig(Section, prefix="early_stop."):
-    patience: int | None = setting(None, above=0)  # evaluations without improvement after which the run ends; None: off
-    min_delta: float = setting(0.0, least=0)  # smallest change of best.metric that counts as an improvement
+    patience: int | None = setting(None, above=0)  # The evaluations without improvement after which the run ends; None
+    # is off.
+    min_delta: float = setting(0.0, least=0)  # The smallest change of best.metric that counts as an improvement.
 
 
 @dataclass(kw_only=True)
 class HubConfig:
     """Where a finished run is pushed on the Hugging Face Hub. The token is that of `hf auth login` or HF_TOKEN."""
 
-    push_to: str | None = None  # user/name of a private repository, made unless it is there, for model, card and
-    # TensorBoard files; None: off. `python -m train.hub RUN --to NAME --public` pushes a finished run to a public one
+    push_to: str | None = None  # The user/name of a private repository, made unless it is there, for model, card and
+    # TensorBoard files; None is off. `python -m train.hub RUN --to NAME --public` pushes to a public one.
 
 
 @dataclass(kw_only=True)
 class TrainConfig(Section):
     """A whole training run: `python -m train --cfg job` prints it."""
 
-    run_dir: str = MISSING  # where the run writes everything; with the same folder a run resumes where it stopped
-    seed: int = setting(0, least=0)  # for weights, order of the data, masking and dropout
-    seq_len: int | None = setting(None, least=8)  # tokens of the longest sequences; None: of prepared text its length;
-    # of records the longest row's, at most 512 and what the model can read
-    global_batch_size: int | None = setting(None, above=0)  # sequences per optimizer step over all ranks; None: micro *
-    # world size
-    micro_batch_size: int | None = setting(None, above=0)  # sequences per rank and forward pass; None: global / world
-    # size
-    max_examples: int | None = setting(None, above=0)  # length of the run in sequences; of max_examples, max_steps and
-    # max_epochs one or more must be given, and the shortest counts
-    max_steps: int | None = setting(None, above=0)  # length of the run in optimizer steps
-    max_epochs: float | None = setting(None, above=0)  # length of the run in passes over the data
-    max_run_s: float | None = setting(None, above=0)  # time of this attempt, after which it stops with a checkpoint
-    log_every: int = setting(10, above=0)  # steps between lines in metrics.jsonl and on the console
-    eval_every: int | None = setting(500, above=0)  # steps between evaluations; None: only at the end
-    eval_examples: int | None = setting(None, above=0)  # validation sequences used, drawn by the seed; None: all
-    eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # sequences per rank and batch of an
-    # evaluation, to which the last one is padded; None: micro_batch_size
-    export: bool = True  # write run_dir/export for plain transformers at the end
-    samples: int = setting(8, least=0, most=MAX_SAMPLES)  # validation examples that the export answers for the report
-    tensorboard: bool = True  # also write TensorBoard files to run_dir/tensorboard
-    profile: bool = False  # trace some steps of rank 0: run_dir/profile/ gets the trace and its table by kernel
+    run_dir: str = MISSING  # The folder of all that the run writes, also in S3; a start with the same one resumes it.
+    seed: int = setting(0, least=0)  # The seed of weights, the order of the data, masking and dropout.
+    seq_len: int | None = setting(None, least=8)  # The tokens of the longest sequences; None takes the length of
+    # prepared text, or of records that of the longest row, at most 512 and what the model can read.
+    global_batch_size: int | None = setting(None, above=0)  # The sequences of an optimizer step over all ranks; None
+    # takes micro_batch_size times the number of ranks.
+    micro_batch_size: int | None = setting(None, above=0)  # The sequences of a forward pass on a rank; None divides
+    # global_batch_size by the number of ranks.
+    max_examples: int | None = setting(None, above=0)  # The length of the run in sequences; max_examples, max_steps or
+    # max_epochs must be given, and the shortest counts.
+    max_steps: int | None = setting(None, above=0)  # The length of the run in optimizer steps.
+    max_epochs: float | None = setting(None, above=0)  # The length of the run in passes over the data.
+    max_run_s: float | None = setting(None, above=0)  # The time of this attempt, which then stops with a checkpoint.
+    log_every: int = setting(10, above=0)  # The steps between lines in metrics.jsonl and on the console.
+    eval_every: int | None = setting(500, above=0)  # The steps between evaluations; None evaluates at the end only.
+    eval_examples: int | None = setting(None, above=0)  # The validation sequences, drawn by the seed; None is all.
+    eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # The sequences of a batch of an
+    # evaluation on a rank, to which the last one is padded; None takes micro_batch_size.
+    export: bool = True  # Write run_dir/export, a folder for transformers alone, at the end.
+    samples: int = setting(8, least=0, most=MAX_SAMPLES)  # The validation examples that the export answers for the
+    # report.
+    tensorboard: bool = True  # Write TensorBoard files to run_dir/tensorboard, too.
+    profile: bool = False  # Trace some steps of rank 0, and write the trace and its table by kernel to run_dir/profile.
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
@@ -126,11 +128,11 @@ VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers", "model")
 
 @dataclass(kw_only=True)
 class VariantsConfig(Section, prefix="compare."):
-    run: list[str] = field(default_factory=lambda: ["none", "layers"])  # names of the variants to run, the baseline
-    # first; empty: all of compare.variants
-    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))  # by name, the settings in which each
-    # differs, as typed; more are added to these
-    ranks: int = setting(1, above=0)  # of this machine; above 1 each run is started by torchrun
+    run: list[str] = field(default_factory=lambda: ["none", "layers"])  # The names of the variants to run, the baseline
+    # first; [] runs all of compare.variants.
+    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))  # The settings in which each variant
+    # differs, as typed, by its name; more are added to these.
+    ranks: int = setting(1, above=0)  # The ranks of this machine; torchrun starts each run above 1.
 
     def __post_init__(self) -> None:
         super().__post_init__()

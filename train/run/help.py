@@ -64,7 +64,7 @@ def explained_field(schema: type, key: str) -> tuple[Field, str]:
     kinds = [schema, *schema.__subclasses__()]
     item, kind = next((item, kind) for kind in kinds for item in fields(kind) if item.name == name)
     texts = (" | ".join(item.metadata.get("among", ())), comment(kind, name))
-    return item, "; ".join(text for text in texts if text)
+    return item, ". ".join(text for text in texts if text)
 
 
 def comment(kind: type, name: str) -> str:

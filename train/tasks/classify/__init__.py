@@ -15,9 +15,9 @@ class ClassifyConfig(TaskConfig):
     """Classification: one label for a text or a pair of texts."""
 
     kind: str = "classify"
-    class_weights: Any = None  # how much an error counts, for each label in order, as [1,5,0.5]; balanced: rows /
-    # (labels * rows of the label) of the training data; None: all the same
-    label_smoothing: float = setting(0.0, least=0, below=1)  # share of the target that is spread over all labels
+    class_weights: Any = None  # The weight of an error for each label in order, as [1,5,0.5]; balanced takes rows /
+    # (labels * rows of the label) of the training data, None the same for all.
+    label_smoothing: float = setting(0.0, least=0, below=1)  # The share of the target that is spread over all labels.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,12 +15,12 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(0.15, above=0, below=1)  # share of the tokens of a sequence that is predicted, a fixed
-    # number: seq_len * mask_rate
-    eval_mask_rate: float | None = setting(None, above=0, below=1)  # of validation sequences; None: mask_rate
-    max_ngram: int = setting(3, above=0)  # longest run of units masked together, p(n) ~ 1/n; 1 is BERT's masking
-    whole_word: bool = False  # units are whole words instead of tokens
-    sop: bool = False  # also predict whether two segments are in order; it weighs as much as all predicted tokens
+    mask_rate: float = setting(0.15, above=0, below=1)  # The share of the tokens of a sequence that is predicted,
+    # always the same number: seq_len times mask_rate.
+    eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate of validation; None is mask_rate.
+    max_ngram: int = setting(3, above=0)  # The longest run of units masked together, p(n) ~ 1/n; 1 is BERT's masking.
+    whole_word: bool = False  # Mask whole words as units instead of tokens.
+    sop: bool = False  # Predict the order of two segments, too, with the weight of all predicted tokens.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = max(1, round(seq_len * self.mask_rate))

@@ -18,10 +18,10 @@ class MultiLabelConfig(TaskConfig):
     """Multi-label classification: any number of labels, or none, for a text or a pair of texts."""
 
     kind: str = "multilabel"
-    positive_weights: Any = None  # what a label that is there counts where one that is not counts 1, a number for each
-    # label in order; balanced: rows without the label / rows with it, of the training data; None: 1
-    threshold: Any = 0.5  # probability from which a label is predicted, or a list of one for each label in order; it is
-    # kept in the export
+    positive_weights: Any = None  # The weight of a label that is there, for each label in order, where one that is not
+    # there has 1; balanced takes rows without the label / rows with it, of the training data, None 1.
+    threshold: Any = 0.5  # The probability from which a label is predicted, or a list of one for each label in order;
+    # the export keeps it.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,8 +13,8 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, as B-PER where a person's name begins, I-PER in it, O elsewhere."""
 
     kind: str = "ner"
-    scheme: str = setting("entities", among=("entities", "none"))  # entities: tags are O or types behind B-, I- and the
-    # like (IOB2, BIOES, BILOU); none: any tags, as parts of speech, which are scored by the word
+    scheme: str = setting("entities", among=("entities", "none"))  # The form of tags: entities is O, or types behind
+    # B-, I- and the like (IOB2, BIOES, BILOU); none is any tags, as parts of speech, scored by the word.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=labels or 9)  # the number in CoNLL-2003

@@ -13,12 +13,12 @@ class QAConfig(TaskConfig):
     """Question answering: the span of a context (SQuAD). Long contexts are read in overlapping windows."""
 
     kind: str = "qa"
-    stride: int = setting(128, above=0)  # tokens that two neighbouring windows of a context share
-    max_question_tokens: int = setting(64, above=0)  # longer questions are cut and counted
-    max_answer_tokens: int = setting(30, above=0)  # longest answer that the model may give
-    unanswerable: bool = False  # SQuAD v2: a question may have no answer
-    null_threshold: float | None = None  # v2: a question has no answer if "no answer" scores higher than the best span
-    # by more than this; None: 0 in evaluations, and in train.predict what was best for F1 on the validation data
+    stride: int = setting(128, above=0)  # The number of tokens that two neighbouring windows of a context share.
+    max_question_tokens: int = setting(64, above=0)  # The length at which questions are cut; cut ones are counted.
+    max_answer_tokens: int = setting(30, above=0)  # The length of the longest answer that the model may give.
+    unanswerable: bool = False  # Allow questions without an answer, as in SQuAD v2.
+    null_threshold: float | None = None  # The margin by which "no answer" must score above the best span to be the
+    # answer, in SQuAD v2; None takes 0 in evaluations, and in train.predict the best one for F1 on the validation data.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,13 +14,13 @@ MOST_WINDOWS = 5  # whose spread is reported; the device is read in each
 class BenchConfig(TrainConfig):
     """One measurement, or a sweep of them: `python -m train.bench --cfg job` prints it."""
 
-    steps: int = setting(50, above=0)  # optimizer steps that are timed
-    warmup: int = setting(10, least=1)  # steps before them, at least; graphs are compiled in these
-    output: str | None = None  # JSON file that gets all figures; None: the table is all
-    max_memory_gib: float | None = setting(None, above=0)  # host memory that a rank on CPUs may allocate; None: any, in
-    # a sweep what the machine has available
-    sweep: bool = False  # also --sweep: try micro batches, with the same global batch, for the largest and the fastest
-    nproc: int = setting(1, above=0, most=MAX_PROCESSES)  # sweep: ranks of each try on this machine
+    steps: int = setting(50, above=0)  # The number of optimizer steps that are timed.
+    warmup: int = setting(10, least=1)  # The least number of steps before the timed ones, in which graphs are compiled.
+    output: str | None = None  # The JSON file that gets all figures; None prints the table alone.
+    max_memory_gib: float | None = setting(None, above=0)  # The host memory that a rank on CPUs may allocate; None
+    # allows any, in a sweep what the machine has available.
+    sweep: bool = False  # Try micro batches, with the same global batch, for the largest and the fastest.
+    nproc: int = setting(1, above=0, most=MAX_PROCESSES)  # The number of ranks on this machine of each try of a sweep.
 
     def __post_init__(self) -> None:
         super().__post_init__()
