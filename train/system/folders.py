@@ -225,9 +225,7 @@ def check_place(location: str) -> None:
 
 
 def local_path(location: str) -> Path:
-    """Return the path of a local file or folder given by the user, with "~" expanded. Raises InputError if it cannot be
-    one, or lies where this user may not look.
-    """
+    """Return a local path given by the user, with "~" expanded. Raises InputError if it is none or not permitted."""
     check_place(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
