@@ -28,7 +28,7 @@ from launch.values import columns, line, paragraph
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
 from train.run import compose as cli
-from train.run.command import guarded
+from train.run.command import add_import_flag, guarded
 from train.system.folders import is_s3, open_folder
 from train.system.machine import instance_names
 
@@ -58,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Plan a run on N machines, and start it with submit=true; give settings of the run after --. Then: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
+    add_import_flag(parser)  # for the run
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
-    settings = [each for each in own if not each.startswith("-")]
+    settings = [each for each in own if "=" in each and not each.startswith("-")]
     if of_runs := [each for each in settings if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN]:
         return guarded(lambda: reject_setting(of_runs[0]))
     return cli.run(
@@ -87,7 +88,7 @@ def with_unknown_type(own: list[str]) -> list[str]:
     if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
         return own
     others = [each for each in own if not each.startswith("instance=")]
-    settings = [each for each in others if not each.startswith("-")]
+    settings = [each for each in others if "=" in each and not each.startswith("-")]
     with suppress(InputError):  # the error is reported when all settings are read
         if cli.load_config(LaunchConfig, settings).cluster.finds_types:
             return [*others, "instance=local", f"instance.name={names[-1]}"]

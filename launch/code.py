@@ -15,6 +15,7 @@ from typing import IO, cast
 import launch
 from launch.record import Code
 from train.config import check
+from train.system import imported
 from train.system.atomic_io import made_once
 from train.system.caches import private_folder
 from train.system.environment import commit
@@ -23,22 +24,32 @@ from train.system.schema import FileName, RelativePath, Sha256
 
 PACKAGES = ["train", "conf", "launch", "ami"]  # in one folder; ami has versions.yaml, which train.system.versions reads
 START = "start.py"  # at the bundle's root, where Python then looks first, and not in the job's working folder
+IMPORTS = "imports"  # in the bundle: the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # also where PYTHONSAFEPATH is set
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, here)  # also where PYTHONSAFEPATH is set
 if __name__ == "__main__":  # not in processes that are spawned
-    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    module = sys.argv.pop(1)
+    if module == "train":
+        sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 MOST_BYTES = 64 * 2**20  # of an unpacked bundle
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack the packages that this process runs, as the same bytes each time. Raises InputError if they are too big."""
+    """Pack the packages that this process runs, and the files of --import, as the same bytes each time.
+
+    Raises InputError if they are too big.
+    """
     files = dict[str, Path]()
     for package in PACKAGES:
         top = Path(launch.__file__).parent.parent / package
         found = (path for path in sorted(top.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
         files |= {f"{package}/{path.relative_to(top).as_posix()}": path for path in found}
+    files |= {f"{IMPORTS}/{name}": each.path for name, each in imported.IMPORTED.items()}
     sizes = {path: path.stat().st_size for path in files.values()}
     largest = max(sizes, key=sizes.__getitem__)
     check(

@@ -30,9 +30,9 @@ from train.parallel.ranks import AGREED
 from train.run.attempt import ENDS, Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.evaluation import evaluate, write_samples
-from train.run.feed import TrainData, check_same_data
+from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
-from train.system import exported
+from train.system import exported, imported
 from train.system.identity import identity_of
 from train.system.launched import check_launch, launched
 from train.system.memory import total_memory_bytes
@@ -97,6 +97,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
         world.run_on_local_rank0(task.verify_data)  # without a heartbeat: a hang is ended
+    world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.agree(task.build_model)

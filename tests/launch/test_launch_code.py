@@ -17,6 +17,7 @@ from rejections import rejects
 from launch import code
 from launch.record import Record
 from train.config import InputError, S3Config
+from train.system import imported
 from train.system.folders import sha256_bytes
 
 
@@ -34,6 +35,18 @@ def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_pa
     assert done.returncode == 0, done.stderr
     assert "run_dir: runs/demo" in done.stdout
     assert {path.name for path in top.iterdir()} >= {"train", "conf", "launch", code.START}
+
+
+def test_files_of_the_users_own_code_come_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(imported, "IMPORTED", {})
+    (tmp_path / "mine.py").write_text("SCHEDULES = {'mine': lambda left, cfg: left}")
+    imported.load(str(tmp_path / "mine.py"))
+    content, packed = code.pack()
+    top = code.unpack(content, packed.sha256, tmp_path / "cache")
+    (tmp_path / "mine.py").unlink()
+    command = [sys.executable, top / code.START, "train", "--cfg", "job", "experiment=demo", "optim.schedule=mine"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_code_that_no_node_would_unpack_is_rejected_before_it_is_sent(monkeypatch):

@@ -1,92 +1,66 @@
-"""What a new task and a new optimizer cost: the worked example of CONTRIBUTING.md, added to a copy of the tree."""
+"""What a new task, metric, optimizer and schedule cost: a file outside of the tree, docs/focal.py, for --import."""
 
 import json
 import os
 import re
-import shutil
 
 import pytest
 from finetuning import tuning
 from forks import launch, run_forked
+from rejections import rejects
 from run_results import losses
 from running import ROOT, lines
 
-EXAMPLE = re.compile(r"`([\w/.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)  # path and content
-TABLES = {  # file: (old text, new text)
-    "train/tasks/__init__.py": [
-        ("import classify, mlm, multilabel,", "import classify, focal, mlm, multilabel,"),
-        ('    "qa": qa.SPEC,\n', '    "qa": qa.SPEC,\n    "focal": focal.SPEC,\n'),
-    ],
-    "train/parallel/optimizers.py": [
-        ("import adamw, lamb\n", "import adamw, lamb, sgd\n"),
-        ('    "lamb": lamb.SPEC,\n', '    "lamb": lamb.SPEC,\n    "sgd": sgd.SPEC,\n'),
-    ],
-}
-START = """
-import os, runpy, sys
-sys.path.insert(0, {tree!r})
-os.chdir({tree!r})
-runpy.run_module(os.environ["MODULE"], run_name="__main__", alter_sys=True)
+from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
+from train.run import help as settings_help
+from train.run import own
+from train.system import imported
+from train.tasks import TASKS
+
+# In the same file for all runs: as this variable says, a rank dies before one of its losses.
+DIES = """
+import itertools, os, signal
+calls, loss_of = itertools.count(1), Focal.loss_of
+def dying(self, *arguments):
+    if os.environ.get("DIES") == f"{os.environ.get('RANK')}:{next(calls)}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss_of(self, *arguments)
+Focal.loss_of = dying
 """
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    """A copy of train and conf with the files of the example and its lines in the tables."""
-    folder = tmp_path_factory.mktemp("tree")
-    for name in ("train", "conf"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    files = dict(EXAMPLE.findall((ROOT / "CONTRIBUTING.md").read_text()))
-    assert sorted(files) == [
-        "conf/optim/sgd.yaml",
-        "conf/task/focal.yaml",
-        "train/parallel/sgd.py",
-        "train/tasks/focal/__init__.py",
-        "train/tasks/focal/task.py",
-    ]
-    for name, content in files.items():
-        assert not (folder / name).exists()
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-    for name, changes in TABLES.items():
-        text = (folder / name).read_text()
-        for old, new in changes:
-            assert text.count(old) == 1, f"{name} has no line {old}"
-            text = text.replace(old, new)
-        (folder / name).write_text(text)
-    (folder / "start.py").write_text(START.format(tree=str(folder)))
-    return folder
+def code(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mine") / "focal.py"
+    path.write_text((ROOT / "docs/focal.py").read_text() + DIES)
+    return path
 
 
-def run(tree, *arguments, module="train", ranks=1):
-    program = str(tree / "start.py")
-    words = ["-c", (tree / "start.py").read_text(), *arguments]
-    if ranks > 1:
-        words = launch(program, list(arguments), ranks=ranks)
-    done = run_forked(words, {**os.environ, "MODULE": module})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(arguments, *, module="train", ranks=1, **env):
+    words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
+    return run_forked(words, {**os.environ, **env})
+
+
+def done(*arguments, **how):
+    ended = run(arguments, **how)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 @pytest.fixture(scope="module")
 def settings(prepared, tmp_path_factory):
-    data = [
-        "data=tweets",
-        f"data.path={ROOT / 'tests/inputs/tweets.csv'}",
-        "data.validation_fraction=0.3",
-        "seq_len=64",
-    ]
+    tweets = ROOT / "tests/inputs/tweets.csv"
+    data = ["data=tweets", f"data.path={tweets}", "data.validation_fraction=0.3", "seq_len=64"]
     data += ["data.lengths=[32]"]  # by default they differ between devices
     given = ["task=focal", "task.gamma=1", "optim=sgd", "optim.momentum=0.8", "optim.lr=0.1", *data]
-    given += ["optim.schedule=constant"]  # on XLA a rate that is a Python number is one more graph
-    given += ["max_steps=4", "eval_every=2", "watchdog.step_s=0"]
+    given += ["max_steps=4", "eval_every=2", "checkpoint.every=2", "watchdog.step_s=0"]
     return tuning(tmp_path_factory.mktemp("cache") / "run", prepared / "tokenizer", *given)
 
 
 @pytest.fixture(scope="module")
-def trained(tree, settings, tmp_path_factory):
+def trained(code, settings, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "two"
-    run(tree, *settings, f"run_dir={run_dir}", ranks=2)
+    done(f"--import={code}", *settings, "optim.schedule=steps", f"run_dir={run_dir}", ranks=2)
     return run_dir
 
 
@@ -102,23 +76,107 @@ def test_a_task_that_resembles_none_is_a_package_a_line_and_a_yaml():
     assert len(lines) == 2  # the import, and the line of the table
 
 
-def test_it_learns_on_two_ranks_and_on_xla_as_on_one(tree, settings, trained, tmp_path):
-    run(tree, *settings, f"run_dir={tmp_path / 'one'}")
-    for kind, keys in (("train", ("loss", "grad_norm")), ("eval", ("loss", "accuracy"))):
+def test_it_learns_on_two_ranks_and_on_xla_as_on_one(code, settings, trained, tmp_path):
+    done("--import", str(code), *settings, "optim.schedule=steps", f"run_dir={tmp_path / 'one'}")
+    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("loss", "accuracy", "kappa"))):
         one, two = ([[line[key] for key in keys] for line in lines(r, kind)] for r in (tmp_path / "one", trained))
         assert len(one) == (4 if kind == "train" else 2) and one != one[:1] * len(one)
         for ours, theirs in zip(one, two, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
+    assert [line["lr"] for line in lines(trained, "train")] == pytest.approx([0.1, 0.1, 0.01, 0.01])
     pytest.importorskip("torch_xla")
-    run(tree, *settings, "backend=xla", "backend.device=cpu", f"run_dir={tmp_path / 'xla'}")
-    assert losses(tmp_path / "xla") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+    # There a rate that is a Python number is one more graph.
+    constant = [f"--import={code}", *settings, "optim.schedule=constant", "max_steps=2"]
+    for name, device in (("xla", ["backend=xla", "backend.device=cpu"]), ("constant", [])):
+        done(*constant, *device, f"run_dir={tmp_path / name}")
+    assert losses(tmp_path / "xla") == pytest.approx(losses(tmp_path / "constant"), rel=1e-3)
 
 
-def test_its_checkpoint_is_exported_and_asked(tree, trained, tmp_path):
-    run(tree, str(trained), "export", str(tmp_path / "out"), module="train.checkpoints")
-    answer = run(tree, str(trained), "--text", "x", "--device", "cpu", module="train.predict")
+def test_a_killed_run_resumes_with_the_same_file_alone(code, settings, trained, tmp_path):
+    command = [*settings, "optim.schedule=steps", f"run_dir={tmp_path / 'run'}"]
+    assert run([f"--import={code}", *command], ranks=2, DIES="1:4").returncode != 0
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3]
+    written = (tmp_path / "run/metrics.jsonl").read_bytes()
+
+    def rejected(*arguments, module="train"):
+        ended = run(arguments, module=module)
+        assert (ended.returncode, ended.stderr.count("error: ")) == (2, 1), ended.stderr
+        return ended.stderr.strip().splitlines()[-1]
+
+    missing = f"error: {tmp_path / 'run'} is of a run with --import focal.py: repeat that, with the path of the file"
+    assert rejected(*command) == missing
+    assert rejected(str(tmp_path / "run"), "--text", "x", module="train.predict") == missing
+    (tmp_path / "focal.py").write_text(code.read_text().replace("self.cfg.gamma", "(self.cfg.gamma + 1)"))
+    changed = rejected(f"--import={tmp_path / 'focal.py'}", *command)
+    assert "is of another run (--import focal.py: " in changed and "resume.force=true" in changed
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == written
+
+    done(f"--import={code}", *command, ranks=2)
+    assert losses(tmp_path / "run")[-2:] == losses(trained)[-2:]
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert environment["identity"]["--import focal.py"] == imported.sha256_bytes(code.read_bytes())
+
+
+def test_its_checkpoint_is_exported_and_asked(code, trained, tmp_path):
+    own_code = f"--import={code}"
+    done(str(trained), "export", str(tmp_path / "out"), "--step=4", own_code, module="train.checkpoints")
+    answer = done(own_code, str(trained), "--text", "x", "--device", "cpu", module="train.predict")
     assert set(json.loads(answer)["probabilities"]) == {"0", "1", "2"}
     weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", trained / "export")]
     assert weights[0] == weights[1]
     card = (trained / "export/README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| Optimizer | sgd |" in card
+
+
+def test_its_options_are_those_of_the_command_line(code, settings, tmp_path):
+    """Its own defaults win over a recipe's, as those of a YAML file do."""
+    recipe = ["experiment=tweets_trainium", "data.path=x", "model.pretrained=x", "optim=sgd"]
+    assert re.search("^optim:(\n  .*)*\n  lr: 0.01$", done(f"--import={code}", *recipe, "--cfg", "job"), re.M)
+    assert re.search(r"task=mlm.*\| focal", done(f"--import={code}", "--help"))
+    short = [*settings, f"run_dir={tmp_path}/x", "backend.compile=layers", f"backend.compile_cache={tmp_path}/kernels"]
+    said = done(f"--import={code}", *short, "--dry-run", "--nproc-per-node=1", module="train.precompile")
+    assert f"-m train.tools.collect_graphs --import={code} " in said  # what starts runs imports the same
+
+
+@pytest.fixture
+def no_code(monkeypatch):
+    """Tables that are as they were after the test."""
+    monkeypatch.setattr(imported, "IMPORTED", {})
+    for table in (TASKS, OPTIMIZERS, SCHEDULES, settings_help.OWN_OPTIONS):
+        for name in list(table):
+            monkeypatch.setitem(table, name, table[name])
+    yield
+    settings_help.groups.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\nimport nix", r"line 2: ModuleNotFoundError: No module named 'nix'"),
+        ("x = (", r"line 1: SyntaxError: "),
+        ("x = 1", r"it has no table; define one of TASKS, OPTIMIZERS, SCHEDULES"),
+        ("TASKS = [1]", r"TASKS must be a table"),
+        ("TASKS = {'a': 3}", r"TASKS: a must be a TaskSpec, and is 3"),
+        ("SCHEDULES = {'a=b': max}", r"SCHEDULES: 'a=b' must be a small letter, then a word"),
+        ("SCHEDULES = {'linear': max}", r"SCHEDULES: optim.schedule=linear is there already"),
+        (
+            "from train.tasks import classify\nTASKS = {'a': classify.SPEC}",
+            r"TASKS: ClassifyConfig must have kind: str",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_rejected_in_a_line(no_code, tmp_path, text, said):
+    (tmp_path / "mine.py").write_text(text)
+    rejects(f"^--import {tmp_path / 'mine.py'}: {said}", own.take, str(tmp_path / "mine.py"))
+
+
+def test_names_of_files_are_told_apart(no_code, tmp_path):
+    rejects("there is no file", own.take, str(tmp_path / "no.py"))
+    rejects("must be a Python file", own.take, "package.module")
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("SCHEDULES = {'mine': max}")
+    own.take(str(tmp_path / "a/mine.py"))
+    own.take(str(tmp_path / "a/mine.py"))  # once more is the same
+    rejects("have one name, by which a run knows them", own.take, str(tmp_path / "b/mine.py"))
+    SCHEDULES.pop("mine")

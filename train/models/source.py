@@ -16,15 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import train
 from train.config import InputError, ModelConfig, S3Config, check
 from train.data.text.tokenizer import check_same_vocabulary, load_tokenizer
 from train.system.atomic_io import made_once
 from train.system.exported import is_outdated, saved_steps
 from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 from train.system.hub_access import hub_or_path, is_at_hub
+from train.system.imported import flags
 from train.system.launched import launched
 from train.system.model_folder import models_below
+from train.system.processes import with_this_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
 EXPORTING = "BARETRAIN_EXPORTING"  # runs whose checkpoints the processes above this one export, one per line
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a process one of several
 
 
 # ---- locations -----------------------------------------------------------------------------------------------------
@@ -111,11 +111,9 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
 
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
-        environ = {name: value for name, value in os.environ.items() if name not in RANKS}
-        root = str(Path(train.__file__).parent.parent)  # a launched job runs the code of its bundle
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environ = with_this_code(os.environ)  # a launched job runs the code of its bundle
         environ[EXPORTING] = "\n".join([*begun, location])
-        command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options]
+        command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options, *flags()]
         logger.info("%s: exporting its best checkpoint", location)
         done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
         if done.returncode != 0:

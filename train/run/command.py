@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import train
 from train.config import Failure, InputError, S3Config, Unreachable
 from train.config.checks import LARGEST
+from train.system import imported
 from train.system.console import use_console
 from train.system.torchrun import is_reported, leave_rejection
 
@@ -75,8 +76,11 @@ def command_parser(
     examples: Sequence[str],
     exits: Mapping[int, str] = EXITS,
     settings: Callable[[], str] | None = None,
+    imports: bool = False,
 ) -> Parser:
     """Make a parser whose --help has the purpose, examples, flags, `settings` and exit codes.
+
+    With `imports` it has the flag --import.
 
     An example holds the arguments of the command, or a whole command line that begins with torchrun.
     """
@@ -91,7 +95,23 @@ def command_parser(
     description = "\n  ".join([f"{purpose}\n\nexamples:", *shown])
     parser = Parser(prog=prog, description=description, details=details)
     parser.add_argument("--version", action="version", version=f"baretrain {train.__version__}")
+    if imports:
+        add_import_flag(parser)
     return parser
+
+
+class Import(argparse.Action):
+    """The flag --import, which acts when it is read: options and further flags may be of the file that it names."""
+
+    def __call__(self, _parser: object, _namespace: object, value: Any, _flag: object = None) -> None:
+        from train.run.own import take  # late: few commands have the flag, and fewer command lines
+
+        take(value)
+
+
+def add_import_flag(parser: argparse.ArgumentParser) -> None:
+    text = "your own tasks, optimizers and schedules (CONTRIBUTING.md); it may be given several times"
+    parser.add_argument(imported.FLAG, dest=argparse.SUPPRESS, action=Import, metavar="FILE.py", help=text)
 
 
 def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
@@ -162,7 +182,8 @@ def guarded(
             line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no log of torch; unset it", REJECTED
         else:
             traceback.print_exc()
-            line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
+            whose = imported.blamed(error) or "this is a mistake of the program, please report it"
+            line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
     if line and not is_reported():
         with suppress(OSError, ValueError):  # standard error may be full, or closed

@@ -46,17 +46,17 @@ from train.config import (
 )
 from train.parallel.optimizers import OPTIMIZERS, check_optimizer
 from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
-from train.run.help import groups, settings_help, words_as_text
+from train.run.help import OWN_OPTIONS, groups, settings_help, words_as_text
 from train.run.names import opened, quoted
+from train.run.own import check_imports
 from train.run.precedence import check_digits, check_groups, over_recipe
 from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
 __all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
 
-SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass) of a group's options
-    *(("task", kind, spec.settings) for kind, spec in TASKS.items()),
-    *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
+Schema = tuple[str, str, type]  # (group, name, dataclass) of a group's options
+SCHEMAS: list[Schema] = [  # without tasks and optimizers, see `schemas`
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
@@ -73,21 +73,29 @@ NAME = re.compile(r"\w[\w./]*")  # of a setting
 Config = TypeVar("Config")
 
 
+def schemas() -> list[Schema]:
+    """Return all schemas of options, those of the user's own tasks and optimizers too."""
+    tasks: list[Schema] = [("task", kind, spec.settings) for kind, spec in TASKS.items()]
+    return [*tasks, *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()), *SCHEMAS]
+
+
 @functools.cache
-def register_schemas() -> None:
-    """Register the dataclasses with Hydra; `conf/*.yaml` name them in their defaults lists."""
+def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...]) -> None:
+    """Register the dataclasses with Hydra; `conf/*.yaml` name them in their defaults lists.
+
+    One that no file there names is an option itself.
+    """
     store = ConfigStore.instance()
-    for schema, file in CONFIGS.items():
+    for schema, file in configs:
         store.store(name=f"{file}_schema", node=schema)
-    for group, name, node in SCHEMAS:
-        store.store(group=group, name=f"{name}_schema", node=node)
+    for group, name, node in options:
+        store.store(group=group, name=name if (group, name) in OWN_OPTIONS else f"{name}_schema", node=node)
 
 
 def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
     """Register a schema with the file conf/`name`.yaml, and the dataclasses of its groups' options."""
     CONFIGS[schema] = name
     SCHEMAS.extend(option for option in options if option not in SCHEMAS)
-    register_schemas.cache_clear()
 
 
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
@@ -130,7 +138,7 @@ def check_typed(schema: type, typed: Sequence[str]) -> None:
 
 def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
-    register_schemas()
+    register(tuple(CONFIGS.items()), tuple(schemas()))
     overrides, users_own = opened(given)
     for override in overrides:
         check_override(schema, override)
@@ -231,7 +239,7 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         if name in {key.rpartition(".")[2] for key in keys}:
             group = full_key.rpartition(".")[0]
             where = f"of the {group} chosen here" if group else "by itself but one of a group"
-            options = ((f"{kind}={option}", fields(node)) for kind, option, node in SCHEMAS if kind == group)
+            options = ((f"{kind}={option}", fields(node)) for kind, option, node in schemas() if kind == group)
             others = " or ".join(option for option, settings in options if name in {each.name for each in settings})
             return (
                 f"{full_key} is not a setting {where}; {f'it is one of {others}' if others else '--cfg job lists all'}"
@@ -260,7 +268,7 @@ def is_of(override: str, full_key: str) -> bool:
 def known_keys(schema: type) -> list[str]:
     """Return all settings of the schema, also those of its groups' options, for "did you mean"."""
     sections: list[tuple[str, Any]] = [(item.name, item.default_factory) for item in fields(schema)]
-    sections += [(group, kind) for group, _, kind in SCHEMAS if group in {name for name, _ in sections}]
+    sections += [(group, kind) for group, _, kind in schemas() if group in {name for name, _ in sections}]
     inner = [f"{name}.{item.name}" for name, kind in sections if is_dataclass(kind) for item in fields(kind)]
     return [*(item.name for item in fields(schema)), *inner]
 
@@ -269,7 +277,8 @@ def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence
     """Make the parser of a command that takes settings; its --help explains those in `keys`."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
-    parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings)
+    imports = issubclass(schema, TrainConfig)
+    parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings, imports=imports)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
     parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
     return parser
@@ -300,7 +309,12 @@ def run(
         check_typed(schema, options.settings)
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
-            return action(load_config(schema, overrides))
+            try:
+                cfg = load_config(schema, overrides)
+            except InputError:
+                check_imports(overrides)  # what is not known may be in a file that was imported when the run began
+                raise
+            return action(cfg)
         composed = compose_config(schema, overrides)
         check_what_is_set(composed, schema, overrides)
         print(OmegaConf.to_yaml(composed), end="")

@@ -12,6 +12,7 @@ from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, check_shared_memory, failure_of
 from train.data.shards.order import WINDOW_SHARDS, EvalOrder, ShardSampler, lanes_of, window_of_lane
 from train.system.folders import is_s3
+from train.system.identity import differences
 from train.tasks import Task
 
 if TYPE_CHECKING:
@@ -31,6 +32,16 @@ def check_same_data(ids: list[str]) -> None:
             data_id == ids[0],
             f"rank {rank} does not read rank 0's data (id {data_id[:12]} and {ids[0][:12]}): data.path must lead "
             "to the same data on every machine; does one have an older copy?",
+        )
+
+
+def check_same_code(imports: list[dict[str, str]]) -> None:
+    """Raise InputError unless all ranks have imported the same files."""
+    for rank, files in enumerate(imports):
+        check(
+            files == imports[0],
+            f"rank {rank} has other code than rank 0: {', '.join(differences(imports[0], files))}; every machine needs "
+            "the same files",
         )
 
 

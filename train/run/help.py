@@ -21,6 +21,7 @@ from omegaconf import MISSING
 
 from train.config.checks import LIMITS
 
+OWN_OPTIONS: dict[tuple[str, str], type] = {}  # by group and name: settings that no file in conf/ chooses
 WIDTH = 110  # columns
 TYPES: dict[object, str] = {
     bool: "true or false",
@@ -145,12 +146,25 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
             if not group.startswith("override "):
                 files = (file.name for file in (folder / group).iterdir())
                 options = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
+                options += [name for own_group, name in OWN_OPTIONS if own_group == group]
                 options_of[group] = (default, options)
     return options_of
 
 
+def add_option(group: str, name: str, settings: type) -> None:
+    """Make an option known, with its settings, that has no file in conf/."""
+    OWN_OPTIONS[group, name] = settings
+    groups.cache_clear()
+
+
 def option_values(group: str, option: str) -> dict[str, Any]:
-    """Return the settings in the file of an option, without those of the options that it extends."""
+    """Return the settings in the file of an option, without those of the options that it extends.
+
+    For an option without a file, they are the defaults that its class itself defines.
+    """
+    if (own := OWN_OPTIONS.get((group, option))) is not None:
+        named = {item.name: item.default for item in fields(own) if item.name in inspect.get_annotations(own)}
+        return {name: value for name, value in named.items() if value is not NO_DEFAULT}
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
     with words_as_text():
         return {key: value for key, value in (yaml.safe_load(text) or {}).items() if key != "defaults"}

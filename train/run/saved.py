@@ -10,7 +10,9 @@ from omegaconf.errors import OmegaConfBaseException
 from train.config import BackendConfig, HubConfig, InputError, NeuronConfig, S3Config, TrainConfig, XLAConfig, check
 from train.parallel.optimizers import OPTIMIZERS
 from train.run import compose as cli
+from train.system import imported
 from train.system.folders import Folder
+from train.system.identity import find_identity
 from train.system.schema import BadContent, read_yaml
 from train.tasks import TASKS
 
@@ -43,6 +45,7 @@ def read_config(folder: Folder) -> TrainConfig:
     except InputError:
         raise
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
+        imported.check_repeated(find_identity(folder) or {}, folder.location)  # which may have the task
         raise InputError(f"{config_path} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
     assert isinstance(config, TrainConfig)
     config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None

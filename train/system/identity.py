@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from train.config import Plan, TrainConfig, check, to_dict
+from train.system import imported
 from train.system.folders import Folder, canonical_json, disk_errors, local_path
 from train.system.lease import LEASE_FILE, LEASES, name_of, numbers, parse
 from train.system.schema import BadContent, read_object
@@ -41,6 +42,7 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[in
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
+        **imported.identity(),
         **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order of rows depends on them
     }
 
@@ -59,6 +61,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     if changed and force:
         logger.warning("resume.force=true: resuming although the run differs from %s: %s", source, ", ".join(changed))
         return
+    imported.check_repeated(before, source)
     lengths = ",".join(map(str, before.get("data.lengths") or ()))
     is_same = not any(each.startswith("data.lengths: ") for each in changed)
     hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches, which other devices would not choose"

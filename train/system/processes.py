@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
 POLL_S, ORPHANS_POLL_S = 1.0, 0.1
 ENDING_S = 10.0  # for a process to end after SIGTERM
 TIMED_OUT = 124  # the exit code of timeout(1)
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a process one of several
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -92,11 +93,22 @@ def end_with_parent(parent: int) -> None:
 
 
 def start(
-    command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes] | None = None
+    command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes] | int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a command, which gets SIGTERM when this process ends, however it ends. Call it from the main thread."""
     stderr, ending = None if output is None else subprocess.STDOUT, partial(end_with_parent, os.getpid())
     return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=ending)
+
+
+def with_this_code(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for Python processes that run this code, whatever the working folder holds.
+
+    These processes are no ranks.
+    """
+    root = str(Path(__file__).parent.parent.parent)
+    path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
+    others = {name: value for name, value in environ.items() if name not in RANKS}
+    return {"PYTHONSAFEPATH": "1", **others, "PYTHONPATH": path}
 
 
 def exit_code(

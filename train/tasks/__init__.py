@@ -50,7 +50,8 @@ def best_metric(cfg: TrainConfig) -> Metric:
 
 def class_of(spec: TaskSpec) -> Any:
     """Return the class that computes."""
-    return import_module(spec.module).TASK
+    module, _, name = spec.module.partition(":")
+    return getattr(import_module(module), name or "TASK")
 
 
 def build_task(cfg: TrainConfig) -> Task:

@@ -51,7 +51,7 @@ class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
     settings: type[TaskConfig]  # its `learns_from` says which data the task reads
-    module: str  # its TASK is the class of the task, which imports torch
+    module: str  # its TASK is the class of the task, which imports torch; or module:Class
     head: str  # transformers loads an export as AutoModelFor<head>
     problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
     metrics: tuple[Metric, ...]  # of evaluations; a report leads with the first that a run has

@@ -17,7 +17,7 @@ from train.checkpoints.manifest import Damaged, Manifest, step_name
 from train.checkpoints.retention import ALWAYS_VALID, best, retention
 from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
-from train.run.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
+from train.run.command import DONE, FAILED, REJECTED, add_import_flag, add_s3_flags, command_parser, run_flags
 from train.run.saved import read_config
 from train.system import machine
 from train.system.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
@@ -192,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Inspect the checkpoints of a run, on disk or in S3.",
         examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export FOLDER --step 1000"),
         exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REJECTED: REJECTED_TEXT},
+        imports=True,
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
     add_s3_flags(parser)
@@ -199,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        add_import_flag(command)
         add_s3_flags(command)
         return command
 

@@ -36,6 +36,7 @@ from train.run import compose as cli
 from train.run.command import command_parser, guarded
 from train.system import machine
 from train.system.caches import place_graphs
+from train.system.imported import flags
 from train.system.launched import Launched, check_launch
 from train.system.versions import read_versions
 
@@ -96,6 +97,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             "experiment=demo run_dir=runs/x backend.compile=layers backend.compile_cache=kernels --nproc-per-node 1",
         ),
         exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REJECTED: "arguments rejected"},
+        imports=True,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this machine [instance.devices]")
@@ -149,7 +151,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     # torchrun runs in the user's folder, whatever folder the tool is in.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
-        command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train.tools.collect_graphs", *overrides],
+        command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train.tools.collect_graphs", *flags(), *overrides],
         added=added,
         cache=str(cache),
         is_inductor=is_inductor,

@@ -34,7 +34,17 @@ from train.config import (
     check,
     check_choice,
 )
-from train.run.command import DONE, EXITS, REJECTED, add_s3_flags, command_parser, run_flags
+from train.run.command import (
+    DONE,
+    EXITS,
+    REJECTED,
+    Parser,
+    add_import_flag,
+    add_s3_flags,
+    command_parser,
+    guarded,
+    s3_of,
+)
 from train.system.atomic_io import open_whole
 from train.system.folders import Folder, disk_errors, is_s3, local_path, open_folder
 from train.system.launched import launched
@@ -44,9 +54,6 @@ from train.tasks.spec import TaskSpec
 if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
-SPECS = [spec for spec in TASKS.values() if spec.inputs]
-INPUTS = {name: text for spec in SPECS for name, text in spec.inputs.items()}  # with the flags' help
-OPTIONS = {name: text for spec in SPECS for name, text in spec.options.items()}
 ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
 FLAGS = {  # settings in errors of reading, and the flags that stand for them here
     "data.path=": "--input ",
@@ -81,6 +88,21 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
     data = replace(data, columns=replace(data.columns, **columns), cache_dir=options.cache_dir)
     source = located("MODEL", options.model, s3, cache_dir(data), needs="config.json")
     return Predictor(source, data, run=run, seq_len=options.seq_len)
+
+
+def specs() -> list[TaskSpec]:
+    """Return the tasks whose models can be asked."""
+    return [spec for spec in TASKS.values() if spec.inputs]
+
+
+def inputs() -> dict[str, str]:
+    """Return what their models read, with the help of its flag."""
+    return {name: text for spec in specs() for name, text in spec.inputs.items()}
+
+
+def number_options() -> dict[str, str]:
+    """Return their further flags, each of which takes a number, with their help."""
+    return {name: text for spec in specs() for name, text in spec.options.items()}
 
 
 def columns_given(options: argparse.Namespace) -> dict[str, str]:
@@ -150,8 +172,8 @@ def inputs_given(options: argparse.Namespace) -> dict[str, str]:
     """Return the texts that the flags hold, by their columns. Raises InputError if one is empty or not text."""
     from train.data.files.errors import unreadable
 
-    optional = {name for spec in SPECS for name in spec.optional}
-    given = {name: text for name in INPUTS if (text := getattr(options, name)) is not None}
+    optional = {name for spec in specs() for name in spec.optional}
+    given = {name: text for name in inputs() if (text := getattr(options, name)) is not None}
     for name, text in given.items():
         bad = unreadable(text, "utf-8") or (None if text.strip() or name in optional else "it is empty")
         check(bad is None, f"{flags([name])}: {bad}")
@@ -225,17 +247,28 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    def act() -> int:
+        first = Parser(prog="python -m train.predict", add_help=False)
+        add_import_flag(first)
+        first.parse_known_args(arguments)  # the tasks of the user's own code have flags as well
+        options = build_parser().parse_args(arguments)
+        return predict(options, s3_of(options))
+
+    return guarded(act)
+
+
+def build_parser() -> Parser:
     purpose = "Label or rate texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
     examples = ('RUN --text "so good"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
     exits = {**EXITS, REJECTED: "arguments or input rejected; then there is no output file"}
-    parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
+    parser = command_parser("train.predict", purpose, examples=examples, exits=exits, imports=True)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL, s3:// too")
-    firsts = {next(iter(spec.inputs)) for spec in SPECS}
-    for name, text in INPUTS.items():
+    firsts = {next(iter(spec.inputs)) for spec in specs()}
+    for name, text in inputs().items():
         (what if name in firsts else parser).add_argument(flags([name]), metavar="TEXT", help=text)
-    for name, text in OPTIONS.items():
+    for name, text in number_options().items():
         parser.add_argument(flags([name]), type=float, metavar="X", help=text)
     parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per batch (32)")
@@ -247,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag = flags([f"{name}_column"])
         parser.add_argument(flag, metavar="NAME", help=f"of the input, for data.columns.{name}; empty: the default")
     add_s3_flags(parser)
-    return run_flags(parser, arguments, predict)
+    return parser
 
 
 def check_flags(options: argparse.Namespace) -> Path | None:
@@ -255,9 +288,9 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     check(launched().world_size == 1, "train.predict is one process: start it without torchrun")
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
-    given = [name for name in INPUTS if getattr(options, name) is not None]
-    ok = any(fits(spec, given) for spec in SPECS) if options.input is None else not given
-    ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in SPECS]
+    given = [name for name in inputs() if getattr(options, name) is not None]
+    ok = any(fits(spec, given) for spec in specs()) if options.input is None else not given
+    ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in specs()]
     check(ok, f"{flags(given)}: these flags exclude one another; give {', or '.join(ways)}, or --input alone")
     names = [f"{name}_column" for name in columns_given(options)]
     check(options.input is not None or not names, f"{flags(names)}: only --input has columns")
@@ -279,7 +312,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     first = next(chunks, None)  # faults of the columns show before weights are read
     if first is None:
         raise InputError(f"{options.input} holds no row")
-    predictor.load({name: getattr(options, name) for name in OPTIONS}, backend.device, backend.autocast)
+    predictor.load({name: getattr(options, name) for name in number_options()}, backend.device, backend.autocast)
     backend.place(predictor.model)
     columns = [*predictor.task.csv_columns, "tokens_cut"]
     is_csv = path is not None and path.suffix == ".csv"

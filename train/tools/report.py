@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train.report",
         "Write an HTML report on training runs: curves, a table, settings; several are compared with the first.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
+        imports=True,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
     parser.add_argument(

@@ -16,7 +16,7 @@ from inspect import get_annotations
 from train.config import PrepareConfig, TrainConfig
 from train.config.train import CompareConfig
 from train.run.command import DONE, command_parser, guarded
-from train.run.compose import SCHEMAS
+from train.run.compose import schemas
 from train.run.help import allowed, comment, groups, option_help, shown_default, type_name
 from train.tools.bench.config import BenchConfig
 
@@ -74,7 +74,7 @@ def every_day() -> dict[str, set[str]]:
 def options() -> list[tuple[str, str, type]]:
     """Return a group, the name of a schema for options of it, and its dataclass, for each schema."""
     clusters = import_module("launch.schedulers").SETTINGS
-    return [*SCHEMAS, *(("cluster", name, kind) for name, kind in clusters.items())]
+    return [*schemas(), *(("cluster", name, kind) for name, kind in clusters.items())]
 
 
 def sections() -> dict[tuple[str, type], list[str]]:

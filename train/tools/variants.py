@@ -17,7 +17,7 @@ from train.config import InputError, TrainConfig, check, to_dict
 from train.config.train import CompareConfig, VariantsConfig
 from train.run import compose as cli
 from train.run.command import DONE, STOPPED
-from train.system import processes
+from train.system import imported, processes
 from train.system.folders import canonical_json, open_folder
 from train.system.outcome import read_outcome
 from train.system.schema import FileName, read_yaml
@@ -117,7 +117,7 @@ class Runner:
             return Ending("done")
         ranks = self.compare.ranks
         torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *torchrun, "-m", "train", *variant.overrides]
+        command = [sys.executable, *torchrun, "-m", "train", *imported.flags(), *variant.overrides]
         folder = open_folder(variant.location, variant.cfg.s3)
         before = read_outcome(folder)
         print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from train.data.records.kinds import TOKENS
 from train.data.text.coverage import drops, num_dropped
+from train.system.imported import code_of
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -31,7 +32,7 @@ class Featurizer(ABC):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
         """Keep the tokenizer; `settings`, besides seq_len, are all that decides the features, in JSON's types."""
         self.tokenizer = tokenizer
-        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings}
+        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings, **code_of(type(self))}
         names = ("cls", "sep", "pad", "mask")
         reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         unknown = tokenizer.unk_token_id

@@ -21,7 +21,7 @@ USED += ("data.path", "global_batch_size", "micro_batch_size", "backend.device",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = ["sweep=true" if each == "--sweep" else each for each in (arguments or sys.argv[1:])]
-    settings = [each for each in given if not each.startswith("-")]
+    settings = [each for each in given if "=" in each and not each.startswith("-")]
     cli.add_schema(BenchConfig, "bench", [])
     parser = cli.settings_parser(
         "train.bench",

@@ -23,6 +23,7 @@ from train.run import compose as cli
 from train.run.help import groups
 from train.system.atomic_io import write_atomic
 from train.system.folders import local_path
+from train.system.imported import flags
 from train.system.launched import launched
 from train.system.memory import available_bytes, count_oom_kills, find_oom_counter
 from train.system.outcome import OUT_OF_MEMORY
@@ -176,7 +177,7 @@ def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gi
     given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
     launcher = ["-m", "train.system.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
     own = [f"micro_batch_size={size}", f"max_memory_gib={limit_gib}", f'output="{output}"']
-    return [sys.executable, *(launcher if cfg.nproc > 1 else []), "-m", "train.bench", *given, *own]
+    return [sys.executable, *(launcher if cfg.nproc > 1 else []), "-m", "train.bench", *flags(), *given, *own]
 
 
 def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -> Try:

@@ -1,0 +1,67 @@
+"""The user's own tasks, optimizers and schedules: a file that `--import` names adds its tables to the program's.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from train.config import check
+from train.parallel.optimizer_spec import OptimizerSpec
+from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
+from train.run.help import add_option
+from train.system import imported
+from train.system.folders import LocalFolder, is_s3, local_path
+from train.system.identity import find_identity
+from train.tasks import TASKS, TaskSpec
+
+# By the name of a table: the program's, the type of an entry, and what the command line chooses it by.
+TABLES: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "TASKS": (TASKS, TaskSpec, "task"),
+    "OPTIMIZERS": (OPTIMIZERS, OptimizerSpec, "optim"),
+    "SCHEDULES": (SCHEDULES, Callable, "optim.schedule"),
+}
+
+
+def take(given: str) -> None:
+    """Import a file, unless it was imported, and add what its tables hold.
+
+    Raises InputError if it has no table, or if an entry is wrong or its name is taken.
+    """
+    module = imported.load(given)
+    own = {name: vars(module)[name] for name in TABLES if name in vars(module)}
+    check(bool(own), f"{imported.FLAG} {given}: it has no table; define one of {', '.join(TABLES)}, as {{name: entry}}")
+    for table, entries in own.items():
+        known, kind, key = TABLES[table]
+        where = f"{imported.FLAG} {given}: {table}"
+        check(isinstance(entries, dict), f"{where} must be a table, as {{name: entry}}")
+        for name, entry in entries.items():
+            if known.get(name) is entry:  # this file was imported before
+                continue
+            check(bool(re.fullmatch(r"[a-z]\w*", str(name))), f"{where}: {name!r} must be a small letter, then a word")
+            check(isinstance(entry, kind), f"{where}: {name} must be a {kind.__name__}, and is {entry!r}")
+            check(name not in known, f"{where}: {key}={name} is there already; choose another name")
+            if not callable(entry):
+                check_name(entry, key, name, where)
+                add_option(key, name, entry.settings)
+            known[name] = entry
+
+
+def check_name(spec: Any, group: str, name: str, where: str) -> None:
+    """Raise InputError unless the settings of a task or an optimizer name it."""
+    field = "kind" if group == "task" else "name"
+    named = getattr(spec.settings, field, None)
+    check(named == name, f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, and has {named!r}")
+
+
+def check_imports(overrides: Sequence[str]) -> None:
+    """Raise InputError if the run folder that overrides name was written with files that are not imported.
+
+    A folder in S3 is not read.
+    """
+    run_dir = [each.removeprefix("run_dir=").strip("'\"") for each in overrides if each.startswith("run_dir=")]
+    if run_dir and not is_s3(run_dir[-1]):
+        imported.check_repeated(find_identity(LocalFolder(local_path(run_dir[-1]))) or {}, run_dir[-1])
