@@ -15,7 +15,7 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 # Bottom to top: a package imports from those before it, and from itself. Types may come from anywhere (TYPE_CHECKING).
 # Entry points of the commands, and what a run starts with, stand in train/ itself.
 PACKAGES = "config system data models parallel tasks checkpoints observe run tools".split()
-FRONT = "loop entry __main__ baretrain".split()
+FRONT = "loop entry api __main__ baretrain".split()
 DATA = "random_bits files shards text batches records".split()  # of the package data, in their order
 LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__", "baretrain"]
 TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()

@@ -1,0 +1,167 @@
+"""The commands as functions, for notebooks and other programs: `from train import api`.
+
+Each call is a process of its own, which keeps signals, exits and torch's state to itself. Its output appears here
+as it comes. InputError is what the command rejects, in its one line; Failure is that it failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from train.config import Failure, InputError, S3Config
+from train.observe.lines import read_lines
+from train.run.command import DONE, REJECTED
+from train.system import processes
+from train.system.folders import open_folder
+from train.system.imported import FLAG
+from train.system.outcome import read_outcome
+from train.system.torchrun import REJECTION
+
+LINES = 1000  # of what a process prints, among which the one is searched that says why it failed
+
+__all__ = ["Failure", "InputError", "Result", "predict", "prepare", "train"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended in order."""
+
+    run_dir: str
+    outcome: str  # done, or stopped: then the same call resumes it
+    step: int
+    metrics: list[dict[str, float]]  # a row for each evaluation, for pandas.DataFrame(result.metrics)
+    export: str | None  # the folder for from_pretrained; None if there is none
+
+
+def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = ()) -> Result:
+    """Train or resume a run, as `python -m train` with these settings, under torchrun if there are several ranks.
+
+    A KeyboardInterrupt, which is raised again, stops it with a checkpoint. `imports`: files for --import.
+    """
+    arguments = [*flags(imports), *settings]
+    cfg = composed("train", arguments)
+    location = str(cfg["run_dir"])
+    folder = open_folder(location, S3Config(**cfg["s3"]))
+    before = read_outcome(folder)
+    code, said = call("train", arguments, ranks=ranks)
+    now = read_outcome(folder)
+    ended = now if now != before else {}  # torchrun has one exit code for a stop and for a failure
+    if code != DONE and ended.get("outcome") != "stopped":
+        raise Failure(str(ended.get("reason") or said))
+    evaluations = [
+        {key: value for key, value in line.items() if key not in ("kind", "time_unix_s", "attempt")}
+        for line in read_lines(folder)
+        if line["kind"] == "eval"
+    ]
+    export = f"{location.rstrip('/')}/export" if folder.names("export/") else None
+    return Result(location, str(now["outcome"]), int(now["step"] or 0), evaluations, export)
+
+
+def prepare(settings: Sequence[str]) -> str:
+    """Prepare a corpus, as `python -m train.prepare`. Returns the location of the shards, for data.path."""
+    done("train.prepare", settings)
+    return str(composed("train.prepare", settings)["output"])
+
+
+def predict(
+    model: str,
+    rows: Sequence[str | Mapping[str, Any]] | Path,
+    *,
+    options: Sequence[str] = (),
+    imports: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Return the answer of a run, a folder of transformers or a model of the Hub to each row, as `train.predict` does.
+
+    A row is a text, or holds its values by column; a path is that of a file of rows. `options`: further flags.
+    """
+    if not isinstance(rows, Path) and not rows:
+        return []
+    with TemporaryDirectory() as folder:
+        output = Path(folder, "answers.jsonl")
+        if isinstance(rows, Path):
+            given = [f"--input={rows}"]
+        else:
+            are_texts = all(isinstance(row, str) for row in rows)
+            lines = [{"text": row} if isinstance(row, str) else dict(row) for row in rows]
+            file = Path(folder, "rows.jsonl")
+            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+            given = [f"--input={file}", *(["--text-column=text"] if are_texts else [])]
+        done("train.predict", [model, *given, f"--output={output}", *options, *flags(imports)])
+        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def flags(imports: Sequence[str]) -> list[str]:
+    return [f"{FLAG}={path}" for path in imports]
+
+
+def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return all settings of a command."""
+    command = [sys.executable, "-m", module, *arguments, "--cfg=job"]
+    env = processes.with_this_code(os.environ)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    judged(ended.returncode, ended.stderr)
+    settings: dict[str, Any] = yaml.safe_load(ended.stdout)
+    return settings
+
+
+def done(module: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
+    """Run a command to its end. Raises Failure if it fails."""
+    code, said = call(module, arguments, ranks=ranks)
+    if code != DONE:
+        raise Failure(said)
+
+
+def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
+    """Run a command and show what it prints. Returns its exit code and, in a line, why it failed."""
+    with TemporaryDirectory() as logs:
+        torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
+        command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments]
+        env = {**processes.with_this_code(os.environ), "PYTHONUNBUFFERED": "1"}
+        process = processes.start(command, env=env, output=subprocess.PIPE)
+        said = deque[str](maxlen=LINES)
+        try:
+            show(process, said)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)  # a notebook's kernel alone may have got it
+            show(process, said)
+            raise
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+        for path in Path(logs).rglob(REJECTION):  # torchrun's own exit code is 1 whatever came
+            judged(REJECTED, path.read_text(errors="replace"))
+        return process.returncode, judged(process.returncode, "".join(said))
+
+
+def show(process: subprocess.Popen[bytes], said: deque[str]) -> None:
+    """Print the lines of a process until it ends, and keep the last ones."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line.decode(errors="replace"))
+        print(said[-1], end="", flush=True)
+
+
+def judged(code: int, said: str) -> str:
+    """Return the last line in which a command said what is wrong. Raises InputError with it if it was rejected."""
+    errors = re.findall(r"^error: (.*)$", said, re.M)
+    reason = (errors or said.strip().splitlines() or [f"exit code {code}"])[-1]
+    if code == REJECTED:
+        raise InputError(reason)
+    return reason
