@@ -24,6 +24,7 @@ COMMANDS = {
     "precompile": "compile the graphs of a run before it starts",
     "doctor": "is this machine fit to train?",
     "checkpoints": "list, verify, prune, export the checkpoints of a run",
+    "evaluate": "metrics of a run or another model on labelled rows, on any number of ranks",
     "predict": "ask the model of a run",
     "hub": "push a run to the Hugging Face hub",
     "launch": "plan and start runs on Slurm, EC2 or this machine",

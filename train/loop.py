@@ -110,6 +110,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     watch.phase("load", is_start=True)
     checkpoints = CheckpointManager(attempt, backend, engine)
     progress = checkpoints.resume()
+    progress.owes_evaluation |= cfg.eval_at_start and not checkpoints.loaded.ranks
     engine.ready()
     data = TrainData(cfg, plan, task, backend, engine, progress)
     describe(attempt, backend, model)
@@ -127,6 +128,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             checkpoints.saving(metrics),
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
+            if metrics.progress.step == 0:  # stopped before its baseline was evaluated, which the next start owes
+                checkpoints.save(None, is_last=True)
             checkpoints.finish()
             has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not again after a finished run
             if has_measured and not backend.collects:

@@ -61,7 +61,7 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
         small.check_fits,
         order_of(20, window=1),
     )
-    rejects(r"may take 0.393 GB, the data is 1.29 GB", small.check_fits, None)
+    rejects(r"may take 0.393 GB, the data is 1.29 GB", small.check_fits, small.manifest.shards)
     some = of_size(20, 800 * MB)
     some.check_fits(order_of(20, window=2, batch=200))
     rejects("a batch of 201 sequences is more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))

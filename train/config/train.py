@@ -63,6 +63,7 @@ class TrainConfig(Section):
     max_run_s: float | None = setting(None, above=0)  # The time of this attempt, which then stops with a checkpoint.
     log_every: int = setting(10, above=0)  # The steps between lines in metrics.jsonl and on the console.
     eval_every: int | None = setting(500, above=0)  # The steps between evaluations; None evaluates at the end only.
+    eval_at_start: bool = False  # Evaluate a new run before its first step, too: the baseline, at step 0 of the curves.
     eval_examples: int | None = setting(None, above=0)  # The validation sequences, drawn by the seed; None is all.
     eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # The sequences of a batch of an
     # evaluation on a rank, to which the last one is padded; None takes micro_batch_size.

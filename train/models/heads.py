@@ -150,6 +150,11 @@ def names_of_head(config: PreTrainedConfig) -> list[str]:
     return names
 
 
+def default_names(number: int) -> list[str]:
+    """Return what transformers calls so many outputs that were given no names."""
+    return [f"LABEL_{each}" for each in range(number)]
+
+
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
     """Raise InputError if a checkpoint's head is for other labels, or another order."""
     # LABEL_0, ... stand for no names: the log says which labels they are taken for.
@@ -157,7 +162,7 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     if cfg.pretrained is None or cfg.new_head or not has_head:
         return
     theirs, ours = [config.id2label[number] for number in range(config.num_labels)], list(labels)
-    has_names = theirs != [f"LABEL_{number}" for number in range(len(theirs))]
+    has_names = theirs != default_names(len(theirs))
     remedy = "model.new_head=true begins with a new head"
     if sorted(theirs) == sorted(ours):
         order = f"[{','.join(theirs)}]" if len(theirs) <= SHOWN_NAMES else "the order of its config.json"

@@ -183,5 +183,9 @@ class RunConsole:
         )
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        logger.info(f"step {step:{self.width}} evaluation  {shown}  ({eval_s:.1f} s)")
+        logger.info(f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")
+
+
+def evaluation_words(metrics: dict[str, float], eval_s: float) -> str:
+    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return f"evaluation  {shown}  ({eval_s:.1f} s)"

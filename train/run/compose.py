@@ -10,6 +10,7 @@ import difflib
 import functools
 import re
 import shlex
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -273,12 +274,18 @@ def known_keys(schema: type) -> list[str]:
     return [*(item.name for item in fields(schema)), *inner]
 
 
-def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str]) -> Parser:
-    """Make the parser of a command that takes settings; its --help explains those in `keys`."""
+def settings_parser(
+    name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
+) -> Parser:
+    """Make the parser of a command that takes settings; its --help explains those in `keys`. `model`: the help of an
+    argument MODEL in front of them; empty: there is none.
+    """
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)
     parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings, imports=imports)
+    if model:
+        parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
     parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
     return parser
@@ -290,12 +297,12 @@ def run(
     parser: Parser,
     *,
     arguments: Sequence[str] | None = None,
-    given: Sequence[str] = (),
+    given: Sequence[str] | Callable[[Namespace], Sequence[str]] = (),
     after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
     """Read the command line, which precedes the overrides `given`, check it and act; return the exit code.
 
-    The reason of a rejection is printed and then passed to `after_rejection`.
+    The reason of a rejection is printed and then passed to `after_rejection`. `given` may follow from the flags.
     """
 
     def act() -> int:
@@ -307,7 +314,8 @@ def run(
             raise InputError(f"{flag} is not a flag; {hint}")
         keys = {override.partition("=")[0] for override in options.settings}
         check_typed(schema, options.settings)
-        overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
+        first = given(options) if callable(given) else given
+        overrides = [override for override in first if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
             try:
                 cfg = load_config(schema, overrides)

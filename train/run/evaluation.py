@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from train.config import InputError, Unreachable
+from train.config import InputError, TrainConfig, Unreachable, check, make_plan, shortlist
 from train.data.batches.loader import Batch, Batches, batched
 from train.observe.metrics import Recorder
-from train.run.attempt import Attempt
-from train.run.feed import draw, eval_order
-from train.run.stopping import Votes
+from train.parallel.backends import Backend, open_backend
+from train.parallel.engines import Engine, build_engine
+from train.parallel.ranks import AGREED
+from train.run.attempt import Attempt, begin
+from train.run.feed import check_same_data, draw, eval_order
+from train.run.stopping import StoppedEarly, StopRequest, Votes
 from train.system import samples
-from train.tasks import best_metric
+from train.system.folders import Folder
+from train.system.launched import check_launch, launched
+from train.system.run_folder import RunFolder
+from train.tasks import best_metric, build_task
 
 if TYPE_CHECKING:
-    from train.parallel.backends import Backend
-    from train.parallel.engines import Engine
+    from train.models.network import Network
 
 logger = logging.getLogger("train")
 
@@ -40,6 +46,8 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     metrics, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
     best, step = attempt.cfg.best, recorder.progress.step
+    if step == 0:  # a baseline is never the best: there is no checkpoint of it, and no patience begins with it
+        return None
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
 
@@ -65,6 +73,76 @@ def write_samples(attempt: Attempt, step: int) -> None:
         samples.write(folder.folder, samples.Samples(step, answered))
     except (InputError, Unreachable, OSError) as error:
         logger.warning("no samples of the model's answers are written: %s", error)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation without training."""
+
+    metrics: dict[str, float]
+    rows: int
+    eval_s: float
+    backend: str
+    device: str
+    precision: str
+
+
+def evaluate_alone(
+    cfg: TrainConfig, stop: StopRequest, *, run: Folder | None, step: int | None, load: Callable[[Network], None]
+) -> Evaluated:
+    """Evaluate the model that training would begin with, whose weights `load` may replace, as an evaluation of training
+    does. Every rank calls it, with an empty cfg.run_dir of its own. `run`: the folder of the run that trained it, and
+    `step` that of its weights. Raises StoppedEarly if a rank is asked to stop.
+    """
+    with stop.nothing_to_save():
+        check_launch(cfg.instance, launched())
+        task = build_task(cfg)
+        task.only_evaluates(run)
+        plan = make_plan(cfg, world_size=launched().world_size, rows=launched().world_size, seq_len=task.seq_len)
+    with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir), {}, stop, saves=False)) as attempt:
+        attempt.watch.phase("join", is_start=True)
+        with stop.nothing_to_save():
+            backend = open_backend(cfg.backend, cfg.instance, cfg.s3)
+        attempt.watch.compiles = backend.compilers.are_busy
+        attempt.joined(backend.world)
+        try:
+            evaluated = evaluate_model(attempt, backend, step, load)
+        except AGREED:
+            backend.close()
+            raise
+        backend.close()
+    if evaluated is None:
+        raise StoppedEarly(stop.signal or "another rank")
+    return evaluated
+
+
+def evaluate_model(
+    attempt: Attempt, backend: Backend, step: int | None, load: Callable[[Network], None]
+) -> Evaluated | None:
+    """Build the model and evaluate it. None if a rank is asked to stop."""
+    cfg, task, world = attempt.cfg, attempt.task, backend.world
+    world.run_on_local_rank0(task.verify_data)
+    world.agree(lambda: check_same_data(world.gather(task.data_id)))
+    for remark in task.remarks:
+        logger.info(remark)
+
+    def build() -> Network:
+        steps = world.all_gather_object(step)
+        check(len(set(steps)) == 1, f"ranks read steps {shortlist(set(steps))}: the run is being trained; try again")
+        model = task.build_model()
+        load(model)
+        return model
+
+    torch.manual_seed(cfg.seed)  # what a checkpoint lacks is the same on every rank
+    model = world.agree(build)
+    lengths = 1 if task.buckets is None else len(task.buckets.lengths)
+    engine = build_engine(cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths)
+    began_s = time.perf_counter()
+    measured = measure(attempt, backend, engine, Votes(world, attempt.stop), is_first=True)
+    if measured is None:
+        return None
+    device = {"backend": backend.name, "device": backend.device_name, "precision": backend.precision}
+    return Evaluated(measured[0], task.eval_rows, time.perf_counter() - began_s, **device)
 
 
 def measure(

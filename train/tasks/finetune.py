@@ -21,13 +21,14 @@ from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
+from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.table_folder import Facts
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
 from train.data.text.coverage import unknown_share, unused_capitals
-from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
+from train.models.heads import PaddedEncoder, build_with_head, check_labels, default_names, logits_of
 from train.parallel.backends import compiles_each_length
 from train.system.folders import Folder, canonical_json
 from train.system.samples import Sample
@@ -133,6 +134,10 @@ class TextTask(Task):
         """Return the labels of a trained model. Raises InputError if the task cannot use them."""
         return []
 
+    def settings_of_outputs(self) -> dict[str, Any]:
+        """Return the settings that say what the outputs of a trained model mean, once `labels_of` has read it."""
+        return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
+
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
         """Take facts for predictions: how rows are read, the model's run if any, and flags of TaskSpec.options."""
         return
@@ -184,7 +189,8 @@ class TextTask(Task):
                 features = features.select(drawn(features, cfg.eval_examples, cfg.seed, len(self.splits)))
             self.splits.append(Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows))
             self.eval_rows += len(features)
-        self.train_table = self.token_rows(self.tables.features("train"), self.columns)
+        learnt = "validation" if cfg.data.train == NO_ROWS else "train"
+        self.train_table = self.token_rows(self.tables.features(learnt), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
         if len(self.lengths) > 1:  # one length is a plain order
@@ -194,14 +200,17 @@ class TextTask(Task):
         self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in self.metric_names)
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
         self.shard_rows = [self.train_rows]
-        self.details = self._details()
-        self.facts = shares(self.details["splits"]["train"])
-        self.begin(self.train_table)
+        self.details = self._details({learnt: self.train_table.row_lengths})
+        self.facts = shares(self.details["splits"][learnt])
+        if learnt == "train":
+            self.begin(self.train_table)
 
-    def _details(self) -> dict[str, Any]:
-        """Return the facts on the data, with the share of padding of this run's lengths."""
-        facts = self.tables.facts
-        used = {"train": self.train_table.row_lengths}
+    def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return the facts on the data, with the share of padding of this run's lengths.
+
+        `learnt`: the tokens of each training row, by the split.
+        """
+        facts, used = self.tables.facts, learnt
         used |= {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
         splits = {}
         for name, lengths in used.items():
@@ -212,11 +221,17 @@ class TextTask(Task):
     def summary(self) -> str:
         lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}), of which in training "
-        line += f"{self.facts['padding_share']:.1%} are padding"
+        return "; ".join([f"{line}{self.facts['padding_share']:.1%} are padding", *self.cut_rows()])
+
+    def cut_rows(self) -> Iterator[str]:
+        """Say of each split how many rows are cut, if any is."""
         for name, facts in self.details["splits"].items():
             of_split = {key: facts[key] for key in ("rows", "tokens", "notes")}
-            line += f"; {name}: {words}" if (words := cut_words(**of_split, seq_len=self.sizes.seq_len)) else ""
-        return line
+            if words := cut_words(**of_split, seq_len=self.sizes.seq_len):
+                yield f"{name}: {words}"
+
+    def only_evaluates(self, run: Folder | None) -> None:
+        self.remarks = [*self.remarks, *self.cut_rows()]
 
     def train_data(self) -> TokenRows:
         return self.train_table

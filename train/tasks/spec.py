@@ -98,6 +98,12 @@ class Task(ABC):
         """Compare the data with its checksums, unless opening did. Raises InputError, which names damaged files."""
         return
 
+    def only_evaluates(self, run: Folder | None) -> None:
+        """Prepare for an evaluation of what was learnt in this run folder, without training. Raises InputError if what
+        it takes from there is damaged.
+        """
+        return
+
     def window_shards(self, order: ShardSampler) -> int:
         """Return how many shards of each lane to shuffle together. Raises InputError if the disk cannot hold them."""
         return order.window_shards

@@ -79,7 +79,7 @@ def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest
     if not is_compiled:
         step = max(step, -(-longest // MOST_LENGTHS))
     most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
-    rows = tables.lengths("train")
+    rows = tables.lengths(next(iter(tables.facts["splits"])))  # of training, where there is any
     return tuple(best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING))
 
 

@@ -77,8 +77,8 @@ def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scrat
         folder = s3_copies(s3_folder(cfg.path, s3).location, scratch) if is_s3(cfg.path) else local_path(cfg.path)
         splits = saved_splits(folder, cfg.path, names)
     else:
-        splits = {split: load_hub(cfg, name or "train", scratch) for split, name in names.items()}
-    sources = {split: f"data set {cfg.path}, split {name or 'train'}" for split, name in names.items()}
+        splits = {split: load_hub(cfg, name or split, scratch) for split, name in names.items()}
+    sources = {split: f"data set {cfg.path}, split {name or split}" for split, name in names.items()}
     return {split: [dataset_table(splits[split], where, wanted)] for split, where in sources.items()}
 
 
@@ -240,13 +240,13 @@ def s3_copies(location: str, scratch: Path) -> Path:
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """Return the splits that the settings name; a single data set is the training split."""
+    """Return the splits that the settings name; a single data set is the only one of them."""
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
         check(not given, f"data.path={location} holds one data set, not splits {', '.join(given)}; leave them out")
-        return {"train": saved}
-    wanted = {split: name or "train" for split, name in names.items()}
+        return dict.fromkeys(names, saved)
+    wanted = {split: name or split for split, name in names.items()}
     missing = sorted(set(wanted.values()) - set(saved))
     check(not missing, f"data.path={location} has no split {shortlist(missing)}; there are {shortlist(saved)}")
     return {split: saved[name] for split, name in wanted.items()}

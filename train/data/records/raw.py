@@ -51,7 +51,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     """
     tables = open_splits(cfg, kind.wanted(cfg.columns), s3, folder)
     has_labels = kind.read_target is None
-    labels = given_labels(cfg, kind, tables["train"][0]) if has_labels else []
+    labels = given_labels(cfg, kind, next(iter(tables.values()))[0]) if has_labels else []
     splits: dict[str, datasets.Dataset] = {}
     dropped: dict[str, Dropped] = {}
     for number, (split, parts) in enumerate(tables.items()):
@@ -72,11 +72,12 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         splits |= hold_out(table, cfg, kind, seed) if split == "train" and cfg.validation is None else {split: table}
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
-    for number, (split, table) in enumerate(splits.items()):
+    is_learnt = "train" in splits
+    for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):  # each draws as in training
         check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
         splits[split] = sample(table, most, seed, number)
-    if has_labels:
+    if has_labels and is_learnt:
         num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
         found = [labels[number] for number in np.unique(numbers)] or ["none"]
         is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows  # some rows, not all
@@ -129,7 +130,7 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
 
 def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]) -> None:
     """Raise InputError, with the reason, if a split has no row. `names`: the files that it was read from."""
-    total = rows["train"] + rows["validation"]
+    total = rows.get("train", 0) + rows["validation"]
     if cfg.validation is None and total and split in ("train", "validation"):
         share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows"
         hint = f"{share} leaves none, as rows with the same text stay together; change it, or set data.validation"

@@ -30,12 +30,15 @@ FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
 NO_FILE = "neither a regular file nor a folder (a pipe can be read once, and may have no end): write it to a file"
 MAX_LISTED = 5  # files named in an error
+NO_ROWS = ""  # data.train where nothing is learnt: no training rows are read.
 # These settings leave the rows unchanged.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
     """Return the file, glob or name that the settings name for each split; None: there is only one."""
+    if cfg.train == NO_ROWS:
+        return {"validation": cfg.validation, **cfg.more_validation}
     validation = {} if cfg.validation is None else {"validation": cfg.validation}
     return {"train": cfg.train, **validation, **cfg.more_validation}
 
@@ -131,7 +134,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
         for split, pattern in split_names(cfg).items()
     }
     for split in files.keys() - {"train"}:
-        both = set(files[split]) & set(files["train"])
+        both = set(files[split]) & set(files.get("train", ()))
         some = shortlist(sorted(map(str, both)), MAX_LISTED)
         check(not both, f"{some}: both in train and in {split}; name other files")
     return files
@@ -151,7 +154,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
     with naming(f"data.path={location} cannot be read", (OSError,)):
         if pattern is None:
             names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
-            return [root / only_one(location, names)]
+            return [root / only_one(location, key, names)]
         pattern = str(local_path(pattern))
         exact = root / pattern  # a name may contain special characters of globs
         paths = [exact] if exact.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
@@ -159,11 +162,12 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
     return list(paths)
 
 
-def only_one(location: str, names: list[str]) -> str:
+def only_one(location: str, key: str, names: list[str]) -> str:
     """Return the only name. Raises InputError if there are several: no guess is made, as one may be the test set."""
     check(bool(names), f"data.path={location} holds no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
     many = f"data.path={location} holds {len(names)} files ({shortlist(names, MAX_LISTED)})"
-    check(len(names) == 1, f"{many}; say which is for training: data.train=NAME, or a glob")
+    use = "training" if key == "data.train" else "evaluation"
+    check(len(names) == 1, f"{many}; say which is for {use}: {key}=NAME, or a glob")
     return names[0]
 
 
@@ -186,7 +190,7 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
         names = [name for name in names if deep or name.count("/") == pattern.count("/")]
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
-        names = [only_one(folder.location, list(filter(is_named, folder.names())))]
+        names = [only_one(folder.location, key, list(filter(is_named, folder.names())))]
     return [S3File(folder, folder.location, name) for name in names]
 
 

@@ -49,7 +49,8 @@ def facts_of_split(
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line about the labels that no training row has, and one for each split that is too small to judge by."""
-    names = [name for name, count in splits["train"]["label_counts"].items() if not count]
+    counts = splits["train"]["label_counts"] if "train" in splits else {}
+    names = [name for name, count in counts.items() if not count]
     if names:
         yield f"no training row has the label {shortlist(names)}: it cannot be learnt"
     for split, facts in splits.items():

@@ -127,15 +127,15 @@ class ShardCache:
     def eval_bytes(self, order: ShardSampler) -> int:
         return sum(shard.bytes for shard in held_out(self.manifest, order))
 
-    def check_fits(self, order: ShardSampler | None) -> None:
-        """Raise InputError if the cache cannot hold the windows of `order`; None: all of the data."""
+    def check_fits(self, order: ShardSampler | Sequence[Shard]) -> None:
+        """Raise InputError if the cache cannot hold the windows of `order`, or these shards."""
         limit_bytes = self.limit_bytes()
-        part_bytes = self.total_bytes if order is None else self.part_bytes(order)
+        part_bytes = self.part_bytes(order) if isinstance(order, ShardSampler) else sum(shard.bytes for shard in order)
         if part_bytes <= limit_bytes:
             return
         may_take = f"the cache may take {limit_bytes / 1e9:.3g} GB"
-        if order is None:
-            raise InputError(f"{may_take}, the data is {self.total_bytes / 1e9:.3g} GB; choose another cache folder")
+        if not isinstance(order, ShardSampler):
+            raise InputError(f"{may_take}, the data is {part_bytes / 1e9:.3g} GB; choose another cache folder")
         check(
             order.window_rows >= order.global_batch_size,
             f"a batch of {order.global_batch_size} sequences is more than a window of {order.window_shards} shards of "

@@ -37,12 +37,13 @@ class PreparedData:
     def split(self, name: str) -> ShardSet:
         return ShardSet(self.folder, self.manifest, name, self.cache.wait if self.cache else None)
 
-    def verify(self) -> None:
-        """Compare local shards with their checksums. Raises InputError, which names the first that does not match.
+    def verify(self, shards: Sequence[Shard] | None = None) -> None:
+        """Compare local shards, or all, with their checksums. Raises InputError, which names the first that does not match.
 
         Shards in S3 are compared as they arrive; only their lengths are looked up here.
         """
-        if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), self.manifest.shards):
+        shards = self.manifest.shards if shards is None else shards
+        if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), shards):
             raise InputError(fault)
 
     def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
@@ -64,7 +65,7 @@ class PreparedData:
             return self.split(name)
         from train.data.shards.download import Downloader, put_back  # late: the connector takes long to import
 
-        self.cache.check_fits(None)
+        self.cache.check_fits(self.manifest.splits[name])
         self.held = self.cache.hold(alone=False)
         downloader = Downloader(self.source, self.cache)
 
@@ -76,6 +77,19 @@ class PreparedData:
                 put_back()  # this is the user's process
 
         return ShardSet(self.folder, self.manifest, name, fetch)
+
+    def bring(self, name: str) -> None:
+        """Compare the shards of a split with their checksums, those in S3 as they are fetched into the cache: then
+        `brought` reads them without a prefetcher. One rank of a machine calls it. InputError as of `verify`.
+        """
+        shards = self.on_demand(name)
+        if shards.wait is None:
+            self.verify(shards.shards)
+        else:
+            shards.wait(shards.shards)
+
+    def brought(self, name: str) -> ShardSet:
+        return ShardSet(self.folder, self.manifest, name)
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
         """Start fetching the shards of `sampler`; None if they are on disk, or another rank of this machine does it.

@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ class MaskedLMTask(Task):
         self.token_loss: Callable[..., Tensor] = loss_sum
         self.model = model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         self.data = PreparedData(cfg.data, cfg.s3)
+        self.open_split, self.verify = self.data.split, self.data.verify
         self.folder, self.manifest = self.data.folder, self.data.manifest
         self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
         check(
@@ -111,7 +113,11 @@ class MaskedLMTask(Task):
         return replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
 
     def verify_data(self) -> None:
-        self.data.verify()
+        self.verify()
+
+    def only_evaluates(self, run: Folder | None) -> None:
+        """Have validation data alone verified and brought here, by `verify_data`."""
+        self.open_split, self.verify = self.data.brought, partial(self.data.bring, "validation")
 
     def window_shards(self, order: ShardSampler) -> int:
         return self.data.window_shards(order)
@@ -138,7 +144,7 @@ class MaskedLMTask(Task):
         return self._eval_rows(self.swapper)
 
     def _eval_rows(self, swapper: Swapper | None) -> MaskedRows:
-        shards, sample = self.data.split("validation"), self.eval_sample
+        shards, sample = self.open_split("validation"), self.eval_sample
         return MaskedRows(shards, self.eval_masker, is_training=False, swapper=swapper, sample=sample)
 
     def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:

@@ -150,6 +150,10 @@ class MultiLabel(TextTask):
             self.thresholds = given
         return labels
 
+    def settings_of_outputs(self) -> dict[str, Any]:
+        limits = {} if self.thresholds is None else {"task.threshold": self.thresholds}
+        return super().settings_of_outputs() | limits
+
     problem = "multi_label_classification"
 
     def named(self, has_label: Sequence[Any]) -> list[str]:

@@ -17,15 +17,17 @@ import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
 
-from train.config import RecordsConfig, TrainConfig, check
+from train.config import InputError, RecordsConfig, TrainConfig, check
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.rows import NUMBER
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
-from train.models.heads import PaddedEncoder, Scale, learn_scaled, names_of_head
+from train.models.heads import SCALE, PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
+from train.system.folders import Folder
 from train.system.samples import Answer, Guess, Sample, excerpt
+from train.system.schema import BadContent, read_object, record
 from train.tasks.classify.task import ClassifyFeaturizer, read_texts
 from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss
 from train.tasks.regress import RegressConfig
@@ -138,9 +140,18 @@ class Regression(TextTask):
             same = f"train: all {len(numbers):,} rows have the number {value:g} in {name}"
             check(apart > 0, f"{same}, there is nothing to learn; is data.columns.label right?")
         if self.cfg.standardize:
-            self.scale = Scale(mean.tolist(), deviation.tolist())
-            for table in (train_table, self.eval_table):
-                table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
+            self.standardize(Scale(mean.tolist(), deviation.tolist()), train_table, self.eval_table)
+
+    def standardize(self, scale: Scale, *tables: TokenRows) -> None:
+        self.scale, mean, deviation = scale, np.array(scale.mean), np.array(scale.deviation)
+        for table in tables:
+            table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
+
+    def only_evaluates(self, run: Folder | None) -> None:
+        """Standardise the targets by the mean and deviation of the run's training rows, which the loss is in."""
+        super().only_evaluates(run)
+        if run is not None and self.cfg.standardize and self.scale is None:
+            self.standardize(read_scale(run, len(self.targets)), self.eval_table)
 
     def build_model(self) -> PaddedEncoder:
         model = super().build_model()
@@ -195,6 +206,10 @@ class Regression(TextTask):
         self.use_targets(names_of_head(config))
         return []  # its outputs are not labels
 
+    def settings_of_outputs(self) -> dict[str, Any]:
+        has_names = self.targets != default_names(len(self.targets))
+        return {"data.columns.label": self.targets if len(self.targets) > 1 else self.targets[0]} if has_names else {}
+
     def named(self, numbers: Sequence[float]) -> Any:
         """Return the number of the only target, or those of several by their names."""
         return dict(zip(self.targets, numbers, strict=True)) if len(self.targets) > 1 else numbers[0]
@@ -219,6 +234,19 @@ class Regression(TextTask):
 
 
 TASK = Regression
+
+
+def read_scale(run: Folder, num_targets: int) -> Scale:
+    """Return what a run has standardised its targets by. Raises InputError if its folder does not say it."""
+    where = f"{run.location}/model/config.json"
+    try:
+        scale = record(Scale, read_object(run.read("model/config.json")).get(SCALE), SCALE)
+    except (FileNotFoundError, BadContent) as error:
+        raise InputError(f"{where} does not say what the targets were standardised by: {error}") from error
+    sizes, values = {len(scale.mean), len(scale.deviation)}, [*scale.mean, *scale.deviation]
+    ok = sizes == {num_targets} and min(scale.deviation) > 0 and bool(np.isfinite(values).all())
+    check(ok, f"{where}: {SCALE} must hold a mean and a deviation above 0 of each of {num_targets} targets")
+    return scale
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,282 @@
+"""`python -m train.evaluate MODEL key=value ...`, alone or under torchrun: the metrics of a trained model on new rows.
+
+MODEL is a run, whose config.yaml says which columns to read and how, or a folder of transformers or Hub id. It is
+built, fed and measured by what evaluates in training, in batches of the same shapes. The run folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check
+from train.run import compose as cli
+from train.run.names import LABELS, TABLES
+from train.run.rejection import inform_others
+from train.system import rank_setup
+from train.system.exported import is_outdated, marked
+from train.system.folders import Folder, is_s3, local_path
+from train.system.launched import launched
+from train.system.runtime import search_rarely
+from train.system.schema import read_object
+from train.system.torchrun import die_with_torchrun, end_torchrun
+from train.tools.checkpoints import chosen, fetch, opened
+from train.tools.predict import find_run
+
+if TYPE_CHECKING:
+    from train.models.network import Network
+    from train.run.evaluation import Evaluated
+
+logger = logging.getLogger("train")
+BATCH_SIZE = 32  # sequences of a rank, for a model without a run
+FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # what only training depends on
+NEW_DATA = {"data", "data.path", "data.validation"}  # with one of them, the rows are not those of the run
+# Settings of a run's data that are not those of new rows, and those that no evaluation follows.
+OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
+OF_SOURCE = {"name", "revision"}
+OF_TRAINING = {"save_to", "cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
+
+USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.columns.text", "data.columns.label")
+USED += ("data.max_bad_rows", "eval_batch_size", "eval_examples", "backend.device", "backend.precision", "s3.endpoint")
+
+
+@dataclass
+class Model:
+    """The model that is evaluated, and where it came from."""
+
+    location: str
+    s3: S3Config
+    cache_dir: str | None
+    output: Path | None
+    run: tuple[TrainConfig, Folder] | None
+    step: int | None  # of the weights, if that is known
+    is_chosen: bool  # by --checkpoint
+    holds_out: bool  # the rows are held out of training rows, which have to be read as well
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def find(options: Namespace) -> Model:
+    """Return the model that the flags name. Raises InputError for flags that do not go together."""
+    output = None if options.output is None else check_output(options.output)
+    composed = cli.compose_config(
+        TrainConfig, [each for each in options.settings if each.startswith(("s3.", "data.cache_dir="))]
+    )
+    s3, step, is_chosen = OmegaConf.to_object(composed.s3), options.checkpoint, options.checkpoint is not None
+    assert isinstance(s3, S3Config)
+    run = find_run(options.model, s3)
+    check(run is not None or not is_chosen, f"--checkpoint {step}: {options.model} is not the run_dir of a run")
+    holds_out = run is not None and isinstance(run[0].data, RecordsConfig) and run[0].data.validation is None
+    holds_out &= not NEW_DATA & {each.partition("=")[0] for each in options.settings}
+    model = Model(options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, holds_out)
+    if run is not None and not is_chosen:
+        model.step = None if is_outdated(run[1]) else marked(run[1], "weights")
+        if model.step is None and run[1].names("checkpoints/"):
+            with opened(run[1], model.cache_dir) as store:
+                model.step = chosen(store, None)[0]
+    return model
+
+
+def check_output(output: str) -> Path:
+    """Return the file to write. Raises InputError if it cannot be there."""
+    check(not is_s3(output), f"--output {output}: the file is written to this machine; copy it from here")
+    path = local_path(output)
+    check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
+    check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
+    return path
+
+
+def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
+    """Return the settings that a model is evaluated with where the user has not `typed` others."""
+    from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
+    from train.models.source import located
+
+    check("data.train" not in typed, f"data.train={typed.get('data.train')}: nothing is trained; see data.validation")
+    cache = cache_dir(RecordsConfig(path="", cache_dir=model.cache_dir))
+    source = located("MODEL", model.location, model.s3, cache, needs="config.json")
+    given = dict(
+        settings_of_run(*model.run, typed, model.holds_out)
+        if model.run is not None
+        else settings_of_model(source, typed)
+    )
+    if given["task"] != "mlm":
+        from train.tasks.predictor import Predictor
+
+        trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
+        given = {"task": trained.task.cfg.kind, **given, **trained.task.settings_of_outputs()}
+    for group in {"data", "task", "backend"} & typed.keys():  # another choice than the run's has settings of its own
+        given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
+    given["model.pretrained"] = source
+    return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
+
+
+def settings_of_run(
+    cfg: TrainConfig, run: Folder, typed: Mapping[str, str], holds_out: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run that an evaluation follows, with the batches that the run has come to."""
+    try:
+        facts = read_object(run.read("environment.json"))
+    except FileNotFoundError:
+        facts = {}
+    plan, identity = (value if isinstance(value := facts.get(name), dict) else {} for name in ("plan", "identity"))
+    yield from {"task": cfg.task.kind, "seed": cfg.seed, "backend": cfg.backend.name}.items()
+    yield from ((f"task.{name}", value) for name, value in asdict(cfg.task).items() if name != "kind")
+    yield from ((f"backend.{name}", getattr(cfg.backend, name)) for name in ("norms", "compile"))
+    yield "backend.precision", facts.get("precision", cfg.backend.precision)
+    sizes = plan.get("eval_batch_size"), cfg.eval_batch_size, cfg.micro_batch_size, cfg.global_batch_size
+    yield "eval_batch_size", next(filter(None, sizes))
+    is_new = bool(NEW_DATA & typed.keys())
+    if not is_new:
+        yield "eval_examples", cfg.eval_examples
+    if not isinstance(cfg.data, RecordsConfig):
+        yield from {"data": "shards", "data.path": cfg.data.path}.items()
+        return
+    unread = OF_TRAINING | (OF_ROWS if is_new else set()) | (OF_SOURCE if "data.path" in typed else set())
+    unread |= set() if holds_out else {"train", "validation_fraction"}
+    data, columns = asdict(cfg.data), asdict(cfg.data.columns)
+    yield from ((f"data.{name}", data[name]) for name in data.keys() - {"columns"} - unread)
+    yield from ((f"data.columns.{name}", value) for name, value in columns.items())
+    yield from {"data": "records", "data.format": format_of(cfg.data, typed), "seq_len": cfg.seq_len}.items()
+    yield "data.lengths", identity.get("data.lengths", cfg.data.lengths)
+
+
+def format_of(data: RecordsConfig, typed: Mapping[str, str]) -> str:
+    """Return the format of the run's files, unless the name of a new one shows its own."""
+    from train.data.records.sources import is_named
+
+    names = [typed[key] for key in ("data.path", "data.validation") if key in typed]
+    return "auto" if any(is_named(name) and not name.endswith(".json") for name in names) else data.format
+
+
+def settings_of_model(source: str, typed: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings for a model that has no run."""
+    from train.models.pretrained import read_model_config
+
+    names = " ".join(read_model_config(source).architectures or ())
+    task = typed.get("task") or ("mlm" if "MaskedLM" in names or "PreTraining" in names else None)
+    yield from {"eval_batch_size": BATCH_SIZE, "backend.precision": "fp32"}.items()
+    yield "data", "shards" if task == "mlm" else "records"
+    if task is not None:
+        yield "task", task
+
+
+def as_text(key: str, value: Any) -> str:
+    """Return a value as an override has it."""
+    if key == LABELS or key in TABLES:
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return cli.quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(as_text('', each) for each in value)}]"
+    return json.dumps(value)
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.settings_parser(
+        "train.evaluate",
+        TrainConfig,
+        "Evaluate a trained model on labelled rows, or on prepared text: the metrics as in training.",
+        examples=(
+            "runs/tweets data.path=new.csv",
+            "runs/tweets --checkpoint 500 --output scores.json",
+            "torchrun --standalone --nproc-per-node=8 -m train.evaluate s3://bucket/runs/tweets data.path=new.csv",
+            "org/model data.path=new.csv data.columns.label=sentiment",
+        ),
+        keys=USED,
+        model="run_dir of a run, whose validation data is read unless data.path names other; folder; Hub id",
+    )
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: its export, or its best one")
+    parser.add_argument("--output", metavar="FILE", help="to write, a JSON object with the metrics")
+    die_with_torchrun()
+    found: list[Model] = []
+
+    def given(options: Namespace) -> list[str]:
+        found.append(find(options))
+        return settings_of(found[0], dict(each.partition("=")[::2] for each in options.settings))
+
+    def act(cfg: TrainConfig) -> int:
+        return evaluate(cfg, found[0])
+
+    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given, after_rejection=inform_others)
+    if code != cli.DONE:
+        end_torchrun()
+    return code
+
+
+def evaluate(cfg: TrainConfig, model: Model) -> int:
+    rank_setup.prepare(launched(), forks=False)
+    search_rarely()  # until the task has been imported
+    from train.data.records.sources import NO_ROWS
+    from train.entry import leave_at_once
+    from train.parallel.ranks import AGREED
+    from train.run.evaluation import evaluate_alone
+    from train.run.stopping import StoppedEarly, StopRequest
+
+    if isinstance(cfg.data, RecordsConfig) and not model.holds_out:
+        cfg = replace(cfg, data=replace(cfg.data, train=NO_ROWS))
+    run = None if model.run is None else model.run[1]
+    try:
+        with (
+            TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,
+            StopRequest() as stop,
+        ):
+            cfg = replace(cfg, run_dir=folder, tensorboard=False)
+            result = evaluate_alone(cfg, stop, run=run, step=model.step, load=lambda network: load(network, model))
+    except StoppedEarly as signal:
+        raise Failure(f"stopped on {signal}: nothing was evaluated") from signal
+    except AGREED:
+        raise
+    except Exception as error:
+        if launched().world_size > 1:  # the others may wait for this rank for ever
+            logger.exception("rank %d: %s", launched().rank, error)
+            leave_at_once(cli.FAILED)
+        raise
+    if launched().rank == 0:
+        report(cfg, model, result)
+    return cli.DONE
+
+
+def load(network: Network, model: Model) -> None:
+    """Give a network the weights of a checkpoint, exactly as they are in training. An export has them as well, except
+    for targets that were standardised.
+    """
+    from train.checkpoints.loader import fitting, read_weights
+    from train.models.heads import SCALE
+
+    if model.run is None or model.step is None or not (model.is_chosen or hasattr(network.network.config, SCALE)):
+        return
+    with opened(model.run[1], model.cache_dir) as store:
+        if not model.is_chosen and model.step not in store.steps():
+            return  # it was removed, and the export stays
+        path = fetch(store, model.step, "model")
+        with fitting(path):
+            network.load_state_dict(read_weights(path, store.manifest(model.step)))
+
+
+def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
+    """Print the metrics, and write them to the file that was asked for."""
+    from train.observe.journal import encoded, evaluation_words
+    from train.system.atomic_io import write_atomic
+
+    ranks = f", {launched().world_size} ranks" if launched().world_size > 1 else ""
+    where = f"{result.precision} on {result.device}{ranks}"
+    print(f"{model.location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}", file=sys.stderr)
+    step = "" if model.step is None else f"step {model.step} "
+    print(f"{step}{evaluation_words(result.metrics, result.eval_s)}", flush=True)
+    if model.output is not None:
+        about = {"model": model.location, "step": model.step, "task": cfg.task.kind, "data": cfg.data.path}
+        figures = {**asdict(result), "metrics": json.loads(encoded(result.metrics))}
+        write_atomic(model.output, encoded({**about, **figures, "world_size": launched().world_size}))
