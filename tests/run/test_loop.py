@@ -211,6 +211,19 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
     assert toy.values("eval", "loss") == toy.values("eval", "loss", "whole")
 
 
+def test_a_baseline_is_evaluated_once_before_the_first_step_and_is_never_the_best(toy):
+    toy.train("plain")
+    toy.scores = iter([0.1, 3.0, 2.0])
+    assert toy.stopped_at_once(eval_at_start=True) == ("SIGTERM", 0)
+    assert list(toy.saved()) == [0] and toy.saved()[0]["owes_evaluation"]
+    stop = StopRequest()
+    toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 4 + 6 else 1.0
+    assert toy.train(stop=stop, eval_at_start=True) == ("SIGTERM", 5)
+    assert toy.train(eval_at_start=True) == ("done", 6)
+    assert toy.values("eval", "step") == [0, 3, 6] and toy.saved()[6]["best_step"] == 6
+    assert toy.values("train", "loss") == toy.values("train", "loss", "plain")
+
+
 def test_an_evaluation_that_was_owed_can_be_the_best_and_is_exported(toy):
     toy.scores = iter([3.0, 1.0])
     options = {"checkpoint": {"best": True, "every": 3}, "best": BestConfig(export=True), "export": True}

@@ -2,10 +2,17 @@
 
 import csv
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from finetuning import asking, train_with, tuning
-from running import ROOT, lines, run, train_here
+from running import ROOT, lines, prepare_config, run, train_here
+from safetensors.torch import load_file, save_file
+from streaming import upload
+
+from train.tools import evaluate, prepare
 
 NOT_METRICS = {"kind", "attempt", "time_unix_s", "step", "examples", "eval_s"}
 LABELS = ["long", "warm"]
@@ -50,6 +57,11 @@ def trained(sources, tokenizer_folder, prepared, tmp_path_factory):
     return folder_of
 
 
+def content_of(settings):
+    """Return the text of the file that settings name."""
+    return Path(settings[2].removeprefix("data.path=")).read_text()
+
+
 def metrics_of(line):
     return {name: value for name, value in line.items() if name not in NOT_METRICS}
 
@@ -57,8 +69,11 @@ def metrics_of(line):
 def evaluated(model, output, *arguments, ranks=1):
     """Return the JSON that an evaluation writes."""
     command = [str(model), *arguments, "--output", str(output), f"data.cache_dir={output.parent}/cache"]
-    done = run(command, ranks=ranks, module="train.evaluate")
-    assert done.returncode == 0, done.stderr
+    if ranks == 1:
+        assert evaluate.main(command) == 0
+    else:
+        done = run(command, ranks=ranks, module="train.evaluate")
+        assert done.returncode == 0, done.stderr
     return json.loads(output.read_text())
 
 
@@ -70,3 +85,71 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks
     result, last = evaluated(run_dir, tmp_path / "scores.json", ranks=ranks), lines(run_dir, "eval")[-1]
     assert (result["step"], result["metrics"]) == (last["step"], metrics_of(last))
     assert before == {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+
+
+def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(trained, sources, tmp_path):
+    """A new file by the run and by its export alone, a target of another name, and an earlier step."""
+    new, run_dir = tmp_path / "new.csv", trained("classify")
+    new.write_text("".join(content_of(sources["classify"]).splitlines(keepends=True)[:30]))
+    by_run = evaluated(run_dir, tmp_path / "run.json", f"data.path={new}")
+    by_export = evaluated(run_dir / "export", tmp_path / "export.json", f"data.path={new}", "eval_batch_size=8")
+    assert by_run["rows"] == 29 and by_run["metrics"] == pytest.approx(by_export["metrics"], rel=1e-5)
+    renamed = tmp_path / "renamed.csv"
+    renamed.write_text(content_of(sources["regress"]).replace("label", "rating", 1))
+    rated = evaluated(trained("regress"), tmp_path / "rated.json", f"data.path={renamed}", "data.columns.label=rating")
+    assert rated["rows"] == 60 and rated["metrics"]["loss"] != rated["metrics"]["mse"], "the targets are standardised"
+    first = evaluated(run_dir, tmp_path / "first.json", "--checkpoint=1")
+    assert first["metrics"] == metrics_of(lines(run_dir, "eval")[0])
+
+
+def test_a_run_in_s3_and_its_text_are_evaluated_from_there(trained, prepared, bucket, tmp_path):
+    remote, data = upload(bucket, trained("mlm"), "run"), upload(bucket, prepared)
+    keys = bucket.keys()
+    result = evaluated(
+        remote, tmp_path / "scores.json", f"data.path={data}", "eval_examples=20", *bucket.overrides(), ranks=2
+    )
+    assert result["metrics"] == metrics_of(lines(trained("mlm"), "eval")[-1]) and bucket.keys() == keys
+    cached = {path.name for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert any("validation" in name for name in cached) and not any("train" in name for name in cached), cached
+
+
+def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corpus, capsys, tmp_path):
+    run_dir, unsafe, headless = trained("classify"), tmp_path / "unsafe", tmp_path / "headless"
+    rows = {"unknown": "text,label\nba,cold\n", "column": "body,label\nba,long\n", "empty": "text,label\n"}
+    files = {name: tmp_path / f"{name}.csv" for name in rows}
+    for name, file in files.items():
+        file.write_text(rows[name])
+    shutil.copytree(run_dir / "export", unsafe)
+    config = json.loads((unsafe / "config.json").read_text())
+    (unsafe / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}))
+    shutil.copytree(run_dir / "export", headless)
+    weights = {
+        name: value for name, value in load_file(headless / "model.safetensors").items() if "classifier" not in name
+    }
+    save_file(weights, headless / "model.safetensors", {"format": "pt"})
+    prepare.prepare(prepare_config(tmp_path / "other", corpus, "tokenizer.vocab_size=110"))
+    cases = [
+        (run_dir, [f"data.path={files['unknown']}"], "unknown label cold; the labels are long, warm"),
+        (run_dir, [f"data.path={files['column']}"], "no column text"),
+        (run_dir, [f"data.path={files['empty']}"], "validation: no row is left"),
+        (run_dir, ["--checkpoint", "7"], "there is no step 7 in .*; there are: 1, 2, 3"),
+        (run_dir, ["data.train=x.csv"], "nothing is trained"),
+        (run_dir, ["model.new_head=true"], "what is evaluated is .*, as it is"),
+        (run_dir, ["--output", f"{tmp_path}/none/x.json"], "there is no folder"),
+        (run_dir / "export", ["--checkpoint", "1"], "is not the run_dir of a run"),
+        (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
+        (headless, [sources["classify"][2]], "holds no weights for classifier.bias, classifier.weight"),
+        (trained("mlm"), [f"data.path={files['empty']}"], "is a file, not a folder"),
+        (trained("mlm"), [f"data.path={tmp_path}/other"], "has another tokenizer than the data"),
+    ]
+    for model, arguments, says in cases:
+        code = evaluate.main([str(model), *arguments, f"data.cache_dir={tmp_path}/cache"])
+        *_, error = capsys.readouterr().err.splitlines()
+        assert code == 2 and re.match(f"error: .*{says}", error), error
+
+
+def test_a_run_on_xla_is_evaluated_as_it_was_in_training(sources, tokenizer_folder, tmp_path):
+    run_dir = tmp_path / "run"
+    train_with(tuning(run_dir, tokenizer_folder, *sources["classify"], *STEPS, "backend=xla", "backend.device=cpu"))
+    result, last = evaluated(run_dir, tmp_path / "scores.json"), lines(run_dir, "eval")[-1]
+    assert result["metrics"] == metrics_of(last) and result["backend"] == "xla"

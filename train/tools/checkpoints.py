@@ -40,14 +40,19 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
 
 def fetch(store: Store, step: int, content: str | None = None) -> Path:
     """Fetch a verified step, or only its files of `content`. Raises InputError if it is missing or too large."""
-    steps = store.steps()
-    check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
+    check_step(store, step)
     try:
         return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another disk") from error
     except Damaged as error:
         raise Damaged(f"step {step}: {error}") from error
+
+
+def check_step(store: Store, step: int) -> None:
+    """Raise InputError if there is no such step."""
+    steps = store.steps()
+    check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
 
 
 # ---- list ----------------------------------------------------------------------------------------------------------
@@ -160,6 +165,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
 def chosen(store: Store, step: int | None) -> tuple[int, str]:
     """Return the step to export and why: the requested one, the best, or the newest."""
     if step is not None:
+        check_step(store, step)
         return step, "as asked"
     whole, damaged = store.look_at_all()
     for damaged_step, error in damaged.items():

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check
+from train.config import Failure, RecordsConfig, S3Config, TrainConfig, check, shortlist
 from train.run import compose as cli
 from train.run.names import LABELS, TABLES
 from train.run.rejection import inform_others
 from train.system import rank_setup
-from train.system.exported import is_outdated, marked
+from train.system.exported import is_outdated, marked, saved_steps
 from train.system.folders import Folder, is_s3, local_path
 from train.system.launched import launched
 from train.system.runtime import search_rarely
@@ -81,9 +81,9 @@ def find(options: Namespace) -> Model:
     model = Model(options.model, s3, composed.data.cache_dir, output, run, step, is_chosen, holds_out)
     if run is not None and not is_chosen:
         model.step = None if is_outdated(run[1]) else marked(run[1], "weights")
-        if model.step is None and run[1].names("checkpoints/"):
-            with opened(run[1], model.cache_dir) as store:
-                model.step = chosen(store, None)[0]
+    if run is not None and (is_chosen or (model.step is None and saved_steps(run[1]))):
+        with opened(run[1], model.cache_dir) as store:
+            model.step = chosen(store, step)[0]
     return model
 
 
@@ -101,7 +101,10 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
     from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
     from train.models.source import located
 
-    check("data.train" not in typed, f"data.train={typed.get('data.train')}: nothing is trained; see data.validation")
+    for key in typed:
+        is_fixed = key == "experiment" or key.split(".")[0] == "model"
+        check(not is_fixed, f"{key}={typed[key]}: what is evaluated is {model.location}, as it is; leave that out")
+        check(key != "data.train", f"{key}={typed[key]}: nothing is trained; name the rows by data.validation")
     cache = cache_dir(RecordsConfig(path="", cache_dir=model.cache_dir))
     source = located("MODEL", model.location, model.s3, cache, needs="config.json")
     given = dict(
@@ -109,7 +112,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
         if model.run is not None
         else settings_of_model(source, typed)
     )
-    if given["task"] != "mlm":
+    if given.get("task") != "mlm":
         from train.tasks.predictor import Predictor
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
@@ -251,11 +254,13 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
 def load(network: Network, model: Model) -> None:
     """Give a network the weights of a checkpoint, exactly as they are in training. An export has them as well, except
-    for targets that were standardised.
+    for targets that were standardised. Raises InputError for a head with random weights.
     """
     from train.checkpoints.loader import fitting, read_weights
     from train.models.heads import SCALE
 
+    new = shortlist(sorted(network.new))
+    check(not new, f"{model.location} holds no weights for {new}: its head was not trained")
     if model.run is None or model.step is None or not (model.is_chosen or hasattr(network.network.config, SCALE)):
         return
     with opened(model.run[1], model.cache_dir) as store:

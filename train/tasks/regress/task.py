@@ -21,6 +21,7 @@ from train.config import InputError, RecordsConfig, TrainConfig, check
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.rows import NUMBER
+from train.data.records.sources import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import spread
@@ -124,12 +125,14 @@ class Regression(TextTask):
 
     def open(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.data, RecordsConfig)
-        given = cfg.data.columns.label
+        names = cfg.data.columns.label
         check(
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        self.use_targets(given if isinstance(given, list) else [given])
+        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # whatever its column is called here
+            names = names_of_head(self.sizes.config)
+        self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)
 
     def begin(self, train_table: TokenRows) -> None:
