@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -52,6 +53,7 @@ def trained(sources, tokenizer_folder, prepared, tmp_path_factory):
                 train_here(run_dir, prepared, "eval_examples=20", "task.sop=true", "max_steps=3")
             else:
                 train_with(tuning(run_dir, tokenizer_folder, *sources[task], *STEPS))
+            logging.getLogger("train").handlers.clear()  # one writes to the run folder
         return done[task]
 
     return folder_of
