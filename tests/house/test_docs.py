@@ -57,13 +57,19 @@ FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *``
 PYTHON = r"(?:[A-Z_]+=\S* )*(?:\.venv/bin/)?python -m (?:train|launch|ami)[.\w]* \S"
 COMMAND = re.compile(rf"{PYTHON}|(?:[A-Z_]+=\S* )*torchrun \S.* -m train[.\w]* \S")
 SCHEMAS: dict[str, type] = dict.fromkeys(("train", "train.records", "train.precompile", "train.doctor"), TrainConfig)
-SCHEMAS |= {"train.prepare": PrepareConfig, "train.bench": BenchConfig, "train.compare": CompareConfig}
+SCHEMAS |= {
+    "train.evaluate": TrainConfig,
+    "train.prepare": PrepareConfig,
+    "train.bench": BenchConfig,
+    "train.compare": CompareConfig,
+}
 SCHEMAS |= {"launch": LaunchConfig, "ami": AmiConfig}
 # What stands for things of the reader's own.
 HERE = {"s3://BUCKET/": "bucket/", "=myaccount": "=ec2", "=mysite": "=slurm", "29500": str(free_port())}
 # What needs no process of its own.
 HERE_TOO = [
-    f"train.{name}" for name in "prepare records report shards checkpoints convert predict doctor settings".split()
+    f"train.{name}"
+    for name in "prepare records report shards checkpoints convert evaluate predict doctor settings".split()
 ]
 BARETRAIN = "from train.baretrain import main; raise SystemExit(main())"
 # What makes a run short, by module. The demo's model learns in a second.
@@ -75,7 +81,9 @@ SHORT = {
 }
 # What a run must have, for commands of which the page says only what is special.
 REQUIRED = {"train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()}
-REQUIRED |= dict.fromkeys(("train.precompile", "train.bench", "train.compare", "train.doctor"), REQUIRED["train"])
+REQUIRED |= dict.fromkeys(
+    ("train.precompile", "train.bench", "train.compare", "train.doctor", "train.evaluate"), REQUIRED["train"]
+)
 REQUIRED["train.prepare"] = []
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

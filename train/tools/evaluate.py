@@ -45,8 +45,8 @@ OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
 OF_SOURCE = {"name", "revision"}
 OF_TRAINING = {"save_to", "cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
 
-USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.columns.text", "data.columns.label")
-USED += ("data.max_bad_rows", "eval_batch_size", "eval_examples", "backend.device", "backend.precision", "s3.endpoint")
+USED: tuple[str, ...] = ("data.path", "data.validation", "data.format", "data.label_map", "data.max_bad_rows")
+USED += ("eval_batch_size", "eval_examples", "backend.device", "backend.precision", "s3.endpoint")
 
 
 @dataclass
