@@ -277,8 +277,9 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(
     name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
 ) -> Parser:
-    """Make the parser of a command that takes settings; its --help explains those in `keys`. `model`: the help of an
-    argument MODEL in front of them; empty: there is none.
+    """Make the parser of a command that takes settings; its --help explains those in `keys`.
+
+    `model`: the help of an argument MODEL in front of them; empty: there is none.
     """
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)

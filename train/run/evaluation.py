@@ -90,9 +90,10 @@ class Evaluated:
 def evaluate_alone(
     cfg: TrainConfig, stop: StopRequest, *, run: Folder | None, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated:
-    """Evaluate the model that training would begin with, whose weights `load` may replace, as an evaluation of training
-    does. Every rank calls it, with an empty cfg.run_dir of its own. `run`: the folder of the run that trained it, and
-    `step` that of its weights. Raises StoppedEarly if a rank is asked to stop.
+    """Evaluate the model that training would begin with, whose weights `load` may replace, as training evaluates.
+
+    Every rank calls it, with an empty cfg.run_dir of its own. `run`: the folder of the run that trained it, and `step`
+    that of its weights. Raises StoppedEarly if a rank is asked to stop.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())

@@ -99,9 +99,7 @@ class Task(ABC):
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Prepare for an evaluation of what was learnt in this run folder, without training. Raises InputError if what
-        it takes from there is damaged.
-        """
+        """Prepare to evaluate what this run has learnt, without training. Raises InputError if its folder is damaged."""
         return
 
     def window_shards(self, order: ShardSampler) -> int:

@@ -253,8 +253,9 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
 
 def load(network: Network, model: Model) -> None:
-    """Give a network the weights of a checkpoint, exactly as they are in training. An export has them as well, except
-    for targets that were standardised. Raises InputError for a head with random weights.
+    """Give a network the weights of a checkpoint, exactly as in training. Raises InputError for a head that is new.
+
+    An export has these weights as well, unless targets were standardised.
     """
     from train.checkpoints.loader import fitting, read_weights
     from train.models.heads import SCALE

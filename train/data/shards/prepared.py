@@ -38,9 +38,9 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, self.cache.wait if self.cache else None)
 
     def verify(self, shards: Sequence[Shard] | None = None) -> None:
-        """Compare local shards, or all, with their checksums. Raises InputError, which names the first that does not match.
+        """Compare local shards with their checksums. Raises InputError, which names the first that does not match.
 
-        Shards in S3 are compared as they arrive; only their lengths are looked up here.
+        Shards in S3 are compared as they arrive; only their lengths are looked up here. `shards`: None takes all.
         """
         shards = self.manifest.shards if shards is None else shards
         if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), shards):
@@ -79,8 +79,9 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, fetch)
 
     def bring(self, name: str) -> None:
-        """Compare the shards of a split with their checksums, those in S3 as they are fetched into the cache: then
-        `brought` reads them without a prefetcher. One rank of a machine calls it. InputError as of `verify`.
+        """Compare the shards of a split with their checksums, those in S3 as they are fetched into the cache.
+
+        Then `brought` reads them without a prefetcher. One rank of a machine calls it. Raises InputError as `verify`.
         """
         shards = self.on_demand(name)
         if shards.wait is None:
