@@ -99,7 +99,7 @@ class Task(ABC):
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Prepare to evaluate what this run has learnt, without training. Raises InputError if its folder is damaged."""
+        """Prepare to evaluate what this run has learnt, without training. Raises InputError if the folder is bad."""
         return
 
     def window_shards(self, order: ShardSampler) -> int:

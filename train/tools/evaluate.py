@@ -67,7 +67,7 @@ class Model:
 
 
 def find(options: Namespace) -> Model:
-    """Return the model that the flags name. Raises InputError for flags that do not go together."""
+    """Return the model that the flags name. Raises InputError if flags do not go together."""
     output = None if options.output is None else check_output(options.output)
     composed = cli.compose_config(
         TrainConfig, [each for each in options.settings if each.startswith(("s3.", "data.cache_dir="))]
@@ -117,7 +117,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         given = {"task": trained.task.cfg.kind, **given, **trained.task.settings_of_outputs()}
-    for group in {"data", "task", "backend"} & typed.keys():  # another choice than the run's has settings of its own
+    for group in {"data", "task", "backend"} & typed.keys():  # its options have other settings than the run's
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
@@ -253,7 +253,7 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
 
 def load(network: Network, model: Model) -> None:
-    """Give a network the weights of a checkpoint, exactly as in training. Raises InputError for a head that is new.
+    """Give a network the weights of a checkpoint, exactly as in training. Raises InputError if its head is new.
 
     An export has these weights as well, unless targets were standardised.
     """
