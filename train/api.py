@@ -32,7 +32,7 @@ from train.system.torchrun import REJECTION
 
 LINES = 1000  # of what a process prints, among which the one is searched that says why it failed
 
-__all__ = ["Failure", "InputError", "Result", "predict", "prepare", "train"]
+__all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,17 @@ def predict(
             given = [f"--input={file}", *(["--text-column=text"] if are_texts else [])]
         done("train.predict", [model, *given, f"--output={output}", *options, *flags(imports)])
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def evaluate(
+    model: str, settings: Sequence[str] = (), *, ranks: int = 1, imports: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
+    with TemporaryDirectory() as folder:
+        output = Path(folder, "metrics.json")
+        done("train.evaluate", [model, *settings, f"--output={output}", *flags(imports)], ranks=ranks)
+        metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
+        return metrics
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
