@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from train.run.stopping import StopRequest
 from train.system import samples
 from train.system.folders import LocalFolder
 from train.tasks.multilabel import MultiLabelConfig
-from train.tasks.multilabel.task import best_threshold, positive_weights
-from train.tools import predict
+from train.tasks.multilabel.task import best_threshold, chosen, positive_weights
+from train.tools import checkpoints, predict
 
 NAMES = ["long", "rude", "warm"]
 METRICS = ("loss", "f1_micro", "f1_macro", "average_precision", "subset_accuracy")
@@ -160,7 +161,40 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
     # At 0.4: of long 1 is found and 1 missed (F1 2/3), of rude 1 is found and 1 wrong (2/3), of warm there is none (0).
     wanted = {"f1_micro": 2 / 3, "f1_macro": 4 / 9, "average_precision": 1.0, "subset_accuracy": 1 / 3}
     assert task.score(truth, shares) == pytest.approx(wanted)
-    assert best_threshold(np.array([1, 1, 0]), np.array([0.9, 0.3, 0.2])) == {"best_f1": 1.0, "best_threshold": 0.3}
+    assert best_threshold(np.array([1, 1, 0]), np.array([0.9, 0.3, 0.2])) == {"best_f1": 1.0, "best_threshold": 0.25}
+    few = np.array(truth, bool), np.array(shares)
+    assert chosen(*few, each=True) == pytest.approx([0.25, 0.65, 0.5])  # no row has the last label
+    assert chosen(*few, each=False) == pytest.approx([0.25] * 3)  # all 3 are found, and 1 is wrong: F1 6/7
+
+
+@pytest.mark.parametrize("how", ["best", "best_per_label"])
+def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_predictions(given, tmp_path, capsys, how):
+    run_dir = tmp_path / "run"
+    of_run = given(run_dir, f"task.threshold={how}", "max_steps=3")
+    train_with(of_run)
+    evaluated = [json.loads(line) for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()]
+    shares = np.array([[*line["probabilities"].values()] for line in evaluated])
+    truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
+    limits = chosen(truth, shares, each=how != "best")
+    assert len(set(limits)) == (1 if how == "best" else 3) and 0.5 not in limits
+    shutil.rmtree(run_dir / "export")
+    train_with(of_run)  # nothing is left to do but to export
+    assert checkpoints.main([str(run_dir), "export", str(tmp_path / "exported")]) == 0
+    for folder in (run_dir / "export", tmp_path / "exported"):
+        assert json.loads((folder / "config.json").read_text())["label_thresholds"] == limits
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES))
+    for flags, used in (([], limits), (["--threshold", "0.001"], [0.001] * 3)):
+        capsys.readouterr()
+        assert predict.main([str(run_dir), "--input", str(tmp_path / "new.jsonl"), *flags, *FP32]) == 0
+        for line in map(json.loads, capsys.readouterr().out.splitlines()):
+            pairs = zip(line["probabilities"].items(), used, strict=True)
+            assert line["prediction"] == [name for (name, share), limit in pairs if share >= limit]
+    # In evaluations it is 0.5 still: a threshold that the same rows chose says too much.
+    assert [line["prediction"] for line in evaluated] == [
+        [name for name, share in line["probabilities"].items() if share >= 0.5] for line in evaluated
+    ]
+    (run_dir / "model/config.json").write_text('{"label_thresholds": [1]}')
+    rejects("model/config.json: label_thresholds has 1 numbers for 3 labels", train_with, of_run)
 
 
 def test_weights_and_thresholds_fit_the_labels(given, tmp_path):

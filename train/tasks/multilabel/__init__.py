@@ -8,6 +8,8 @@ from typing import Any
 from train.config import HeadSize, TaskConfig, check
 from train.tasks.spec import LOSS, Metric, TaskSpec
 
+CHOSEN = ("best", "best_per_label")  # thresholds that follow from the validation data
+
 
 def are_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(each, int | float) and each > 0 for each in values)
@@ -20,16 +22,18 @@ class MultiLabelConfig(TaskConfig):
     kind: str = "multilabel"
     positive_weights: Any = None  # The weight of a label that is there, for each label in order, where one that is not
     # there has 1; balanced takes rows without the label / rows with it, of the training data, None 1.
-    threshold: Any = 0.5  # The probability from which a label is predicted, or a list of one for each label in order;
-    # the export keeps it.
+    threshold: Any = 0.5  # The probability from which a label is predicted, or a list of one for each label in order.
+    # The validation data chooses it with best (one for all, by micro F1) or best_per_label. The export keeps it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         weights, limits = self.positive_weights, self.threshold if are_numbers(self.threshold) else [self.threshold]
+        limits = [] if self.threshold in CHOSEN else limits
         ok = weights in (None, "balanced") or are_numbers(weights)
         check(ok, f"task.positive_weights={weights} must be balanced, or a list of numbers above 0")
         ok = are_numbers(limits) and all(limit < 1 for limit in limits)
-        check(ok, f"task.threshold={self.threshold} must be a number between 0 and 1, or a list of such")
+        words = "must be a number between 0 and 1, or a list of such"
+        check(ok, f"task.threshold={self.threshold} {words}, or {' or '.join(CHOSEN)}")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(labels=labels or 2)
@@ -54,4 +58,5 @@ SPEC = TaskSpec(
     does="labels texts",
     inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
     optional=("text_pair",),
+    options={"threshold": "probability from which each label is predicted"},
 )

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, List, Value
-from torch import Tensor
+from torch import Tensor, nn
 
-from train.config import check, shortlist
+from train.config import RecordsConfig, check, shortlist
+from train.data.files.errors import naming
 from train.data.records.featurizer import TOKENS
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import PaddedEncoder, names_of_head
+from train.system.folders import Folder
 from train.system.samples import Answer, Guess, Sample, excerpt
+from train.system.schema import BadContent, read_object
 from train.tasks.classify.task import ClassifyFeaturizer, read_texts
-from train.tasks.finetune import Entry, Results, TextTask, examples_of, json_lines, mean_loss, table_of
-from train.tasks.multilabel import MultiLabelConfig, are_numbers
+from train.tasks.finetune import Entry, Results, Run, TextTask, examples_of, json_lines, mean_loss, table_of
+from train.tasks.multilabel import CHOSEN, MultiLabelConfig, are_numbers
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 THRESHOLDS = "label_thresholds"  # a key of config.json: one threshold for each label
+DESCRIBED = "model/config.json"  # of a run: what exports of its checkpoints have
+USUAL = 0.5
 
 MULTILABEL_ROWS = RowKind(
     "multilabel",
@@ -78,8 +83,10 @@ class MultiLabel(TextTask):
         self.weights = None if weights is None else torch.from_numpy(weights)
 
     def limits(self) -> list[float]:
-        """Return the probability from which each label is predicted, [C]."""
-        given = self.thresholds or self.cfg.threshold
+        """Return the probability from which each label is predicted, [C]. In evaluations it is USUAL if it is still to
+        be chosen by them: what is best on the rows that a metric is of says too much.
+        """
+        given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)
         return limits
@@ -136,18 +143,36 @@ class MultiLabel(TextTask):
             table[self.labels[number]] |= best_threshold(truth[:, number], shares[:, number])
         return {f"{split}.jsonl": lines}, {"labels": self.labels, "per_class": table}
 
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        assert isinstance(model, PaddedEncoder)
+        self.described = model.network.config  # which exports have
+        if self.cfg.threshold in CHOSEN and folder.size(DESCRIBED) is not None:  # a run that continues
+            where = f"{folder.location}/{DESCRIBED}"
+            with naming(f"{where} is damaged", (BadContent,)):
+                there = read_object(folder.read(DESCRIBED)).get(THRESHOLDS)
+            setattr(self.described, THRESHOLDS, read_thresholds(where, there, self.labels) or self.limits())
+        super().describe_model(model, folder)
+
+    def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
+        """Keep the thresholds that are best on the validation data for exports, if they are to be chosen."""
+        super().write_evaluation(rows, folder, step=step)
+        if self.cfg.threshold in CHOSEN:
+            validation = self.splits[0]
+            truth, shares = self.truth(validation.features), probabilities(validation.of(rows)[:, 1:])
+            setattr(self.described, THRESHOLDS, chosen(truth, shares, each=self.cfg.threshold == CHOSEN[1]))
+            folder.write(DESCRIBED, self.described.to_json_string().encode())
+
     # ---- predictions -----------------------------------------------------------------------------------------------
+
+    def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
+        if (given := options["threshold"]) is not None:
+            check(0 < given < 1, f"--threshold {given:g} must be between 0 and 1")
+            self.thresholds = [given] * len(self.labels)
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels, problem = names_of_head(config), getattr(config, "problem_type", None)
         check(problem == self.problem, f"{source} must give any number of labels; it has problem_type {problem}")
-        given = getattr(config, THRESHOLDS, None)
-        if given is not None:
-            check(
-                are_numbers(given), f"{source}/config.json: {THRESHOLDS} must be a list of numbers, not {given!r:.40}"
-            )
-            check_each(f"{source}/config.json: {THRESHOLDS}", given, labels)
-            self.thresholds = given
+        self.thresholds = read_thresholds(f"{source}/config.json", getattr(config, THRESHOLDS, None), labels)
         return labels
 
     def settings_of_outputs(self) -> dict[str, Any]:
@@ -187,6 +212,14 @@ class MultiLabel(TextTask):
 TASK = MultiLabel
 
 
+def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float] | None:
+    """Return the thresholds [C] that a config.json holds, None if it has none. Raises InputError for anything else."""
+    if given is not None:
+        check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
+        check_each(f"{where}: {THRESHOLDS}", given, labels)
+    return given
+
+
 def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:
     """Raise InputError unless there is a value for each label."""
     ok = len(values) == len(labels)
@@ -220,10 +253,22 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 of a label over all thresholds, and the threshold: truth and probabilities [rows]."""
+    """Return the highest F1 over all thresholds, and the threshold, halfway to the probability below it: truth and
+    probabilities [rows].
+    """
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth, shares)
     f1 = 2 * precision * recall / np.maximum(precision + recall, np.finfo(float).tiny)
     best = int(f1[:-1].argmax())
-    return {"best_f1": float(f1[best]), "best_threshold": float(limits[best])}
+    middle = (limits[best] + (limits[best - 1] if best else 0)) / 2
+    return {"best_f1": float(f1[best]), "best_threshold": max(float(middle), np.finfo(np.float32).tiny.item())}
+
+
+def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
+    """Return the thresholds [C] that are best for F1 on truth and probabilities [rows, C]: of each label alone, USUAL
+    where no row has it, or one for all.
+    """
+    columns = list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
+    limits = [best_threshold(*column)["best_threshold"] if column[0].any() else USUAL for column in columns]
+    return limits if each else limits * truth.shape[1]
