@@ -51,10 +51,10 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
         [
             f"output={output}",
             *([] if any(each.startswith("corpus=") for each in overrides) else ["corpus=text"]),
-            f"corpus.path={corpus}",
+            *([] if any("corpus.path=" in each for each in overrides) else [f"corpus.path={corpus}"]),
             f"seq_len={SEQ_LEN}",
             *([] if any("tokenizer.pretrained=" in each for each in overrides) else ["tokenizer.vocab_size=120"]),
-            "validation_fraction=0.25",
+            *([] if any("corpus.validation=" in each for each in overrides) else ["validation_fraction=0.25"]),
             *overrides,
         ],
     )

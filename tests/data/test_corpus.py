@@ -30,8 +30,8 @@ def files(kind: str, path: Path | str, **settings: Any) -> Corpus:
     return open_corpus(FilesCorpusConfig(kind=kind, name="test", path=str(path), **settings))
 
 
-def hub(*sets: HFDataset) -> Corpus:
-    return open_corpus(HFCorpusConfig(kind="hf", name="test", datasets=list(sets)))
+def hub(*sets: HFDataset, **settings: Any) -> Corpus:
+    return open_corpus(HFCorpusConfig(kind="hf", name="test", datasets=list(sets), **settings))
 
 
 def texts(corpus: Corpus) -> list[str]:

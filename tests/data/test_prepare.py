@@ -20,7 +20,7 @@ from train.data.random_bits import text_uniform
 from train.data.shards.format import ShardSet, check_files, read_manifest
 from train.data.text import encoding, preparation, tokenizer
 from train.data.text.corpus import open_corpus
-from train.data.text.documents import WHOLE
+from train.data.text.documents import WHOLE, Document
 from train.data.text.encoding import starts_of
 from train.data.text.packing import Packer
 from train.system.folders import LocalFolder
@@ -98,21 +98,25 @@ def test_a_killed_preparation_continues_to_the_same_bytes(corpus, shards, tmp_pa
 
 
 def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_gives_it(prepared, corpus):
-    """Packed here again, in one go, from the same pieces. So equal documents are never on both sides."""
+    """So equal documents are never on both sides."""
     documents = corpus.read_text().split("\n\n")
     ordered = sorted(documents, key=lambda text: text_uniform(text, 0))
     sums = np.cumsum([len(text) for text in ordered])
     held_out = set(ordered[: np.abs(sums - 0.25 * sums[-1]).argmin() + 1])
-    manifest = read_manifest(prepared)
+    check_streams(prepared, *([text for text in documents if (text in held_out) == number] for number in range(2)))
+
+
+def check_streams(folder, *texts_of_splits):
+    """Assert that each split is one stream of these texts, packed here again, in one go, from the same pieces."""
+    manifest = read_manifest(folder)
     info = manifest.tokenizer
-    pieces = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
-    for number, split in enumerate(("train", "validation")):
+    pieces = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    for number, (split, texts) in enumerate(zip(("train", "validation"), texts_of_splits, strict=True)):
         assert [shard.file for shard in manifest.splits[split]] == [f"{split}-00000.safetensors"]
-        texts = [text for text in documents if (text in held_out) == number]
         ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
         packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), number, np.dtype(np.uint16))
         rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
-        result = ShardSet(prepared, manifest, split).rows(np.arange(manifest.rows(split)))
+        result = ShardSet(folder, manifest, split).rows(np.arange(manifest.rows(split)))
         assert len(rows) > 20
         for name in ("tokens", "pivot", "same_document"):
             np.testing.assert_array_equal(getattr(result, name), getattr(rows, name))
@@ -140,7 +144,7 @@ def test_a_share_of_the_characters_is_held_out_whatever_the_documents(documents,
     (tmp_path / "text.txt").write_text("\n\n".join(documents))
     corpus = open_corpus(prepare_config(tmp_path / "out", tmp_path / "text.txt").corpus)
     held_out = preparation.choose_held_out(corpus, 0.05, seed)
-    sizes = [held_out.share_of(text) * len(text) for text in documents]
+    sizes = [held_out.share_of(Document(text, 0)) * len(text) for text in documents]
     assert sum(sizes) == pytest.approx(0.05 * sum(map(len, documents)), rel=0.05)
     assert all(size > 0 for size, text in zip(sizes, documents, strict=True) if len(text) > 1000)
     assert len(documents) < 400 or {size for size, text in zip(sizes, documents, strict=True) if len(text) < 100} > {0}

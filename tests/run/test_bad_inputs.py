@@ -390,6 +390,9 @@ VARIANTS = {
 
 
 RIGHT = {  # of the values that BAD has for settings of several types
+    "corpus.path": ("text", "1", "[a]", "[2,1]"),
+    "corpus.validation": ("text", "1", "[a]", "[2,1]", "null"),
+    "corpus.weights": ("[2,1]", "null"),
     "data.columns.label": ("text", "1", "[a]", "[2,1]"),
     "task.class_weights": ("[2,1]", "null"),
     "task.positive_weights": ("[2,1]", "null"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -11,6 +12,7 @@ from train.config.checks import Section, check, setting
 from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
+MOST_READINGS = 1000  # of a corpus: a text that comes more often is learnt by heart
 MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have this many processors, and each holds a tokenizer
 
 
@@ -18,18 +20,53 @@ MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have this many proces
 class CorpusConfig(Section, prefix="corpus."):
     kind: str = MISSING  # The name of the source in train/data/text/corpus.py; corpus=... sets it.
     name: str = MISSING  # The name of the corpus in the manifest.
+    weights: Any = None  # The number of times that each of several corpora is read, in order: with 2.5 half of its
+    # documents are read a third time, chosen by the hash of their text; None reads all once.
+    validation: Any = (
+        None  # The validation text, as corpus.path or an entry of corpus.datasets; training leaves out its
+    )
+    # documents. None holds out validation_fraction of the corpus.
+
+    @property
+    def sources(self) -> list[str]:
+        """The corpora that the text is from, as the user gave them."""
+        return [self.name]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [] if self.weights is None else self.weights
+        ok = isinstance(given, list) and all(type(each) in (int, float) and 0 < each <= MOST_READINGS for each in given)
+        says = f"must be a list of numbers above 0, at most {MOST_READINGS}, as [1,3]"
+        check(ok, f"corpus.weights={self.weights} {says}")
 
 
 @dataclass(kw_only=True)
 class FilesCorpusConfig(CorpusConfig):
     """Local files: plain text, JSON lines, CSV or Parquet; any but Parquet may be gzipped (.gz)."""
 
-    path: str = MISSING  # The file, the folder (read recursively) or the glob.
+    path: Any = MISSING  # The file, the folder (read recursively) or the glob, or a list of such for several corpora.
     encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
     errors: str = setting("strict", among=("strict", "replace"))  # The treatment of bytes that do not decode: strict
     # stops and names them, replace writes U+FFFD.
     separator: str | None = r"^\s*$"  # The pattern of a line that begins a document; None takes whole files.
     column: str = "text"  # The column or field of JSON lines, CSV and Parquet that holds the document.
+
+    @property
+    def sources(self) -> list[str]:
+        return paths_of(self.path)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"path": self.path} | ({} if self.validation is None else {"validation": self.validation})
+        for key, value in given.items():
+            paths = value if isinstance(value, list) else [value]
+            ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
+            check(ok, f"corpus.{key}={value} must be a file, a folder or a glob, or a list of such")
+
+
+def paths_of(given: Any) -> list[str]:
+    """Return one or several paths of a setting as a list."""
+    return list(map(str, given)) if isinstance(given, list) else [str(given)]
 
 
 @dataclass(kw_only=True)
@@ -46,7 +83,12 @@ class HFDataset:
 class HFCorpusConfig(CorpusConfig):
     datasets: list[HFDataset] = field(default_factory=list)  # The data sets, which are read one after the other.
 
+    @property
+    def sources(self) -> list[str]:
+        return [dataset.data_files or dataset.path for dataset in self.datasets]
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(bool(self.datasets), "corpus.datasets is empty: name one, e.g. corpus.datasets=[{path: user/set}]")
 
 
@@ -57,8 +99,15 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     lowercase: bool = True  # Read all text in lower case.
     strip_accents: bool = False  # Remove all marks, and write compatibility characters and LaTeX quotes in plain forms,
     # as ALBERT does; other languages than English write vowels with marks.
+    add_tokens: list[str] = field(default_factory=list)  # The tokens that tokenizer.pretrained gets, found inside words
+    # too; training adds a row of the embeddings for each.
     train_bytes: int = setting(256 * 2**20, above=0)  # The most text that a tokenizer is trained on, with 20 times its
     # memory; of a Hub stream it is the first text.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = self.pretrained is not None or not self.add_tokens
+        check(ok, "tokenizer.add_tokens is for tokenizer.pretrained: a new tokenizer takes its pieces from the text")
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from train.config import HeadSize, InputError, ModelConfig, check
+from train.data.text.tokenizer import quiet
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze, repeated_layers
 from train.models.pretrained import read_model_config, read_weights
@@ -111,17 +113,47 @@ def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
 
 
 def build_masked_lm(
-    cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int, predicts_order: bool = False
+    cfg: ModelConfig,
+    *,
+    vocab_size: int,
+    pad_id: int,
+    seq_len: int,
+    predicts_order: bool = False,
+    new_rows: Sequence[int] = (),
 ) -> MaskedLM:
-    """Return a model for `vocab_size` pieces and sequences of `seq_len`. Raises InputError if cfg does not fit them."""
-    config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
+    """Return a model for `vocab_size` pieces and sequences of `seq_len`. Raises InputError if cfg does not fit them.
+
+    `new_rows`: the last pieces of the tokenizer, which were added to the one of the weights.
+    """
+    config = fitting_config(cfg, vocab_size=vocab_size - len(new_rows), pad_id=pad_id, seq_len=seq_len)
     if predicts_order:
         known = " or ".join(ORDER_LOGITS)
         check(
             config.model_type in ORDER_LOGITS, f"task.sop=true needs a model of type {known}, not {config.model_type}"
         )
-        return OrderedMaskedLM(*make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain"))
-    return MaskedLM(*make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model"))
+        network, new = make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain")
+    else:
+        network, new = make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model")
+    if new_rows:
+        add_rows(network, vocab_size, new_rows)
+    return (OrderedMaskedLM if predicts_order else MaskedLM)(network, new)
+
+
+@torch.no_grad()
+def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int]) -> None:
+    """Let a model read and predict `vocab_size` tokens, if it has fewer. `new_rows` begin as the mean of those that the
+    checkpoint had, with which no added token is likelier than the average one, as transformers' mean_resizing does but
+    for noise: Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+    """
+    size = network.config.vocab_size
+    with quiet():
+        network.resize_token_embeddings(max(size, vocab_size), mean_resizing=False)
+    output: Any = network.get_output_embeddings()
+    for table in (network.get_input_embeddings().weight, output.weight, output.bias):
+        if table is not None and not table.is_meta:
+            had = torch.arange(len(table)) < size
+            had[list(new_rows)] = False
+            table[list(new_rows)] = table[had].double().mean(0).to(table.dtype)
 
 
 def make_network(

@@ -21,6 +21,7 @@ REPLACED: dict[str, tuple[str, ...]] = {
     "optim.warmup_fraction": ("optim.warmup_steps",),
     "data.validation_fraction": ("data.validation",),
     "tokenizer.vocab_size": ("tokenizer.pretrained",),
+    "validation_fraction": ("corpus.validation",),
     **{key: tuple(other for other in LENGTHS if other != key) for key in LENGTHS},
 }
 TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # if typed together with the setting that replaces them, both count

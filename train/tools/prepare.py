@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
+from train.config import CorpusConfig, InputError, PrepareConfig, Unreachable, check, to_dict
 from train.data.random_bits import text_uniform
 from train.data.shards.format import FORMAT, SPLITS, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
@@ -38,7 +38,9 @@ from train.data.text.coverage import (
 from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
+    OVERLAP,
     STATE_NAMES,
+    TOKENS_OF,
     HeldOut,
     Recipe,
     Report,
@@ -72,6 +74,7 @@ FEW_SEQUENCES = 64  # for validation: with fewer, the loss of one evaluation say
 
 
 USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
+USED += ("corpus.weights", "corpus.validation", "tokenizer.add_tokens")
 USED += ("tokenizer.vocab_size", "tokenizer.pretrained", "tokenizer.lowercase", "tokenizer.strip_accents")
 USED += ("validation_fraction", "seed", "rows_per_shard", "processes", "part", "merge", "s3.endpoint")
 
@@ -107,10 +110,24 @@ def run(cfg: PrepareConfig) -> int:
     )
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
     print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
+    for line in composition(cfg.corpus, manifest):
+        print(line)
     if held_out < FEW_SEQUENCES:
         few = f"{held_out} validation sequences are few: their loss is subject to chance"
         print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
     return cli.DONE
+
+
+def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
+    """Say which share of the training tokens each of several corpora has, and what corpus.validation takes away."""
+    tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in range(1, len(cfg.sources) + 1)]
+    if total := sum(tokens):
+        weights = cfg.weights or [1] * len(tokens)
+        each = zip(cfg.sources, tokens, weights, strict=True)
+        parts = [f"{number / total:.1%} {name} (weight {weight:g})" for name, number, weight in each]
+        yield f"training tokens: {', '.join(parts)}"
+    if OVERLAP in manifest.counts:
+        yield f"{manifest.counts[OVERLAP]:,} training documents are in corpus.validation, too, and were left out"
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:
@@ -189,7 +206,11 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
-    settings["corpus"].pop("path", None)
+    for name in ("path", "validation"):  # of which `input` is the fingerprint
+        settings["corpus"].pop(name, None)
+    for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
+        if not settings[section][name]:
+            del settings[section][name]
     return {**settings, "parts": num_parts}
 
 
@@ -259,6 +280,7 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
         own, sample = cfg.tokenizer, Sample()
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
+            tokenizers.add_tokens(made, own.add_tokens)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
             known = corpus.total_bytes if corpus.seekable else None  # of packed files it is less than their text
@@ -306,11 +328,12 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
         for document in (document for part in parts for document in corpus.documents(part)):
             num_documents += 1
             report(document.source_bytes, 0)
-            text = document.text[: round(len(document.text) * (1 - held_out.share_of(document.text)))]
+            text = document.text[: round(len(document.text) * (1 - held_out.share_of(document)))]
             if text and text_uniform(document.text, cfg.seed)[1] < share:
                 num_given += 1
                 yield text
     check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
-    held = f"validation_fraction={cfg.validation_fraction} or a sample of tokenizer.train_bytes={wanted}"
+    by_hash = f"validation_fraction={cfg.validation_fraction}"
+    held = f"{by_hash if held_out.known is None else 'corpus.validation'} or a sample of tokenizer.train_bytes={wanted}"
     progress.begin(Phase("training the tokenizer"))
     check(num_given > 0, f"none of {num_documents} documents is left for the tokenizer by {held}; give more documents")

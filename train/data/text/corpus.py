@@ -23,9 +23,20 @@ from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.data.text.corpus_files import Csv, JsonLines, Parquet, TextFiles
-from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, listing, text_of
+from train.data.text.documents import (
+    WHOLE,
+    CorpusPart,
+    Document,
+    Reading,
+    check_column,
+    clean,
+    listing,
+    readings,
+    text_of,
+)
 from train.system.folders import sha256_json
 from train.system.hub_access import asking_hub, hub_or_path, why_missing
+from train.system.schema import BadContent, record
 
 MIN_PYDOC_CHARS = 100
 BLOCK_DOCUMENTS = 256
@@ -46,7 +57,10 @@ class Corpus(Protocol):
         """Number of parts that can be read in parallel without reading anything twice."""
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
-        """Yield the documents of a part, from the first, the same at every call. Each document is in one part."""
+        """Yield the documents of a part, from the first, the same at every call. Each is in one part of its reading."""
+
+    def validation(self) -> Iterator[Document] | None:
+        """Return the documents of corpus.validation, which are among those of the parts too; None if it is not set."""
 
     def fingerprint(self) -> str:
         """Return a text that differs when the input does. It costs little: no text is read."""
@@ -68,6 +82,8 @@ class PyDocs:
     most_parts = 1  # a few MB
 
     def __init__(self, cfg: CorpusConfig) -> None:
+        only = "corpus=pydocs is one corpus without a validation part: leave out corpus.weights and corpus.validation"
+        check(cfg.weights is None and cfg.validation is None, only)
         self.root = Path(sysconfig.get_path("stdlib"))
         self.modules = [path for path in walk(self.root, SKIPPED_STDLIB) if path.suffix == ".py"]
         check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
@@ -83,6 +99,9 @@ class PyDocs:
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         yield from self._documents[slice(*part.span(len(self._documents)))]
+
+    def validation(self) -> None:
+        return None
 
     @cached_property  # parsing takes seconds and the result is small: not once per pass
     def _documents(self) -> list[Document]:
@@ -121,7 +140,13 @@ class HFCorpus:
     seekable = False
 
     def __init__(self, cfg: HFCorpusConfig) -> None:
-        self.datasets = cfg.datasets
+        self.readings = readings(cfg.weights, cfg.sources)
+        self.datasets = list(cfg.datasets)
+        if cfg.validation is not None:
+            says = "must be as an entry of corpus.datasets, {path: user/set, split: validation}"
+            with naming(f"corpus.validation={cfg.validation} {says}", (BadContent,)):
+                self.datasets.append(record(HFDataset, cfg.validation))
+            self.readings.append(Reading(len(cfg.datasets), is_validation=True))
         for dataset in self.datasets:
             rows = dataset.rows_per_document
             check(rows > 0, f"corpus.datasets: rows_per_document={rows} of {dataset.path} must be above 0")
@@ -134,22 +159,29 @@ class HFCorpus:
         return len(self.files)
 
     @cached_property  # asks the Hub once, whatever the number of parts
-    def files(self) -> list[tuple[HFDataset, Any, int]]:
-        """Each file: its opened data set, with the settings, and the file's number there."""
-        opened = [stream(dataset) for dataset in self.datasets]
-        pairs = zip(self.datasets, opened, strict=True)
-        return [(dataset, rows, file) for dataset, rows in pairs for file in range(rows.num_shards)]
+    def files(self) -> list[tuple[Reading, HFDataset, Any, int]]:
+        """Each file of each reading: its opened data set, with the settings, and the file's number there."""
+        opened = [(dataset, stream(dataset)) for dataset in self.datasets]
+        sets = ((each, *opened[each.corpus]) for each in self.readings)
+        return [(each, dataset, rows, file) for each, dataset, rows in sets for file in range(rows.num_shards)]
+
+    def validation(self) -> Iterator[Document] | None:
+        files = [file for file in self.files if file[0].is_validation]
+        return self.read_all(files, WHOLE) if files else None
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         mine, turn = divide(len(self.files), part)
-        for dataset, rows, file in self.files[mine]:
+        yield from self.read_all(self.files[mine], turn)
+
+    def read_all(self, files: list[tuple[Reading, HFDataset, Any, int]], turn: CorpusPart) -> Iterator[Document]:
+        for reading, dataset, rows, file in files:
             texts = texts_of(dataset, rows.shard(rows.num_shards, file), file)
             number = 0
             while block := list(islice(texts, dataset.rows_per_document)):
                 text = clean("\n".join(block)) if number // BLOCK_DOCUMENTS % turn.count == turn.index else ""
                 number += 1
-                if text:
-                    yield Document(text, len(text.encode()))
+                if text and reading.has(text):
+                    yield Document(text, len(text.encode()), reading)
 
 
 def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:

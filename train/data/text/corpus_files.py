@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from train.config import FilesCorpusConfig, InputError, check
+from train.config.prepare import paths_of
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, QUOTES, csv_rows, json_rows, open_parquet
 from train.data.files.text import (
@@ -22,7 +23,19 @@ from train.data.files.text import (
     open_text,
     stretches,
 )
-from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, find_files, listing, text_of
+from train.data.text.documents import (
+    OF_VALIDATION,
+    WHOLE,
+    CorpusPart,
+    Document,
+    Reading,
+    check_column,
+    clean,
+    find_files,
+    listing,
+    readings,
+    text_of,
+)
 from train.system.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # of the text that one process prepares at a time: a few seconds of its work
@@ -47,35 +60,47 @@ class FilesCorpus(ABC):
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         self.cfg = cfg
         check_encoding(cfg.encoding, ENCODING)
-        self.files = find_files(cfg.path, self.suffixes)
-        self.listing = listing(self.files)
-        self.sizes = {path: size for path, (_, size, _) in zip(self.files, self.listing, strict=True)}
+        found = [find_files(path, self.suffixes) for path in cfg.sources]
+        self.pieces = [(each, path) for each in readings(cfg.weights, cfg.sources) for path in found[each.corpus]]
+        for path in [] if cfg.validation is None else paths_of(cfg.validation):
+            found.append(find_files(path, self.suffixes, "corpus.validation"))
+            self.pieces += [(OF_VALIDATION, file) for file in found[-1]]
+        self.listings = list(map(listing, found))
+        sizes = (size for rows in self.listings for _, size, _ in rows)
+        self.sizes = dict(zip(chain(*found), sizes, strict=True))
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.sizes.values())
+        return sum(self.sizes[path] for _, path in self.pieces)
 
     @property
     def seekable(self) -> bool:
-        return all(map(self.can_seek, self.files))
+        return all(map(self.can_seek, self.sizes))
 
     def can_seek(self, path: Path) -> bool:
         return is_seekable(path, self.cfg.encoding)
 
     @property
     def most_parts(self) -> int:
-        sizes = [self.read_at_once(path) for path in self.files]
-        return max(1, (self.total_bytes + len(self.files)) // max(PART_BYTES, *sizes))
+        sizes = [self.read_at_once(path) for path in self.sizes]
+        return max(1, (self.total_bytes + len(self.pieces)) // max(PART_BYTES, *sizes))
 
     def read_at_once(self, path: Path) -> int:
         """Return an upper limit of a file's bytes that cannot be read without those before them."""
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:
-        return sha256_json(self.listing)
+        return sha256_json(self.listings if len(self.listings) > 1 else self.listings[0])
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
-        for path, first, last in self.spans(part):
+        return self.read_all(self.spans(part))
+
+    def validation(self) -> Iterator[Document] | None:
+        whole = [(each, path, 0, self.sizes[path] + 1) for each, path in self.pieces if each.is_validation]
+        return self.read_all(whole) if whole else None
+
+    def read_all(self, spans: Iterable[tuple[Reading, Path, int, int]]) -> Iterator[Document]:
+        for reading, path, first, last in spans:
             before = first
             end = min(last, self.sizes[path])
             if self.can_seek(path):
@@ -84,20 +109,24 @@ class FilesCorpus(ABC):
                 texts = beginning_in(self.read(path, 0, self.sizes[path] + 1), first, last)
             for raw, position in texts:
                 text = clean(raw)
-                if text:
-                    yield Document(text, max(0, min(position, end) - before))
+                if text and reading.has(text):
+                    yield Document(text, max(0, min(position, end) - before), reading)
                     before = min(position, end)
 
-    def spans(self, part: CorpusPart) -> Iterator[tuple[Path, int, int]]:
-        """Yield the files of a part, each with its bytes [first, last). The end of a file counts as one byte more."""
-        total = self.total_bytes + len(self.files)
+    def spans(self, part: CorpusPart) -> Iterator[tuple[Reading, Path, int, int]]:
+        """Yield the files of a part, each with its bytes [first, last). The end of a file counts as one byte more.
+
+        A corpus that is read twice follows its own end, so that two copies of a document are far apart.
+        """
+        total = self.total_bytes + len(self.pieces)
         first, last = part.span(total)
-        for path, size in self.sizes.items():
+        for reading, path in self.pieces:
+            size = self.sizes[path]
             if self.can_seek(path) or (size + 1) * part.count > total:
                 if first <= size and last > 0:
-                    yield path, max(first, 0), min(last, size + 1)
+                    yield reading, path, max(first, 0), min(last, size + 1)
             elif first <= 0 < last:
-                yield path, 0, size + 1
+                yield reading, path, 0, size + 1
             first, last = first - size - 1, last - size - 1
 
     @contextmanager
@@ -232,7 +261,7 @@ class Parquet(FilesCorpus):
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         super().__init__(cfg)
         self.largest_groups: dict[Path, int] = {}  # bytes of the column in a row group
-        self.sizes = {path: self.column_bytes(path) for path in self.files}
+        self.sizes = {path: self.column_bytes(path) for path in self.sizes}
 
     def can_seek(self, path: Path) -> bool:
         return True

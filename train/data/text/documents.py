@@ -6,19 +6,50 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check
+from train.config import InputError, check, shortlist
 from train.data.files.errors import listed, naming
 from train.data.files.find import matching, walk
+from train.data.random_bits import text_uniform
 from train.system.folders import local_path
+
+WEIGHT_SEED = -1  # no seed of the settings, so that weights and validation choose by different hashes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One of the times that one of several corpora is read."""
+
+    corpus: int = 0  # in the order of the settings
+    copy: int = 0  # the readings of the corpus before this one
+    weight: float = 1.0  # of the corpus
+    is_validation: bool = False  # of corpus.validation
+
+    def has(self, text: str) -> bool:
+        """Return whether a document of the corpus is read: the last reading may be of a share of them."""
+        left = self.weight - self.copy
+        return left >= 1 or text_uniform(text, WEIGHT_SEED)[0] < left
+
+
+ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
+
+
+def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
+    """Return how often each corpus is read, by corpus.weights. Raises InputError if there are not as many."""
+    given = weights or [1.0] * len(sources)
+    has = f"corpus.weights={weights} has {len(given)} numbers, and {len(sources)} corpora are given"
+    check(len(given) == len(sources), f"{has}: {shortlist(sources)}; give a number for each")
+    return [Reading(number, copy, each) for number, each in enumerate(given) for copy in range(ceil(each))]
 
 
 @dataclass(frozen=True)
 class Document:
     text: str  # stripped, not empty, lines end in \n
     source_bytes: int  # input consumed since the previous document, for progress
+    reading: Reading = ONCE
 
 
 @dataclass(frozen=True)
@@ -66,11 +97,11 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
     return value
 
 
-def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
+def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path") -> list[Path]:
     """Return a file, the files of a folder with one of the suffixes (.gz may follow), or a glob's matches."""
     path = local_path(location)
     hint = ""
-    with naming(f"corpus.path={location} cannot be read", (OSError,)):
+    with naming(f"{key}={location} cannot be read", (OSError,)):
         if path.is_dir():
             paths = [item for item in walk(path) if item.name.lower().removesuffix(".gz").endswith(suffixes)]
             hint = f" that ends in {', '.join(suffixes)} or one of these and .gz"
@@ -78,7 +109,7 @@ def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
             paths = [path]
         else:
             paths = matching(str(path))
-    check(bool(paths), f"corpus.path={location} matches no file{hint}; give a file, a folder or a glob")
+    check(bool(paths), f"{key}={location} matches no file{hint}; give a file, a folder or a glob")
     return paths
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -12,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from train.config import InputError, PrepareConfig, check
+from train.config import CorpusConfig, InputError, PrepareConfig, check
 from train.data.random_bits import text_uniform
 from train.data.shards.format import (
     ROW_TENSORS,
@@ -26,7 +27,7 @@ from train.data.shards.format import (
 )
 from train.data.text.corpus import Corpus
 from train.data.text.coverage import UnusableText, unknown_share
-from train.data.text.documents import CorpusPart
+from train.data.text.documents import CorpusPart, Document
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Packer
@@ -39,35 +40,51 @@ STATE_NAMES = "part-"
 MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, and it is not read once more
 MOST_NAMED = 8  # parts in a message
 LONG_CHARS = 2**16  # a document with more is divided between the splits
+TOKENS_OF = "train_tokens_"  # and the number of one of several corpora, from 1: a count
+OVERLAP = "documents_in_validation_too"  # of training, which are left out: a count
 
 Report = Callable[[int, int], None]  # bytes of the corpus and tokens that were processed since the last call
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation share of a document: the end of a long one, else all or nothing, by its text's hash."""
+    """The share of a document that is held out from training: the end of a long one, else all or nothing, by its text's
+    hash; with corpus.validation, every document that is in it.
+    """
 
     seed: int
-    below: float  # the hash below which shorter documents are held out
-    longest: float  # characters of the longest documents that the hash decides on
-    tail: float  # share of each longer one
+    below: float = 0.0  # the hash below which shorter documents are held out
+    longest: float = math.inf  # characters of the longest documents that the hash decides on
+    tail: float = 0.0  # share of each longer one
+    known: frozenset[float] | None = None  # hashes of the documents of corpus.validation
 
-    def share_of(self, text: str) -> float:
-        return self.tail if len(text) > self.longest else float(text_uniform(text, self.seed)[0] < self.below)
+    def share_of(self, document: Document) -> float:
+        if len(document.text) > self.longest:
+            return self.tail
+        number = text_uniform(document.text, self.seed)[0]
+        return float(number < self.below if self.known is None else number in self.known)
+
+    def validates(self, document: Document) -> bool:
+        """Return whether what is held out of a document is for validation: each text comes there once."""
+        return document.reading.copy == 0 if self.known is None else document.reading.is_validation
 
 
 def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     """Hold out `fraction` of the characters: long documents' ends, and others with the lowest hashes.
 
     A document is long if it has more than LONG_CHARS, or more than all that is held out of a corpus that can be
-    weighed.
+    weighed, in which each document counts once. With corpus.validation nothing else is held out.
     """
+    if (texts := corpus.validation()) is not None:
+        return HeldOut(seed, known=frozenset(text_uniform(document.text, seed)[0] for document in texts))
     not_weighed = HeldOut(seed, fraction, LONG_CHARS, fraction)
     if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has longer characters
         return not_weighed
     found: list[tuple[float, int]] = []
     total = 0
     for document in corpus.documents():
+        if document.reading.copy:
+            continue
         found.append((text_uniform(document.text, seed)[0], len(document.text)))
         total += len(document.text)
         if total > MOST_WEIGHED_CHARS:
@@ -77,6 +94,14 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     sums = np.cumsum([0, *(size for _, size in short)])
     count = int(np.abs(sums - fraction * sums[-1]).argmin())
     return HeldOut(seed, short[count][0] if count < len(short) else 1.0, longest, fraction)
+
+
+def corpora_counts(cfg: CorpusConfig) -> list[str]:
+    """Return the names of counts that say how much is from each of several corpora, and how many training documents are
+    in corpus.validation, too.
+    """
+    numbers = range(1, len(cfg.sources) + 1) if len(cfg.sources) > 1 else ()
+    return [*(f"{TOKENS_OF}{number}" for number in numbers), *([] if cfg.validation is None else [OVERLAP])]
 
 
 def label(part: CorpusPart) -> str:
@@ -178,20 +203,30 @@ class Preparation:
         self.pending: dict[str, list[Rows]] = {split: [packer.add(*nothing)] for split, packer in self.packers.items()}
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0, "validation_pairs": 0}
+        self.done |= dict.fromkeys(corpora_counts(recipe.cfg.corpus), 0)
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # of the training split
 
     def add(self, chunk: Encoded) -> None:
         """Pack a chunk; write each shard that is full."""
-        shares = np.array([self.held_out.share_of(document.text) for document in chunk.documents])
+        shares = np.array([self.held_out.share_of(document) for document in chunk.documents])
+        validates = np.array([self.held_out.validates(document) for document in chunk.documents])
         held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
         of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
+        is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: rather than left out
         for split, (tokens, lengths) in {
             "train": (chunk.tokens[~of_token], (chunk.lengths - held_out)[shares < 1]),
-            "validation": (chunk.tokens[of_token], held_out[held_out > 0]),
+            "validation": (chunk.tokens[of_token & is_shown], held_out[(held_out > 0) & validates]),
         }.items():
             self.pending[split].append(self.packers[split].add(tokens, lengths))
             if split == "train":
                 self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
+        origins = [each.reading for each in chunk.documents]
+        if OVERLAP in self.done:
+            is_first = np.array([not each.copy for each in origins])
+            self.done[OVERLAP] += int(((shares == 1) & ~validates & is_first).sum())
+        for each, kept in zip(origins, (chunk.lengths - held_out).tolist(), strict=True):
+            if (name := f"{TOKENS_OF}{each.corpus + 1}") in self.done:
+                self.done[name] += kept  # none of corpus.validation
         self.done["documents"] += len(chunk.documents)
         self.done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
         self.done["tokens"] += len(chunk.tokens)
@@ -271,7 +306,8 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
-            hint = "raise validation_fraction or lower seq_len" if split == "validation" else "give more text"
+            more = "give more text as corpus.validation" if OVERLAP in done else "raise validation_fraction"
+            hint = f"{more} or lower seq_len" if split == "validation" else "give more text"
             raise UnusableText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
     token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
     manifest = write_manifest(

@@ -12,7 +12,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,24 @@ def load_tokenizer(
     return tokenizer
 
 
+def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
+    """Give a tokenizer further tokens, numbered behind its own. Raises InputError for one that it has already, or that
+    it would not find in a text.
+    """
+    known, first = tokenizer.get_vocab(), len(tokenizer)
+    ok = not tokens or max(known.values()) < first
+    check(ok, f"tokenizer.add_tokens: numbers below {first} are not used by the tokenizer, so that it cannot grow")
+    for token in tokens:
+        given = f"tokenizer.add_tokens: {shown(token)}"
+        check(token not in known, f"{given} is a piece of the tokenizer already; leave it out")
+        tokenizer.add_tokens(token)
+        known[token] = first
+    for number, token in enumerate(tokens, first):  # of two that are one without capitals, either may be found
+        read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
+        given = f"tokenizer.add_tokens: {shown(token)}"
+        check(read == [number], f"{given} cannot be added: the tokenizer reads it as {read}, not as [{number}]")
+
+
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
     """Return a configuration of transformers that only names the tokenizer's model: config.json is read here.
 
@@ -309,20 +327,20 @@ def published_vocabulary(folder: Folder) -> Vocabulary:
     return Vocabulary(tokenizer.backend_tokenizer.to_str(), info, tokenizer.unk_token_id)
 
 
-def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> None:
-    """Raise InputError with `rejection` if a pretrained model's tokenizer has a different vocabulary.
+def check_same_vocabulary(
+    source: str, ours: dict[str, int], rejection: str, *, added: Collection[str] = ()
+) -> dict[int, str]:
+    """Return those of the `added` tokens that a pretrained model's tokenizer lacks, by their numbers.
 
-    Its embeddings would be of other pieces. A model that comes without a tokenizer cannot be checked, and a warning
-    says so.
+    Raises InputError with `rejection` if its vocabulary differs in anything else: its embeddings would be of other
+    pieces. A model that comes without a tokenizer cannot be checked, and a warning says so.
     """
     try:
         theirs = load_tokenizer(source, needs=())
     except InputError as error:
         logger.warning("model.pretrained=%s comes without a tokenizer to compare with (%s)", source, error)
-        return
-    check(theirs.get_vocab() == ours, rejection)
-
-
-def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Return the number of each piece, from the tokenizer of a prepared data set."""
-    return open_tokenizer(folder).get_vocab()
+        return {}
+    known = theirs.get_vocab()
+    new = {ours[token]: token for token in added if token not in known}
+    check(known == {piece: number for piece, number in ours.items() if number not in new}, rejection)
+    return new

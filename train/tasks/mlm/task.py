@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
+from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check, shortlist
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.cache import cache_dir
@@ -29,7 +29,7 @@ from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
 from train.data.text.encoding import starts_of
-from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer, read_vocabulary
+from train.data.text.tokenizer import check_same_vocabulary, open_tokenizer
 from train.data.text.words import word_edges
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
@@ -69,14 +69,9 @@ class MaskedLMTask(Task):
             )
         info = self.manifest.tokenizer
         self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
-        fitting_config(model, **self.fit)
-        if model.pretrained is not None:
-            check_same_vocabulary(
-                model.pretrained,
-                read_vocabulary(self.folder / "tokenizer"),
-                f"model.pretrained={model.pretrained} does not have the tokenizer of the data; prepare it with "
-                f"tokenizer.pretrained={model.pretrained}",
-            )
+        self.new_rows = self._new_rows()
+        known = {**self.fit, "vocab_size": info.vocab_size - len(self.new_rows)}
+        size = fitting_config(model, **known).vocab_size
         self.masker = Masker(
             seed=cfg.seed,
             mask_rate=cfg.task.mask_rate,
@@ -96,6 +91,10 @@ class MaskedLMTask(Task):
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         unknown, tokens = (self.manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
         self.remarks = [unknown_share(unknown, tokens, f"data.path={cfg.data.path}: the tokenizer reads the text")]
+        if self.new_rows:
+            names = shortlist(f"{number} {token!r}" for number, token in sorted(self.new_rows.items()))
+            grown = f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}"
+            self.remarks.append(f"{grown}; new, each the mean of the others: {names}")
         self.facts = {
             name: self.manifest.counts.get(name, math.nan) for name in ("unigram_entropy", "neighbour_accuracy")
         }
@@ -108,6 +107,26 @@ class MaskedLMTask(Task):
         self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
         of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
+
+    def _new_rows(self) -> dict[int, str]:
+        """Return the tokens that were added to the tokenizer of the weights, by their rows. Raises InputError if the
+        data has another tokenizer, or if their rows could not learn.
+        """
+        model = self.model
+        if model.pretrained is None:
+            return {}
+        ours = open_tokenizer(self.folder / "tokenizer")
+        new = check_same_vocabulary(
+            model.pretrained,
+            ours.get_vocab(),
+            f"model.pretrained={model.pretrained} does not have the tokenizer of the data; prepare it with "
+            f"tokenizer.pretrained={model.pretrained}",
+            added=[token.content for token in ours.get_added_tokens_decoder().values()],
+        )
+        frozen = [f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)]
+        says = f"{' and '.join(frozen)}: {len(new)} added tokens have rows to learn, and the embeddings are frozen"
+        check(not (new and frozen), says)
+        return new
 
     def _masker_of_rate(self, rate: float) -> Masker:
         return replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
@@ -130,10 +149,10 @@ class MaskedLMTask(Task):
         return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
-        return self._model(self.model)
+        return self._model(self.model, new_rows=list(self.new_rows))
 
-    def _model(self, cfg: ModelConfig) -> MaskedLM:
-        model = build_masked_lm(cfg, **self.fit, predicts_order=self.swapper is not None)
+    def _model(self, cfg: ModelConfig, new_rows: Sequence[int] = ()) -> MaskedLM:
+        model = build_masked_lm(cfg, **self.fit, predicts_order=self.swapper is not None, new_rows=new_rows)
         model.head_share = self.predictions / self.seq_len
         return model
 

@@ -1,0 +1,158 @@
+"""Several corpora with weights, and validation text of their own: what is read how often, and where it goes."""
+
+from collections import Counter
+
+import pytest
+from rejections import rejects
+from running import prepare_config, write_corpus
+from test_corpus import hub, in_parts, texts, write_rows
+from test_prepare import Killed, check_streams, content
+from tokenizers import Tokenizer
+
+from train.config import CorpusConfig, FilesCorpusConfig, HFDataset
+from train.data.random_bits import text_uniform
+from train.data.shards.format import read_manifest
+from train.data.text import corpus_files, encoding, preparation
+from train.data.text.corpus import open_corpus
+from train.tools import prepare
+
+WEIGHTS = "corpus.weights=[1,2.5]"
+
+
+@pytest.fixture(scope="module")
+def paths(corpus, tmp_path_factory):
+    """A corpus and a smaller one, which share a document, and validation text, which has a document of each."""
+    folder = tmp_path_factory.mktemp("small")
+    documents, own = corpus.read_text().split("\n\n"), write_corpus(folder / "own.txt", num_documents=29, seed=5)
+    (folder / "own.txt").write_text("\n\n".join([own.read_text(), documents[7]]))
+    new = write_corpus(folder / "validation.txt", num_documents=29, seed=6)
+    new.write_text("\n\n".join([new.read_text(), documents[9], own.read_text().split("\n\n")[3]]))
+    return corpus, folder / "own.txt", new
+
+
+def documents_of(path):
+    return path.read_text().split("\n\n")
+
+
+def mixed(output, paths, *overrides):
+    return prepare_config(output, paths[0], f"corpus.path=[{paths[0]},{paths[1]}]", *overrides)
+
+
+def of_all_readings(paths):
+    """All that weights of 1 and 2.5 make of both corpora, in order."""
+    first, second = map(documents_of, paths[:2])
+    return [*first, *second, *second, *(text for text in second if text_uniform(text, -1)[0] < 0.5)]
+
+
+def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_twice(paths, tmp_path, capsys):
+    assert prepare.run(mixed(tmp_path / "out", paths, WEIGHTS)) == 0
+    once = prepare.prepare(mixed(tmp_path / "once", paths))
+    ready = open_corpus(mixed(tmp_path / "x", paths).corpus)
+    held_out = preparation.choose_held_out(ready, 0.25, 0)
+    validated = {document.text for document in ready.documents() if held_out.share_of(document)}
+    read = of_all_readings(paths)
+    first, second = map(documents_of, paths[:2])
+    trained = [text for text in read if text not in validated]
+    assert len(set(second) & validated) > 2 and 0.3 < len(read[180:]) / 30 < 0.7
+    check_streams(tmp_path / "out", trained, [text for text in [*first, *second] if text in validated])
+    counts = read_manifest(tmp_path / "out").counts
+    pieces = Tokenizer.from_file(f"{tmp_path}/out/tokenizer/tokenizer.json")
+    sizes = [len(pieces.encode(text, add_special_tokens=False).ids) for text in trained]
+    num_first = len([text for text in first if text not in validated])
+    tokens = [sum(sizes[:num_first]), sum(sizes[num_first:])]
+    assert [counts["train_tokens_1"], counts["train_tokens_2"]] == tokens
+    said = capsys.readouterr().out
+    share = tokens[1] / sum(tokens)
+    assert f"training tokens: {1 - share:.1%} {paths[0]} (weight 1), {share:.1%} {paths[1]} (weight 2.5)" in said
+    assert once.counts["train_tokens_2"] < 0.5 * tokens[1]
+
+
+def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(paths, tmp_path, capsys):
+    given = (WEIGHTS, f"corpus.validation={paths[2]}")
+    assert prepare.run(mixed(tmp_path / "out", paths, *given)) == 0
+    validated = documents_of(paths[2])
+    check_streams(tmp_path / "out", [text for text in of_all_readings(paths) if text not in validated], validated)
+    assert "2 training documents are in corpus.validation, too, and were left out" in capsys.readouterr().out
+    both = (*given, "validation_fraction=0.1")
+    rejects("validation_fraction and corpus.validation choose the same", mixed, "x", paths, *both)
+    (tmp_path / "short.txt").write_text("ba be")
+    says = "the validation part has . tokens, .*; give more text as corpus.validation or lower seq_len"
+    rejects(says, prepare.prepare, mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"))
+    same = prepare_config(tmp_path / "same", paths[0], f"corpus.validation={paths[0]}")
+    rejects("of 240 documents is left for the tokenizer by corpus.validation or", prepare.prepare, same)
+
+
+def test_processes_jobs_and_a_kill_change_nothing(paths, prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_files, "PART_BYTES", 1)
+    monkeypatch.setattr(prepare, "MOST_PARTS", 4)
+    given = [WEIGHTS, f"corpus.validation={paths[2]}", "rows_per_shard=16"]
+    given.append(f"tokenizer.pretrained={prepared / 'tokenizer'}")
+    for number in (1, 2):
+        prepare.prepare(mixed(tmp_path / str(number), paths, *given, f"processes={number}"))
+    for part in ("2/2", "1/2"):
+        assert prepare.prepare(mixed(tmp_path / "jobs", paths, *given, f"part={part}", "processes=1")) is None
+    prepare.prepare(mixed(tmp_path / "jobs", paths, *given, "merge=true"))
+    kept, calls = preparation.write_shard, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == 9:
+            raise Killed
+        return kept(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(encoding, "CHUNK_CHARS", 1000)
+        patched.setattr(preparation, "write_shard", dying)
+        prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
+    prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
+    made = [content(tmp_path / name) for name in ("1", "2", "jobs", "killed")]
+    assert made[1:] == made[:-1] and len(made[0]) > 8
+    manifest = read_manifest(tmp_path / "1")
+    assert manifest.counts["documents_in_validation_too"] == 2
+    assert manifest.config["corpus"]["weights"] == [1, 2.5]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "hf"])
+def test_each_kind_of_corpus_is_read_so(kind, tmp_path):
+    names, suffix = ("a", "b", "c"), "jsonl" if kind == "hf" else kind
+    rows = {name: [{"text": f"{name} {number}"} for number in range(20)] for name in names}
+    a, b, c = (str(write_rows(tmp_path / f"{name}.{suffix}", rows[name])) for name in names)
+    if kind == "hf":
+        sets = [HFDataset(path="json", data_files=path) for path in (a, b)]
+        corpus = hub(*sets, weights=[0.5, 3], validation={"path": "json", "data_files": c})
+    else:
+        corpus = open_corpus(FilesCorpusConfig(kind=kind, name="x", path=[a, b], weights=[0.5, 3], validation=c))
+    some = [row["text"] for row in rows["a"] if text_uniform(row["text"], -1)[0] < 0.5]
+    assert 3 < len(some) < 17
+    assert texts(corpus) == some + 3 * [f"b {number}" for number in range(20)] + [f"c {number}" for number in range(20)]
+    assert [document.text for document in corpus.validation()] == [f"c {number}" for number in range(20)]
+    for count in (2, 3, 7):
+        found = in_parts(corpus, count)
+        assert Counter(found) == Counter(texts(corpus)) and (kind == "hf" or found == texts(corpus))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            "corpus.weights=[1,2,3]",
+            r"corpus.weights=\[1, 2, 3\] has 3 numbers, and 2 corpora are given: .*, .*own.txt;",
+        ),
+        ("corpus.weights=[1,0]", r"corpus.weights=\[1, 0\] must be a list of numbers above 0"),
+        ("corpus.weights=3", "corpus.weights=3 must be a list"),
+        ("corpus.path=[]", r"corpus.path=\[\] must be a file, a folder or a glob"),
+        ("corpus.validation=nosuch", "corpus.validation=nosuch matches no file"),
+    ],
+)
+def test_what_is_no_weight_and_no_corpus_is_rejected(given, says, paths, tmp_path):
+    if "path" in given:
+        rejects(says, prepare_config, tmp_path / "out", paths[0], given)
+    else:
+        rejects(says, lambda: prepare.prepare(mixed(tmp_path / "out", paths, given)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_corpora_of_other_kinds_reject_what_they_do_not_have():
+    rejects("leave out corpus.weights and", open_corpus, CorpusConfig(kind="pydocs", name="x", weights=[1]))
+    says = r"corpus.validation=.* must be as an entry of corpus.datasets, .*'pth' is not known"
+    rejects(says, hub, HFDataset(path="json"), validation={"path": "json", "pth": "c"})
