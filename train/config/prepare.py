@@ -22,10 +22,8 @@ class CorpusConfig(Section, prefix="corpus."):
     name: str = MISSING  # The name of the corpus in the manifest.
     weights: Any = None  # The number of times that each of several corpora is read, in order: with 2.5 half of its
     # documents are read a third time, chosen by the hash of their text; None reads all once.
-    validation: Any = (
-        None  # The validation text, as corpus.path or an entry of corpus.datasets; training leaves out its
-    )
-    # documents. None holds out validation_fraction of the corpus.
+    validation: Any = None  # The validation text, as corpus.path or an entry of corpus.datasets, without which training
+    # does; None holds out validation_fraction of the corpus.
 
     @property
     def sources(self) -> list[str]:

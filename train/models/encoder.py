@@ -141,9 +141,10 @@ def build_masked_lm(
 
 @torch.no_grad()
 def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int]) -> None:
-    """Let a model read and predict `vocab_size` tokens, if it has fewer. `new_rows` begin as the mean of those that the
-    checkpoint had, with which no added token is likelier than the average one, as transformers' mean_resizing does but
-    for noise: Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+    """Let a model read and predict `vocab_size` tokens, if it has fewer.
+
+    `new_rows` begin as the mean of those that the checkpoint had, so that an added token is as likely as the average
+    one: as transformers' mean_resizing, but without noise (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
     size = network.config.vocab_size
     with quiet():

@@ -38,7 +38,7 @@ ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
 
 
 def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
-    """Return how often each corpus is read, by corpus.weights. Raises InputError if there are not as many."""
+    """Return the readings of each corpus by corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1.0] * len(sources)
     has = f"corpus.weights={weights} has {len(given)} numbers, and {len(sources)} corpora are given"
     check(len(given) == len(sources), f"{has}: {shortlist(sources)}; give a number for each")

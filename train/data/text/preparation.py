@@ -48,8 +48,9 @@ Report = Callable[[int, int], None]  # bytes of the corpus and tokens that were 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The share of a document that is held out from training: the end of a long one, else all or nothing, by its text's
-    hash; with corpus.validation, every document that is in it.
+    """The share of a document that is held out: the end of a long one, else all or nothing, by its text's hash.
+
+    With corpus.validation it is every document that is in that text, and nothing else.
     """
 
     seed: int
@@ -97,9 +98,7 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
 
 
 def corpora_counts(cfg: CorpusConfig) -> list[str]:
-    """Return the names of counts that say how much is from each of several corpora, and how many training documents are
-    in corpus.validation, too.
-    """
+    """Return the names of the counts of each of several corpora's tokens, and of documents in corpus.validation too."""
     numbers = range(1, len(cfg.sources) + 1) if len(cfg.sources) > 1 else ()
     return [*(f"{TOKENS_OF}{number}" for number in numbers), *([] if cfg.validation is None else [OVERLAP])]
 

@@ -231,8 +231,9 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
-    """Give a tokenizer further tokens, numbered behind its own. Raises InputError for one that it has already, or that
-    it would not find in a text.
+    """Add tokens to a tokenizer, numbered behind its own.
+
+    Raises InputError if it has one of them already, or would not find it in a text.
     """
     known, first = tokenizer.get_vocab(), len(tokenizer)
     ok = not tokens or max(known.values()) < first

@@ -109,8 +109,9 @@ class MaskedLMTask(Task):
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
 
     def _new_rows(self) -> dict[int, str]:
-        """Return the tokens that were added to the tokenizer of the weights, by their rows. Raises InputError if the
-        data has another tokenizer, or if their rows could not learn.
+        """Return the tokens that were added to the tokenizer of the weights, by their rows.
+
+        Raises InputError if the data has a different tokenizer, or if their rows could not learn.
         """
         model = self.model
         if model.pretrained is None:

@@ -83,8 +83,9 @@ class MultiLabel(TextTask):
         self.weights = None if weights is None else torch.from_numpy(weights)
 
     def limits(self) -> list[float]:
-        """Return the probability from which each label is predicted, [C]. In evaluations it is USUAL if it is still to
-        be chosen by them: what is best on the rows that a metric is of says too much.
+        """Return the probability from which each label is predicted, [C].
+
+        In evaluations that choose it, it is USUAL: a score on the rows that chose a threshold is too good.
         """
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
@@ -213,7 +214,7 @@ TASK = MultiLabel
 
 
 def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float] | None:
-    """Return the thresholds [C] that a config.json holds, None if it has none. Raises InputError for anything else."""
+    """Return the thresholds [C] that a config.json holds, None if it has none. Raises InputError if it is none."""
     if given is not None:
         check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
         check_each(f"{where}: {THRESHOLDS}", given, labels)
@@ -253,9 +254,7 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 over all thresholds, and the threshold, halfway to the probability below it: truth and
-    probabilities [rows].
-    """
+    """Return the highest F1 over all thresholds, and its threshold, halfway to the probability below: both [rows]."""
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth, shares)
@@ -266,8 +265,9 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
 
 
 def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
-    """Return the thresholds [C] that are best for F1 on truth and probabilities [rows, C]: of each label alone, USUAL
-    where no row has it, or one for all.
+    """Return the thresholds [C] that are best for F1 on truth and probabilities [rows, C].
+
+    They are those of each label alone, USUAL where no row has it, or one for all.
     """
     columns = list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
     limits = [best_threshold(*column)["best_threshold"] if column[0].any() else USUAL for column in columns]
