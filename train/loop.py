@@ -23,7 +23,7 @@ from train.models.model_sizes import check_layers, shape_of_model
 from train.observe.metrics import Recorder
 from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
-from train.parallel.backends import Backend, Workload, open_backend
+from train.parallel.backends import Backend, Workload, check_attention, open_backend
 from train.parallel.engines import Engine, build_engine
 from train.parallel.optimizers import learning_rate
 from train.parallel.ranks import AGREED
@@ -59,6 +59,7 @@ def run(
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
+        check_attention(cfg)
         if cfg.hub.push_to is not None:
             from train.observe.push import check_push  # late: only some runs need the report, which the card is made of
 
@@ -186,7 +187,7 @@ def train(
 
         watch.phase("agree", step=progress.step, is_start=metrics.is_first)
         vote = votes.count()
-        progress.advance(plan.global_batch_size)
+        progress.advance(plan.global_batch_size, lr)
         data.consumed(progress.examples)
         evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
         metrics.end_step(evaluates, lr=lr, micro_batches=batches, seq_len=seq_len, grad_norm=grad_norm)

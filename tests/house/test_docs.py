@@ -161,6 +161,9 @@ def forked(command: str) -> tuple[list[str], dict[str, str]]:
     given = parse(command)
     is_run = given.module == "launch" and "--" in given.arguments and "prepare=true" not in given.arguments
     short = SHORT["train"] if is_run else SHORT.get(given.module, [])
+    keys = {word.partition("=")[0] for word in given.arguments}
+    short = [word for word in short if not (word.startswith("tokenizer.") and "tokenizer.pretrained" in keys)]
+    short += ["optim.warmup_steps=2"] if "optim.warmup_steps" in keys else []
     words = [given.module, *given.arguments, *short]
     if given.torchrun is not None:
         words = torchrun(given.module, words[1:], ranks=1)

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from rejections import rejects
+from running import train_config
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,8 +16,10 @@ from train.config import BackendConfig, HeadSize, InputError, ModelConfig
 from train.models import encoder
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head, logits_of
+from train.parallel.backends import check_attention
 from train.parallel.ddp import DDP
 from train.parallel.guards import watch_masks
+from train.system import machine
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
@@ -124,6 +127,36 @@ def test_on_cpus_in_bf16_attention_is_by_products_with_the_same_gradients_but_no
     for name, exact in gradients["sdpa"].items():
         assert (gradients["eager"][name] - exact).abs().max() <= 0.05 * exact.abs().max() + 1e-5, name
     DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(torch.nn.Linear(2, 2))  # any module
+    for positions, way in ((40, "sdpa"), (4096, "eager")):  # what was asked for stays
+        model = build("label", sizes(max_positions=positions, attention=way))
+        DDP(BackendConfig(device="cpu", precision="bf16")).setup_model(model)
+        assert model.network.config._attn_implementation == way
+
+
+@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"])
+def test_eager_attention_is_that_of_sdpa_with_padding_too(architecture):
+    results = {}
+    for way in ("auto", "sdpa", "eager"):
+        model = build("label", sizes(architecture, attention=way))
+        assert model.network.config._attn_implementation == ("eager" if way == "eager" else "sdpa")
+        results[way] = outcome(model, batch())
+    assert torch.equal(results["auto"][0], results["sdpa"][0])
+    torch.testing.assert_close(results["eager"], results["auto"], rtol=1e-4, atol=1e-4)
+
+
+def test_flash_attention_needs_its_package_and_16_bits_and_gets_plain_masks(monkeypatch, prepared, tmp_path):
+    """Not run on hardware."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = ["backend.device=cuda", "model.attention=flash_attention_2"]
+    cfg = train_config(tmp_path, prepared, *given)
+    rejects("model.attention=flash_attention_2 needs its package: pip install flash-attn", check_attention, cfg)
+    monkeypatch.setattr(machine, "installed_versions", lambda name: {name: "2.8.3"})
+    rejects("computes in bf16 or fp16; set backend.precision to one, not fp32", check_attention, cfg)
+    check_attention(train_config(tmp_path, prepared, *given, "backend.precision=bf16"))
+    model, (_, real, _) = build("label", sizes()), batch()
+    assert model.mask(real).ndim == 4
+    model.attention = "flash_attention_2"
+    assert model.mask(real) is real
 
 
 def outcome(model, inputs, compute=lambda: None):

@@ -5,9 +5,13 @@ import signal
 import subprocess
 
 import pytest
+from rejections import rejects
 from run_results import assert_same_run, assert_same_weights, losses
 from running import ROOT, command, eventually, lines, run, train_here, train_overrides
 from saved_steps import cut_back
+
+from train.config.attempt import ResumeConfig
+from train.run.stopping import StopRequest
 
 
 def test_the_losses_fall_so_that_equality_means_something(finished):
@@ -54,6 +58,38 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit_with_dropout(toy, 
     assert toy.weights(6, "cut") == toy.weights(6, "whole") != toy.weights(3, "whole")
 
 
+WSD = {"schedule": "wsd", "warmup_steps": 2}
+
+
+def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints(toy, tmp_path, capsys):
+    """And is then the run that had this length from the start; its decay can have another share, too."""
+    stop = StopRequest()
+    toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 8 else 1.0
+    assert toy.train("stable", stop=stop, max_steps=1000, optim=WSD)[1] == 9 == max(toy.saved("stable"))
+    toy.scale = lambda call: 1.0
+    ends = {"newest": (9, 20, None), "older": (6, 12, 0.5), "oldest": (3, 5, 0.4)}  # step, length, share
+    for name, (step, length, share) in ends.items():
+        cut_back(tmp_path / "stable", tmp_path / name, step)
+        given = {"max_steps": length, "optim": {**WSD, "decay_fraction": share}}
+        assert toy.train(name, **given) == toy.train(f"whole {name}", **given) == ("done", length)
+        assert toy.values("train", "lr", f"whole {name}")[step - 1] == 0.01 > toy.values("train", "lr", name)[-1]
+        after = [line for line in toy.lines("train", name) if line["attempt"] == 2]
+        whole = toy.lines("train", f"whole {name}")[step:]
+        assert [(line["loss"], line["lr"]) for line in after] == [(line["loss"], line["lr"]) for line in whole]
+        assert toy.weights(length, name) == toy.weights(length, f"whole {name}")
+    before = (tmp_path / "older/metrics.jsonl").read_bytes()
+    longer = {"max_steps": 20, "optim": {**WSD, "decay_fraction": 0.5}}
+    short = {"max_steps": 10, "optim": {**WSD, "decay_fraction": 0.4}}
+    rejects(
+        "begins after step 10, and step 12, .* 0.000871.*0.00683.*; keep the length of", toy.train, "older", **longer
+    )
+    rejects("begins after step 6, and step 9, .* 0.01, .*0.00292.*; give a longer one", toy.train, "stable", **short)
+    rejects("optim.warmup_steps: 2 -> 3", toy.train, "older", max_steps=12, optim={**WSD, "warmup_steps": 3})
+    assert (tmp_path / "older/metrics.jsonl").read_bytes() == before
+    assert toy.train("older", **longer, resume=ResumeConfig(force=True)) == ("done", 20)
+    assert "resume.force=true: with a length of 20" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_goes_on_from_its_checkpoint_also_on_another_number_of_ranks(finished, prepared, tmp_path, ranks):
     run_dir = cut_back(finished, tmp_path / "run")
@@ -65,6 +101,16 @@ def test_a_run_goes_on_from_its_checkpoint_also_on_another_number_of_ranks(finis
         result = run(train_overrides(run_dir, prepared), ranks=2)
         assert result.returncode == 0, result.stderr
         assert losses(run_dir)[6:] == pytest.approx(losses(finished)[3:], rel=2e-5)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+def test_attention_is_the_same_however_it_is_computed_and_may_change_within_a_run(finished, prepared, tmp_path, way):
+    train_here(tmp_path / "run", prepared, f"model.attention={way}")
+    assert_same_run(tmp_path / "run", finished)
+    assert "attn" not in (tmp_path / "run/export/config.json").read_text()
+    run_dir = cut_back(finished, tmp_path / "resumed")
+    train_here(run_dir, prepared, f"model.attention={way}")
+    assert losses(run_dir)[6:] == pytest.approx(losses(finished)[3:], rel=2e-5)
 
 
 LONG = ["max_steps=100000", "eval_every=null", "checkpoint.every=100000", "export=false"]

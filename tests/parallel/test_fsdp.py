@@ -37,7 +37,7 @@ PIPELINE = ["parallel=pipeline", "parallel.stages=2", "parallel.micro_batches=2"
 AGAIN = "backend.activation_checkpointing=true"
 ALBERT: list[str] = []  # one layer that is applied twice, and a head that is tied to the embedding
 BERT = ["model.architecture=bert", "model.embedding_size=null"]  # a layer for each depth
-LAMB = ["optim=lamb", "optim.lr=1e-2"]
+LAMB = ["optim=lamb", "optim.lr=1e-2", "optim.layer_decay=0.8"]
 MODELS = {"albert": ALBERT, "bert": BERT, "lamb": [*BERT, *LAMB]}
 SPLITS = {
     "albert": ("albert", 2, [FSDP, "micro_batch_size=2"]),
@@ -163,6 +163,7 @@ TWEETS += [
     "micro_batch_size=3",
     "optim.lr=1e-3",
     "optim.head_lr=1e-2",
+    "optim.layer_decay=0.5",
     "model.freeze_layers=1",
     *BERT,
 ]
@@ -178,7 +179,7 @@ def classifier(prepared, tmp_path_factory):
 def test_a_classifier_with_a_frozen_layer_and_a_rate_of_its_own_for_the_head(
     classifier, prepared, tmp_path, ranks, split
 ):
-    """Of texts of two lengths, and labels that weigh differently."""
+    """Of texts of two lengths, with labels that weigh differently and a rate for each layer."""
     done = run([*tuning(tmp_path / "split", prepared / "tokenizer", *TWEETS), *split], ranks=ranks)
     assert done.returncode == 0, done.stderr
     for kind, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss"), ("eval", "f1_macro")):

@@ -1,10 +1,22 @@
+import re
+
 import numpy as np
 import pytest
 import torch
 from rejections import rejects
+from transformers import AutoConfig, AutoModelForMaskedLM
 
 from train.config import InputError, OptimConfig, Plan
-from train.parallel.optimizers import build_optimizer, learning_rate, load_state, set_learning_rate
+from train.models.network import Network
+from train.parallel.optimizers import (
+    build_optimizer,
+    learning_rate,
+    load_state,
+    parameter_groups,
+    roles,
+    set_learning_rate,
+)
+from train.system.model_folder import ENCODERS
 
 
 def plan(total=100, warmup=10):
@@ -15,9 +27,9 @@ def rates(total=100, warmup=10, **settings):
     return [learning_rate(s, cfg=OptimConfig(lr=1.0, **settings), plan=plan(total, warmup)) for s in range(total)]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "constant"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "constant", "wsd"])
 def test_schedules_rise_to_the_peak_in_the_warmup_and_never_rest_at_zero(schedule):
-    result = rates(schedule=schedule, power=2.0)
+    result = rates(schedule=schedule, power=2.0, warmup_steps=10)
     assert result[0] == pytest.approx(0.1)
     assert result[9] == result[10] == max(result) == 1.0
     assert min(result) > 0
@@ -29,6 +41,16 @@ def test_schedules_fall_as_their_names_say():
     assert {name: rates(schedule=name, power=2.0)[55] for name in halfway} == pytest.approx(halfway)
     assert rates(final_lr_fraction=0.2)[99] == pytest.approx(0.2, abs=0.01)
     assert rates(warmup=0)[0] == 1.0
+
+
+def test_wsd_is_stable_up_to_its_last_part_wherever_the_length_ends():
+    wsd = {"schedule": "wsd", "warmup_steps": 10}
+    result = rates(**wsd)
+    assert result[10:91] == [1.0] * 81
+    assert result[91:] == pytest.approx([1 - (done / 10) ** 0.5 for done in range(1, 10)])
+    assert rates(67, **wsd)[:61] == result[:61] and rates(67, **wsd)[61] < 1
+    assert rates(decay_fraction=0.5, final_lr_fraction=0.1, **wsd)[75] == pytest.approx(0.1 + 0.9 * (1 - 0.5**0.5))
+    assert set(rates(decay_fraction=0.0, **wsd)[10:]) == {1.0} and rates(5, 1, **wsd)[-1] == 1.0
 
 
 def test_a_decay_from_the_start_is_that_of_google():
@@ -177,3 +199,31 @@ def test_a_state_of_other_frozen_parts_is_rejected():
     frozen = build_optimizer(OptimConfig(), head, head=head)
     assert [len(group["params"]) for group in frozen.param_groups] == [1, 1]
     rejects("optimizer has 6 parameters, but this run trains 2: other parts are frozen", load_state, frozen, state)
+
+
+@pytest.mark.parametrize("name", ENCODERS.split())
+def test_with_layer_decay_each_layer_learns_slower_than_the_next_and_numbers_stay(name):
+    """In all architectures: those whose layers are not told apart are rejected."""
+    with torch.device("meta"):
+        config = AutoConfig.for_model(name)
+        depth = config.num_hidden_layers
+        model = Network(AutoModelForMaskedLM.from_config(config))
+    cfg = OptimConfig(lr=1.0, layer_decay=0.5)
+    if name in ("albert", "funnel"):
+        words = "share their weights" if name == "albert" else "are not known"
+        rejects(f"optim.layer_decay: the layers of {name} {words}", roles, cfg, model)
+        return
+    groups = parameter_groups(cfg, model.parameters(), **roles(cfg, model))
+    factors = {weight: group["lr_factor"] for group in groups for weight in group["params"]}
+    plain = parameter_groups(OptimConfig(), model.parameters(), model.head_parameters())
+    assert list(map(id, factors)) == [id(weight) for group in plain for weight in group["params"]]
+    assert len(factors) == len(list(model.parameters()))
+    base = model.network.base_model
+    assert factors[base.get_input_embeddings().weight] == 0.5 ** (depth + 1)
+    assert {factors[weight] for weight in model.head_parameters()} <= {1.0}
+    found = {}
+    for parameter, weight in base.named_parameters():
+        numbers = re.findall(r"\.(\d+)\.", parameter)
+        if numbers:  # the first is the layer's
+            found.setdefault(int(numbers[0]), set()).add(factors[weight])
+    assert found == {layer: {0.5 ** (depth - layer)} for layer in range(depth)}

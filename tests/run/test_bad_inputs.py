@@ -119,6 +119,7 @@ TYPED = [
     ("run_dir=TEXT/run", "TEXT/run"),
 ]
 
+WSD = ["optim.schedule=wsd", "optim.warmup_steps=4"]
 VALUES = [
     # ---- beyond a limit
     ("task.mask_rate=1.5", "task.mask_rate=1.5 must be below 1"),
@@ -138,6 +139,11 @@ VALUES = [
     ("task.kind=classify", "task.kind=classify"),
     ("task.kind=nosuch", "task.kind=nosuch"),
     ("optim.head_lr=1", "optim.head_lr=1"),
+    ("optim.schedule=wsd", "optim.schedule=wsd needs optim.warmup_steps"),
+    ("optim.decay_fraction=0.2", "optim.decay_fraction=0.2 is for optim.schedule=wsd"),
+    ([*WSD, "optim.decay_from_start=true"], "optim.decay_from_start=true is not for optim.schedule=wsd"),
+    ([*WSD, "optim.decay_fraction=0.5"], "optim.warmup_steps=4 ends after step 3 of 6"),
+    ("optim.layer_decay=0.9", "the layers of albert share their weights"),
     ("best.export=true", "checkpoint.best=true"),
     ("best.metric=f2", "best.metric=f2"),
     ("seq_len=64", "seq_len=64"),
@@ -158,6 +164,9 @@ VALUES = [
     ("model.architecture=nosuch", "model.architecture=nosuch"),
     (["model=any", "model.architecture=clip"], "clip"),
     (["model=any", "model.architecture=bert", "model.embedding_size=8"], "model.embedding_size=8"),
+    (["model=any", "model.architecture=longformer", "model.attention=sdpa"], "transformers has eager for longformer"),
+    ("model.attention=flash_attention_2", "model.attention=flash_attention_2 needs a CUDA device"),
+    ("model.attention=flex_attention", "model.attention=flex_attention needs a CUDA device"),
     ("model.init_from=EMPTY", "there is nothing in that folder"),
     ("model.init_from=DATA", "neither a run"),
     (["model=pretrained"], "model.pretrained is not set"),

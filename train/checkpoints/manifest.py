@@ -43,6 +43,7 @@ class Progress:
     """The progress of a run."""
 
     step: int = 0  # optimizer steps done, skipped ones too
+    lr: float | None = None  # the rate of the last step
     examples: int = 0  # sequences drawn by all ranks, the position in the data; more than step * batch after a rollback
     lanes: int | None = None  # of the order of the data; None: not yet decided
     window_shards: int | None = None  # shuffled together in each lane; None: not yet decided
@@ -56,10 +57,11 @@ class Progress:
     productive_s: float = 0.0  # in steps that were not lost
     window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
 
-    def advance(self, examples: int) -> None:
-        """Count a step with this number of examples of all ranks."""
+    def advance(self, examples: int, lr: float) -> None:
+        """Count a step with this number of examples of all ranks, at the rate `lr`."""
         self.step += 1
         self.examples += examples
+        self.lr = lr
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
         """Record an evaluation; return whether it is better than all before by the same metric. Lower is better.

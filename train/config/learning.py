@@ -10,6 +10,8 @@ from omegaconf import MISSING
 from train.config.checks import Section, Unset, check, setting
 from train.config.data import DataConfig, RecordsConfig
 
+WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
+DECAY_FRACTION = 0.1  # of a run of wsd; section 4 of the paper needs no more
 TO_BE_GIVEN = "(to be given)"  # model.pretrained in conf/model/pretrained.yaml
 
 
@@ -45,6 +47,11 @@ class ModelConfig(Section, prefix="model."):
     # pretrained.
     tokenizer: str | None = None  # The Hub id, folder or run of a tokenizer, for tasks on records; None is that of the
     # weights.
+    attention: str = setting(
+        "auto", among=("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
+    )  # The way in
+    # which transformers computes attention; auto takes sdpa where the architecture has it, else eager. The last two need
+    # a CUDA device, and flash_attention_2 its package.
     freeze_embeddings: bool = False  # Keep the embeddings as they are.
     freeze_layers: int = setting(0, least=0)  # The bottom layers that are not trained, nor the embeddings then.
     new_head: bool = False  # Replace a checkpoint's head that is for other labels, instead of rejecting it.
@@ -87,9 +94,14 @@ class OptimConfig(Section, prefix="optim."):
     head_lr: float | None = setting(None, above=0)  # The peak rate of the task's head, which begins random; None is lr.
     weight_decay: float = setting(0.01, least=0)  # The decay, but not of biases and normalisation weights.
     max_grad_norm: float | None = setting(1.0, above=0)  # The global norm that gradients are clipped to; None is none.
-    schedule: str = "linear"  # The course of the rate after the warm-up: linear, cosine, polynomial or constant.
+    layer_decay: float | None = setting(None, above=0, most=1)  # The factor between the rate of a layer and that of the
+    # next one towards the head, the embeddings being the lowest layer; None gives all layers one rate.
+    schedule: str = "linear"  # The course of the rate after the warm-up: linear, cosine, polynomial, constant or wsd,
+    # which is constant and falls at the end, so that another length only moves the decay.
     decay_from_start: bool = False  # Count the decay from the first step instead of the end of the warm-up.
     power: float = setting(1.0, above=0)  # The exponent of the polynomial decay.
+    decay_fraction: float | None = setting(None, least=0, below=1)  # The share of a run of wsd in which the rate falls;
+    # None is a tenth.
     final_lr_fraction: float = setting(0.0, least=0, most=1)  # The share of lr that is left at the last step.
     warmup_steps: int | None = setting(None, least=0)  # The warm-up in steps; None takes warmup_fraction.
     warmup_fraction: float = setting(0.1, least=0, most=1)  # The share of the run in which the rate rises.
@@ -98,3 +110,20 @@ class OptimConfig(Section, prefix="optim."):
         super().__post_init__()
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
+        if self.schedule == WSD:
+            check(not self.decay_from_start, "optim.decay_from_start=true is not for optim.schedule=wsd; leave it out")
+            if self.warmup_steps is None:
+                raise Unset(
+                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: a share of the run would change "
+                    "with its length, which a run of wsd may get anew"
+                )
+        else:
+            check(
+                self.decay_fraction is None,
+                f"optim.decay_fraction={self.decay_fraction} is for optim.schedule=wsd; leave it out, or set that",
+            )
+
+    def decay_begin(self, total_steps: int) -> int:
+        """Return the step of a run of wsd from which on the rate falls; `total_steps` if it never does."""
+        fraction = DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
+        return total_steps - round(total_steps * fraction)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from train.config.backend import XLAConfig
 from train.config.checks import check
+from train.config.learning import WSD
 from train.config.train import TrainConfig
 
 
@@ -63,6 +64,12 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     check(
         warmup <= total,
         f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or set it to null for a tenth",
+    )
+    begin = optim.decay_begin(total)
+    check(
+        optim.schedule != WSD or warmup <= begin,
+        f"optim.warmup_steps={warmup} ends after step {begin} of {total}, where the decay of wsd begins; lower it or "
+        "optim.decay_fraction",
     )
     return Plan(
         world_size=world_size,

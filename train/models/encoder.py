@@ -43,6 +43,12 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
+# Attention beside eager, and where transformers says that an architecture has it.
+SUPPORTS = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
 ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' names, by architecture
@@ -55,8 +61,8 @@ class MaskedLM(Network):
     architecture whose head reads the encoder's last hidden state.
     """
 
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
-        super().__init__(network, new)
+    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
+        super().__init__(network, new, attention)
         self._positions: Tensor | None = None
         network.base_model.register_forward_hook(self._pick)
 
@@ -91,8 +97,8 @@ class MaskedLM(Network):
 class OrderedMaskedLM(MaskedLM):
     """A masked language model that also predicts whether the two segments of a sequence are in their order."""
 
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
-        super().__init__(network, new)
+    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
+        super().__init__(network, new, attention)
         if hasattr(network, "sop_classifier"):
             network.sop_classifier.dropout.p = 0.0  # Google's objective has none; transformers' is for fine-tuning
 
@@ -159,21 +165,20 @@ def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int])
 
 def make_network(
     auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
-) -> tuple[PreTrainedModel, frozenset[str]]:
+) -> tuple[PreTrainedModel, frozenset[str], str]:
     """Return a model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, frozen as in cfg.
 
-    The second result has the names of the parameters that the checkpoint did not have. On the meta device it has no
-    weights, and none are read. Raises InputError if transformers has no such model, or if it cannot read sequences of
-    `seq_len`.
+    The second result has the names of the parameters that the checkpoint did not have, the third is cfg.attention. On
+    the meta device it has no weights, and none are read. Raises InputError if transformers has no such model, or if it
+    cannot read sequences of `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
         f"transformers has no {what} of type {config.model_type}; choose albert, bert, ...",
     )
-    fast = auto._model_mapping[type(config)]._supports_sdpa
-    if not fast:
+    attention = attention_of(cfg, config)
+    if cfg.attention == "auto" and attention == "eager":
         logger.warning("%s has no SDPA attention in transformers: steps take more time and memory", config.model_type)
-    attention = "sdpa" if fast else "eager"
     new: frozenset[str] = frozenset()
     has_weights = torch.get_default_device().type != "meta"
     if cfg.pretrained is None or not has_weights:
@@ -183,7 +188,21 @@ def make_network(
     if has_weights:
         check_reads(network, seq_len)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
-    return network, new
+    return network, new, cfg.attention
+
+
+def attention_of(cfg: ModelConfig, config: PreTrainedConfig) -> str:
+    """Return transformers' name of a model's attention. Raises InputError if the architecture does not have it."""
+    kind: Any = AutoModel._model_mapping[type(config)]
+    has = ["eager", *(name for name, flag in SUPPORTS.items() if getattr(kind, flag, False))]
+    check(
+        cfg.attention in ("auto", *has),
+        f"model.attention={cfg.attention}: transformers has {', '.join(has)} for {config.model_type}; choose auto or "
+        "one of these",
+    )
+    if cfg.attention != "auto":
+        return cfg.attention
+    return "sdpa" if "sdpa" in has else "eager"
 
 
 class Reached(Exception):
@@ -269,9 +288,11 @@ def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
 def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
     """Return `model_config`. Raises InputError unless the model fits tokenizer, sequences and this machine's memory."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
+    attention_of(cfg, config)
     check(
         config.vocab_size >= vocab_size,
-        f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}",
+        f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
+        + ("" if cfg.pretrained is None else f"; prepare text with tokenizer.pretrained={cfg.pretrained}, its own one"),
     )
     positions = most_positions(config)
     lower = f"set seq_len={positions} or less (for prepared data: prepare it so)"

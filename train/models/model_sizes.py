@@ -13,6 +13,7 @@ from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
 from train.system.folders import Folder, LocalFolder, is_s3, local_path
 from train.system.schema import BadContent, of_type, read_object
 
+NO_RATES = "optim.layer_decay: the layers of {} share their weights, which cannot have a rate for each; leave it out"
 MOST = 10**9  # of any size: their products remain numbers that a float holds
 MAX_CONFIG_BYTES = 2**20
 CONFIGS = ("config.json", "export/config.json", "model/config.json")  # of transformers' folder, and of a run's
@@ -166,9 +167,16 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """Raise InputError if a model is known to have too few layers for the parts into which the run splits it."""
-    if cfg.parallel.num_parts > 1 and (shape := find_shape(cfg.model)) is not None:
+    """Raise InputError if a model is known to have too few layers for the parts into which the run splits it, or layers
+    that share their weights although each shall have a rate.
+    """
+    is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
+    shape = find_shape(cfg.model) if is_cut or has_rates else None
+    if shape is not None and is_cut:
         cfg.parallel.check_layers(shape.num_hidden_layers)
+    if shape is not None and has_rates:
+        shares = shape.is_albert and shape.num_hidden_groups < shape.num_hidden_layers
+        check(not shares, NO_RATES.format(shape.model_type))
 
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:

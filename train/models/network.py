@@ -17,7 +17,7 @@ from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertT
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import HeadSize, check
-from train.models.model_sizes import shape_of
+from train.models.model_sizes import NO_RATES, shape_of
 
 Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
 HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
@@ -26,6 +26,7 @@ MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a
 # others get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
+OWN_MASKS = ("flash_attention_2", "flex_attention")  # of which transformers makes masks in their own form
 ENCODERS = ("encoder", "transformer")  # the module of all layers, by architecture
 WHOLE_GRAPHS = 2  # training and evaluation
 PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")  # of ALBERT's and ELECTRA's embeddings to the width
@@ -36,9 +37,12 @@ class Network(nn.Module):
 
     head_share = 0.0  # of a sequence's positions that the head reads: about none, if it reads one token
 
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
-        """Take a model; `new` has the names of the parameters that a checkpoint did not have."""
+    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
+        """Take a model; `new` has the names of the parameters that a checkpoint did not have. `attention` is that of
+        the settings.
+        """
         super().__init__()
+        self.attention = attention
         self.network, self.new = network.train(), new  # transformers returns pretrained models without dropout
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         self.mask_dtype: torch.dtype | None = None  # that of scores; None: that of the weights
@@ -53,6 +57,8 @@ class Network(nn.Module):
         transformers reads a [B, S] mask at every forward pass, to drop it if it hides nothing. That stops an XLA device
         and makes two graphs. A mask of four dimensions is used unchanged.
         """
+        if self.attention in OWN_MASKS:
+            return real
         kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
         if kind in ADDING:
             return (1 - real[:, None, None].to(self.mask_dtype or dtype)) * HIDDEN
@@ -63,6 +69,21 @@ class Network(nn.Module):
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
+
+    def distances(self) -> dict[nn.Parameter, int]:
+        """Return how far the parameters of the encoder are from the head: 1 for those of its last layer, and the most
+        for its embeddings. What is behind the layers, or in none of them, is left out. Raises InputError if the layers
+        share their weights, or are not known.
+        """
+        base, depth = self.network.base_model, self.network.config.num_hidden_layers
+        stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+        unknown = "optim.layer_decay: the layers of {} are not known; leave it out"
+        why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
+        check(bool(stacks), why.format(self.network.config.model_type))
+        result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
+        for stack in reversed(stacks):  # a list inside of a layer may be as long as that of the layers, which wins
+            result |= {weight: depth - index for index, layer in enumerate(stack) for weight in layer.parameters()}
+        return result
 
     def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
         """Return the FLOPs to train on one sequence of `seq_len` tokens; None without a known formula."""
@@ -76,10 +97,10 @@ class Network(nn.Module):
     def attend_by_products(self, dtype: torch.dtype) -> None:
         """Compute attention by plain products in `dtype`, which keep its scores for the backward pass, instead of SDPA.
 
-        Models for long sequences, whose scores would fill the memory, are left unchanged.
+        What model.attention asks for is kept. Models for long sequences, whose scores would fill the memory, are left unchanged.
         """
         positions = getattr(self.network.config, "max_position_embeddings", None) or 0
-        if positions <= MOST_POSITIONS:
+        if self.attention == "eager" or (self.attention == "auto" and positions <= MOST_POSITIONS):
             self.network.set_attn_implementation("eager")
             self.mask_dtype = dtype
 

@@ -11,14 +11,23 @@ from dataclasses import replace
 
 import torch
 
-from train.config import BackendConfig, InstanceConfig, S3Config, check
+from train.config import BackendConfig, InstanceConfig, S3Config, TrainConfig, check
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import Backend, State
 from train.parallel.grad_sync import GradSync
 from train.system import machine
 from train.system.launched import launched
 
-__all__ = ["Backend", "GradSync", "State", "Workload", "compiles_each_length", "is_cuda", "open_backend"]
+__all__ = [
+    "Backend",
+    "GradSync",
+    "State",
+    "Workload",
+    "check_attention",
+    "compiles_each_length",
+    "is_cuda",
+    "open_backend",
+]
 logger = logging.getLogger("train")
 
 
@@ -39,6 +48,19 @@ def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
     device = instance.device or cfg.device
     chosen = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     return chosen and name_of(cfg, instance) == "ddp"
+
+
+def check_attention(cfg: TrainConfig) -> None:
+    """Raise InputError for model.attention that the device of a run cannot compute. No device is opened."""
+    attention, backend = cfg.model.attention, cfg.backend
+    if attention in ("auto", "sdpa", "eager"):
+        return
+    key = f"model.attention={attention}"
+    check(is_cuda(backend, cfg.instance), f"{key} needs a CUDA device; leave it out")
+    if attention == "flash_attention_2":  # without its package transformers would fetch code from the Hub
+        check(bool(machine.installed_versions("flash-attn")), f"{key} needs its package: pip install flash-attn")
+        is_narrow = backend.precision in ("auto", "bf16", "fp16")
+        check(is_narrow, f"{key} computes in bf16 or fp16; set backend.precision to one, not {backend.precision}")
 
 
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:

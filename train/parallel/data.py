@@ -19,13 +19,14 @@ from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
 from train.parallel.backend import split_like
 from train.parallel.engine import Engine
-from train.parallel.optimizers import build_optimizer, parameter_groups, part_of
+from train.parallel.optimizers import build_optimizer, parameter_groups, part_of, roles
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backends import Backend
     from train.parallel.engine import LossFunction, State, Statistics
     from train.parallel.grad_sync import GradSync
+    from train.parallel.optimizer_spec import Roles
     from train.parallel.pieces import Tensors
 
 
@@ -58,14 +59,14 @@ class DataParallel(Engine):
         backend.setup_model(model, accumulation=accumulation, lengths=lengths)
         self.sync = self.build_sync(accumulation)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = self.build_optimizer(optim, model.head_parameters())
+        self.optimizer = self.build_optimizer(optim, roles(optim, model))
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def build_sync(self, accumulation: int) -> GradSync:
         return self.backend.grad_sync(self.model, accumulation=accumulation)
 
-    def build_optimizer(self, optim: OptimConfig, head: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, head=head)
+    def build_optimizer(self, optim: OptimConfig, of: Roles) -> torch.optim.Optimizer:
+        return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, **of)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -98,8 +99,8 @@ class DataParallel(Engine):
 class ShardedOptimizer(DataParallel):
     """Data parallelism in which each rank updates its share of the weights and sends it to the others."""
 
-    def build_optimizer(self, optim: OptimConfig, head: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [group["params"] for group in parameter_groups(optim, self.parameters, head)]
+    def build_optimizer(self, optim: OptimConfig, of: Roles) -> torch.optim.Optimizer:
+        groups = [group["params"] for group in parameter_groups(optim, self.parameters, **of)]
         self.numbered = [weight for group in groups for weight in group]  # as the optimizer of all weights numbers them
         self.owners = shared_out([weight.numel() for weight in self.numbered], self.data_size)
         self.own = [number for number, owner in enumerate(self.owners) if owner == self.data_rank]
@@ -110,7 +111,7 @@ class ShardedOptimizer(DataParallel):
         )
         # Groups keep the order of the model's weights, as in the optimizer of all weights.
         own = [self.numbered[number] for number in self.own]
-        return build_optimizer(optim, own, adamw=self.backend.adamw, head=head)
+        return build_optimizer(optim, own, adamw=self.backend.adamw, **of)
 
     def ready(self) -> None:
         self.backend.ready(self.optimizer, [self.numbered[number] for number in self.own])

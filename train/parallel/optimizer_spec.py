@@ -1,13 +1,14 @@
 """The entry of an optimizer in the table, its parameter groups, and its state. No torch at import.
 
-Groups separate parameters that decay and those that learn at the head's rate. The state exists before the first step.
+Groups separate parameters that decay and those that learn at other rates. The state exists before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from train.config import OptimConfig, check
 
@@ -28,12 +29,28 @@ class OptimizerSpec:
     settings: type[OptimConfig] = OptimConfig  # a subclass adds settings
 
 
+class Roles(TypedDict):
+    """What parameters are in their model, for the rates that they have."""
+
+    head: list[nn.Parameter]
+    distances: dict[nn.Parameter, int]  # layers to the head; 0 for those that are not there
+
+
+def roles(cfg: OptimConfig, model: Any) -> Roles:
+    """Return the roles of a model's parameters. Raises InputError for cfg.layer_decay and a model without layers."""
+    return {"head": model.head_parameters(), "distances": {} if cfg.layer_decay is None else model.distances()}
+
+
 def parameter_groups(
-    cfg: OptimConfig, parameters: Iterable[nn.Parameter], head: Iterable[nn.Parameter] = ()
+    cfg: OptimConfig,
+    parameters: Iterable[nn.Parameter],
+    head: Iterable[nn.Parameter] = (),
+    distances: Mapping[nn.Parameter, int] | None = None,
 ) -> list[Group]:
     """Return two groups, one that decays and one of biases and normalisation weights; two more for `head`.
 
-    Empty groups (of a frozen encoder) are left out. `lr_factor` is a group's multiple of cfg.lr. Raises InputError if
+    Empty groups (of a frozen encoder) are left out. `lr_factor` is a group's multiple of cfg.lr. With cfg.layer_decay a
+    group is split where the distance to the head changes, so that the order is the same. Raises InputError if
     cfg.head_lr is set without a head.
     """
     parameters, heads = list(parameters), {id(parameter) for parameter in head}
@@ -45,8 +62,9 @@ def parameter_groups(
     for is_head, lr_factor in ((False, 1.0), (True, (cfg.head_lr or cfg.lr) / cfg.lr)):
         for decays, weight_decay in ((True, cfg.weight_decay), (False, 0.0)):
             chosen = [p for p in parameters if (id(p) in heads) == is_head and (p.ndim >= 2) == decays]
-            if chosen:
-                groups.append({"params": chosen, "lr_factor": lr_factor, "weight_decay": weight_decay})
+            for distance, same in groupby(chosen, lambda weight: (distances or {}).get(weight, 0)):
+                factor = lr_factor * (cfg.layer_decay or 1.0) ** distance
+                groups.append({"params": list(same), "lr_factor": factor, "weight_decay": weight_decay})
     return groups
 
 

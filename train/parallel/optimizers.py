@@ -6,13 +6,14 @@ torch: a module imports torch in its functions.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from train.config import OptimConfig, Plan, check, check_choice
+from train.config import WSD, OptimConfig, Plan, check, check_choice
 from train.parallel import adamw, lamb
-from train.parallel.optimizer_spec import OptimizerSpec, load_state, parameter_groups, part_of, set_learning_rate
+from train.parallel.optimizer_spec import OptimizerSpec, load_state, parameter_groups, part_of, roles, set_learning_rate
 
 if TYPE_CHECKING:
     import torch
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_optimizer",
+    "check_continues",
     "check_optimizer",
     "learning_rate",
     "load_state",
     "parameter_groups",
     "part_of",
+    "roles",
     "set_learning_rate",
 ]
 
+logger = logging.getLogger("train")
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": adamw.SPEC,
     "lamb": lamb.SPEC,
@@ -38,6 +42,7 @@ SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
     "polynomial": lambda left, cfg: left**cfg.power,
     "constant": lambda left, cfg: 1.0,
+    WSD: lambda left, cfg: 1 - math.sqrt(1 - left),  # of several forms the best in https://arxiv.org/abs/2405.18392
 }
 
 
@@ -58,6 +63,7 @@ def build_optimizer(
     *,
     adamw: dict[str, bool] | None = None,
     head: Iterable[nn.Parameter] = (),
+    distances: Mapping[nn.Parameter, int] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `parameters`, in the groups of `parameter_groups`; those in `head` learn at cfg.head_lr.
 
@@ -65,7 +71,8 @@ def build_optimizer(
     to step is on the device, the rate included. The state is float32 and exists from the start: if the first step made
     it, that step would be a different graph.
     """
-    return OPTIMIZERS[cfg.name].build(cfg, parameter_groups(cfg, parameters, head), adamw or {"fused": True})
+    groups = parameter_groups(cfg, parameters, head, distances)
+    return OPTIMIZERS[cfg.name].build(cfg, groups, adamw or {"fused": True})
 
 
 def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
@@ -76,10 +83,30 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
     With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
+    With the schedule wsd it is counted from the step at which the stable part of the run ends.
     """
     if step < plan.warmup_steps:
         return cfg.lr * (step + 1) / plan.warmup_steps
     begin = 0 if cfg.decay_from_start else plan.warmup_steps
+    if cfg.schedule == WSD:
+        begin = cfg.decay_begin(plan.total_steps)
     left = (plan.total_steps - step) / max(1, plan.total_steps - begin)
     share = SCHEDULES[cfg.schedule](min(1.0, max(0.0, left)), cfg)
     return cfg.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)
+
+
+def check_continues(step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool) -> None:
+    """Raise InputError, or warn if forced, for a run of wsd that has done `step` steps, the last one at the rate `lr`,
+    and whose length now asks for another rate there. A stable run may get any length that begins its decay later.
+    """
+    if cfg.schedule != WSD or lr is None or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr:
+        return
+    begin, remedy = cfg.decay_begin(plan.total_steps), "give a longer one"
+    if lr < cfg.lr and step > plan.warmup_steps:  # it has begun to decay
+        remedy = "keep the length of before, or continue a copy of an older checkpoint"
+    message = (
+        f"with a length of {plan.total_steps} steps the decay of wsd begins after step {begin}, and step {step}, "
+        f"which is done at the rate {lr:g}, would have had {now:g}; {remedy}"
+    )
+    check(force, f"{message} (resume.force=true lets the rate jump)")
+    logger.warning("resume.force=true: %s", message)

@@ -18,6 +18,7 @@ from train.parallel.optimizers import load_state, parameter_groups, part_of
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
     from train.parallel.engine import LossFunction, State, Statistics
+    from train.parallel.optimizer_spec import Roles
     from train.parallel.pieces import Tensors
 
 
@@ -67,7 +68,7 @@ class PipelineState(Engine):
     data_rank: int
     stage: int
 
-    def number(self, optim: OptimConfig, head: list[nn.Parameter], holders: dict[str, tuple[int, ...]]) -> None:
+    def number(self, optim: OptimConfig, of: Roles, holders: dict[str, tuple[int, ...]]) -> None:
         """Give the parameters the numbers that the optimizer of a whole model would, while the model is whole.
 
         `holders`: the stages that hold each parameter, by its first name. Raises InputError if a stage has no parameter
@@ -75,7 +76,7 @@ class PipelineState(Engine):
         """
         self.holders = holders
         trained = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        groups = parameter_groups(optim, trained, head)
+        groups = parameter_groups(optim, trained, **of)
         order = [trained[parameter] for group in groups for parameter in group["params"]]
         self.numbers = {name: number for number, name in enumerate(order)}
         num_stages = 1 + max(max(stages) for stages in holders.values())

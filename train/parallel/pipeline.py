@@ -25,7 +25,7 @@ from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
 from train.parallel.grad_sync import GradSync
-from train.parallel.optimizers import build_optimizer
+from train.parallel.optimizers import build_optimizer, roles
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ class Pipeline(PipelineState):
             name: tuple(sorted({number % cfg.stages for number in users[parameter]}))
             for name, parameter in model.named_parameters()
         }
-        head = model.head_parameters()
-        self.number(optim, head, holders)
+        of = roles(optim, model)
+        self.number(optim, of, holders)
         hold(backend, model, {name for name, stages in holders.items() if self.stage in stages}, lengths=lengths)
         self.chain.divide()
         own = self.own()
         self.parameters = list(own.values())
-        self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
+        self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, **of)
         self.pipeline, sums = self._groups(own)
         self.sync = PipelineSync(model, backend.device, sums, counts=self.stage == 0)
         self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]  # once in the norm

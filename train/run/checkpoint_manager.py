@@ -19,6 +19,7 @@ from train.checkpoints.retention import best
 from train.checkpoints.saver import MAX_LOSS_S, MAX_WAIT_S, AsyncSaver, Saved, SavesFail
 from train.config import Failure, InputError, NotPermitted, TrainConfig, flat
 from train.observe.metrics import Recorder, Window
+from train.parallel.optimizers import check_continues
 from train.run import goodput
 from train.system.environment import versions
 
@@ -65,7 +66,9 @@ class CheckpointManager:
                     f"metrics.jsonl says that step {newest} was saved, but there is no checkpoint in "
                     f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
                 )
-        return self.loaded.progress
+        progress, force = self.loaded.progress, self.cfg.resume.force
+        check_continues(progress.step, progress.lr, cfg=self.cfg.optim, plan=self.attempt.plan, force=force)
+        return progress
 
     def _load(self) -> Loaded:
         return load(

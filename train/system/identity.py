@@ -26,6 +26,9 @@ ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
 WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # written in place; others are replaced
+# Settings of the model and the optimizer that may change: the same sums computed in another way, and the end of a run,
+# for which `check_continues` of train/parallel/optimizers.py holds the steps that are done.
+FREE = ("model.attention", "optim.decay_fraction")
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # These files are written by other ranks before rank 0 has taken the folder, or exist on every new disk.
 NEUTRAL = re.compile(
@@ -37,6 +40,8 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[in
     """Return the settings that must stay the same for a run to resume, as one flat table."""
     plain = to_dict(cfg)
     sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
+    for key in FREE:
+        del sections[key]
     return {
         "data": data_id,
         "seed": cfg.seed,

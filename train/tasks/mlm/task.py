@@ -222,7 +222,7 @@ class MaskedLMTask(Task):
         positions, labels = inputs["positions"], inputs["labels"]
         last = positions.amax(1, keepdim=True)  # for unused slots
         inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
-        model = self._model(replace(self.model, pretrained=str(export))).eval()
+        model = self._model(replace(self.model, pretrained=str(export), attention="auto")).eval()
         shares, guesses = (
             self._logits(model, inputs)[0].float().softmax(-1).unflatten(0, labels.shape).topk(MOST_GUESSES)
         )
