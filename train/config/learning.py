@@ -12,6 +12,7 @@ from train.config.data import DataConfig, RecordsConfig
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
 DECAY_FRACTION = 0.1  # of a run of wsd; section 4 of the paper needs no more
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
 TO_BE_GIVEN = "(to be given)"  # model.pretrained in conf/model/pretrained.yaml
 
 
@@ -47,11 +48,9 @@ class ModelConfig(Section, prefix="model."):
     # pretrained.
     tokenizer: str | None = None  # The Hub id, folder or run of a tokenizer, for tasks on records; None is that of the
     # weights.
-    attention: str = setting(
-        "auto", among=("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
-    )  # The way in
-    # which transformers computes attention; auto takes sdpa where the architecture has it, else eager. The last two need
-    # a CUDA device, and flash_attention_2 its package.
+    attention: str = setting("auto", among=ATTENTIONS)  # The way in which transformers computes attention; auto takes
+    # sdpa where the architecture has it, else eager. The last two need a CUDA device; flash_attention_2 also needs its
+    # package.
     freeze_embeddings: bool = False  # Keep the embeddings as they are.
     freeze_layers: int = setting(0, least=0)  # The bottom layers that are not trained, nor the embeddings then.
     new_head: bool = False  # Replace a checkpoint's head that is for other labels, instead of rejecting it.
@@ -95,7 +94,7 @@ class OptimConfig(Section, prefix="optim."):
     weight_decay: float = setting(0.01, least=0)  # The decay, but not of biases and normalisation weights.
     max_grad_norm: float | None = setting(1.0, above=0)  # The global norm that gradients are clipped to; None is none.
     layer_decay: float | None = setting(None, above=0, most=1)  # The factor between the rate of a layer and that of the
-    # next one towards the head, the embeddings being the lowest layer; None gives all layers one rate.
+    # next one towards the head, the embeddings being the lowest layer; None is one rate for all layers.
     schedule: str = "linear"  # The course of the rate after the warm-up: linear, cosine, polynomial, constant or wsd,
     # which is constant and falls at the end, so that another length only moves the decay.
     decay_from_start: bool = False  # Count the decay from the first step instead of the end of the warm-up.

@@ -167,8 +167,9 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """Raise InputError if a model is known to have too few layers for the parts into which the run splits it, or layers
-    that share their weights although each shall have a rate.
+    """Raise InputError if a model is known to have too few layers for the parts into which the run splits it.
+
+    The same for layers that share their weights although each shall have a rate.
     """
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
     shape = find_shape(cfg.model) if is_cut or has_rates else None

@@ -38,8 +38,9 @@ class Network(nn.Module):
     head_share = 0.0  # of a sequence's positions that the head reads: about none, if it reads one token
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
-        """Take a model; `new` has the names of the parameters that a checkpoint did not have. `attention` is that of
-        the settings.
+        """Take a model; `new` has the names of the parameters that a checkpoint did not have.
+
+        `attention` is model.attention.
         """
         super().__init__()
         self.attention = attention
@@ -71,9 +72,10 @@ class Network(nn.Module):
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
 
     def distances(self) -> dict[nn.Parameter, int]:
-        """Return how far the parameters of the encoder are from the head: 1 for those of its last layer, and the most
-        for its embeddings. What is behind the layers, or in none of them, is left out. Raises InputError if the layers
-        share their weights, or are not known.
+        """Return the distance of the encoder's parameters to the head: 1 in the last layer, the most in embeddings.
+
+        Parameters that are in no layer and no embedding are left out. Raises InputError if the layers share their
+        weights, or are not known.
         """
         base, depth = self.network.base_model, self.network.config.num_hidden_layers
         stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -97,7 +99,8 @@ class Network(nn.Module):
     def attend_by_products(self, dtype: torch.dtype) -> None:
         """Compute attention by plain products in `dtype`, which keep its scores for the backward pass, instead of SDPA.
 
-        What model.attention asks for is kept. Models for long sequences, whose scores would fill the memory, are left unchanged.
+        It leaves a model unchanged whose model.attention is sdpa, or that is for long sequences, whose scores would
+        fill the memory.
         """
         positions = getattr(self.network.config, "max_position_embeddings", None) or 0
         if self.attention == "eager" or (self.attention == "auto" and positions <= MOST_POSITIONS):

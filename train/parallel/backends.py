@@ -51,7 +51,7 @@ def is_cuda(cfg: BackendConfig, instance: InstanceConfig) -> bool:
 
 
 def check_attention(cfg: TrainConfig) -> None:
-    """Raise InputError for model.attention that the device of a run cannot compute. No device is opened."""
+    """Raise InputError if the device of a run cannot compute model.attention. No device is opened."""
     attention, backend = cfg.model.attention, cfg.backend
     if attention in ("auto", "sdpa", "eager"):
         return

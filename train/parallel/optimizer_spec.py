@@ -30,14 +30,14 @@ class OptimizerSpec:
 
 
 class Roles(TypedDict):
-    """What parameters are in their model, for the rates that they have."""
+    """The places of parameters in their model, on which their rates depend."""
 
     head: list[nn.Parameter]
     distances: dict[nn.Parameter, int]  # layers to the head; 0 for those that are not there
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
-    """Return the roles of a model's parameters. Raises InputError for cfg.layer_decay and a model without layers."""
+    """Return the roles of a model's parameters. Raises InputError if it has no layers for cfg.layer_decay."""
     return {"head": model.head_parameters(), "distances": {} if cfg.layer_decay is None else model.distances()}
 
 

@@ -96,8 +96,9 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
 
 def check_continues(step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool) -> None:
-    """Raise InputError, or warn if forced, for a run of wsd that has done `step` steps, the last one at the rate `lr`,
-    and whose length now asks for another rate there. A stable run may get any length that begins its decay later.
+    """Raise InputError, or warn if forced, if the length of a run of wsd contradicts its last step.
+
+    `step` steps are done, the last one at the rate `lr`. A stable run may get any length that begins its decay later.
     """
     if cfg.schedule != WSD or lr is None or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr:
         return
