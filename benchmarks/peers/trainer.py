@@ -122,7 +122,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     import transformers
     from datasets import load_from_disk
 
-    from train.tasks.classify.task import Classification
+    from train.tasks.classify.task import scores
 
     facts, meter = json.loads((folder / "facts.json").read_text()), Meter()
     transformers.set_seed(seed)
@@ -147,7 +147,9 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
         train_dataset=load_from_disk(str(folder / "tokens" / "train")),
         eval_dataset=load_from_disk(str(folder / "tokens" / "validation")),
         processing_class=tokenizer,
-        compute_metrics=lambda answer: Classification.score(answer.label_ids, answer.predictions.argmax(-1)),
+        compute_metrics=lambda answer: scores(
+            answer.label_ids, answer.predictions.argmax(-1), num_labels=answer.predictions.shape[-1]
+        ),
         callbacks=[Clock()],
     )
     decayed = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}

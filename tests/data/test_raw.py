@@ -75,20 +75,6 @@ def test_all_of_the_original_text_comes_through(folder):
     assert rows == [{"id": "0", "text": "good", "label": "1"}, {"id": "1", "text": "bad", "label": "0"}]
 
 
-def test_glue_tsv(folder):
-    content = "\ufeffindex\tsentence1\tsentence2\tgold_label\r\n" + "".join(
-        f'{number}\t"open {number}\the said "so"\t{"entailment" if number % 3 else "neutral"}\r\n'
-        for number in range(30)
-    )
-    path = put(folder, "train.tsv", content)
-    columns = {"id": "index", "text": "sentence1", "text_pair": "sentence2", "label": "gold_label"}
-    raw = read(path, columns=columns)
-    row = raw.splits["train"][0]
-    assert raw.splits["train"].column_names == ["id", "text", "text_pair", "label"]
-    assert row["text"] == f'"open {row["id"]}' and row["text_pair"] == 'he said "so"'
-    assert raw.labels == ["entailment", "neutral"] and raw.splits["train"].features["label"].names == raw.labels
-
-
 def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_unsaid(folder, caplog):
     marks = {3: '"open {}', 7: '{} closed"'}  # of twenty rows
     texts = [marks.get(number % 20, "{}").format(text) for number, (text, _) in enumerate(ROWS * 5)]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,18 +186,30 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
 TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
 
 
+def scored(truth, predicted, *, labels=LABELS):
+    return Classification.score(SimpleNamespace(labels=labels), np.array(truth), np.array(predicted))
+
+
 @pytest.mark.filterwarnings("error")
 def test_metrics_worked_out_by_hand():
-    # F1: bad 2*2/(2*2+1+1) = 2/3, fair 2*1/(2*1+1+0) = 2/3, good 2*1/(2*1+0+1) = 2/3
-    result = Classification.score(TRUE, PREDICTED)
-    assert result == pytest.approx({"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3})
+    # F1: bad 2*2/(2*2+1+1) = 2/3, fair 2*1/(2*1+1+0) = 2/3, good 2*1/(2*1+0+1) = 2/3. Matthews: of 6 rows 4 are right;
+    # 3, 1 and 2 are of each label, 3, 2 and 1 predicted: (4*6 - (3*3 + 1*2 + 2*1)) / (6*6 - (3*3 + 1*1 + 2*2)) = 11/22
+    wanted = {"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3, "matthews_correlation": 0.5}
+    assert scored(TRUE, PREDICTED) == pytest.approx(wanted)
+    # Of two labels: 1 right and 2 wrong of the first, 3 right and 1 wrong of the second: F1 2*3/(2*3+2+1) = 2/3
+    truth, answer = [0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0]
+    two = scored(truth, answer, labels=["no", "yes"])
+    assert two["f1"] == pytest.approx(2 / 3) and two["f1_macro"] == pytest.approx((2 / 5 + 2 / 3) / 2)
+    assert two["matthews_correlation"] == pytest.approx((3 * 1 - 2 * 1) / (5 * 4 * 3 * 2) ** 0.5)
+    assert two["matthews_correlation"] == pytest.approx(np.corrcoef(truth, answer)[0, 1]) and two["accuracy"] == 4 / 7
     result = tables(TRUE, PREDICTED, LABELS)
     assert result["labels"] == LABELS
     assert result["confusion"] == [[2, 1, 0], [0, 1, 0], [1, 0, 1]]
     assert result["per_class"]["fair"] == {"precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3), "support": 1}
     # Labels that are missing or never predicted are no warning.
-    never = Classification.score(np.array([0, 0, 1]), np.array([0, 0, 0]))
-    assert never == pytest.approx({"accuracy": 2 / 3, "f1_macro": 0.4, "f1_weighted": 8 / 15})
+    never = {"accuracy": 2 / 3, "f1_macro": 0.4, "f1_weighted": 8 / 15, "matthews_correlation": 0}
+    assert scored([0, 0, 1], [0, 0, 0]) == pytest.approx(never)
+    assert scored([0, 0], [0, 0], labels=["no", "yes"])["f1"] == 0
     result = tables(np.zeros(4, np.int64), np.zeros(4, np.int64), LABELS)
     assert result["per_class"]["good"] == {"precision": 0, "recall": 0, "f1": 0, "support": 0}
 

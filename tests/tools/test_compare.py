@@ -118,6 +118,27 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     assert "cost_by_run" not in {bars.name for bars in bars_of(compared(unpriced, unpriced)[0])}
 
 
+def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(tmp_path, capsys):
+    def of(name: str, seed: int, task: dict[str, str], **more) -> Path:
+        return write_run(tmp_path / name, config={"seed": seed, "task": task, **more.pop("config", {})}, **more)
+
+    squad, cola = {"kind": "qa"}, {"kind": "classify"}
+    first = [of(f"squad_{seed}", seed, squad, f1=f1) for seed, f1 in enumerate([80.0, 81.0, 85.0])]
+    other = [of("alone", 7, squad, config={"seq_len": 128}), of("cola_1", 1, cola, f1=0.5)]
+    lost = of("cola_2", 2, cola, f1=0.75, diverged=True)
+    assert comparison.over_seeds(compared(*first[:1], *other, first[0])[0]) == []  # no seed differs alone
+    assert main(list(map(str, [*first, *other, lost]))) == DONE
+    said, _, told = capsys.readouterr().out.partition("\n\n")
+    wanted = [  # ((80 - 82)^2 + (81 - 82)^2 + (85 - 82)^2) / 2 = 7
+        ["over seeds", "validation", "mean", "spread", "runs"],
+        ["squad_0, squad_1, squad_2", "f1", "82", f"{7**0.5:.4g}", "3"],
+        ["alone", "f1", "80", "unknown", "1"],
+        ["cola_1, cola_2", "f1", "0.5", "unknown", "1 of 2"],
+    ]
+    assert [re.split(r"  +", line) for line in said.splitlines()] == wanted and "tokens/s of" not in told
+    assert " ".join(wanted[1]) in shown((tmp_path / "report/report.html").read_text())
+
+
 @pytest.mark.parametrize(
     ("device", "kinds"), [("NVIDIA V100", {"device", "host"}), ("cpu", {"host"}), ("cpu through XLA", {"host"})]
 )
@@ -225,7 +246,10 @@ def test_the_length_of_sequences_is_what_the_run_recorded(tmp_path):
 # ---- what others wrote ---------------------------------------------------------------------------------------------
 
 
-GOOD = {"config": CONFIG, "environment": {"plan": {"global_batch_size": 28}, "first_started_unix_s": 1.0}}
+GOOD = {
+    "config": {**CONFIG, "seed": 1},
+    "environment": {"plan": {"global_batch_size": 28}, "first_started_unix_s": 1.0},
+}
 
 
 @pytest.mark.parametrize("times", [{"wall_s": -5.0}, {"train_s": 5e-324}, {"train_s": 1e-90, "wall_s": 9e99}])
@@ -248,9 +272,10 @@ def test_no_run_folder_breaks_the_comparison(files, lines):
     assume(valid and all(isinstance(files.get(name), dict) for name in GOOD))
     bad = run_of(folder / "bad", files, valid)
     good = run_of(folder / "good", GOOD, [{"kind": "summary", "attempt": 1, "step": 2, "wall_s": 3.0}])
+    good.config["seed"] = 2
     for runs in ([good, bad], [bad, good]):
         tell_apart(runs)
-        assert comparison.sentences(runs, 0.01) and table(runs)
+        assert comparison.sentences(runs, 0.01) and table(runs) and comparison.over_seeds(runs) is not None
         assert all(isinstance(bars.name, str) for bars in bars_of(runs))
 
 

@@ -117,7 +117,8 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
         assert [one[key] for key in ("id", "prediction", "label")] == [other[k] for k in ("id", "prediction", "label")]
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
     result = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
-    said = ", ".join(f"{name} {result[name]:.4f}" for name in ("accuracy", "f1_macro", "f1_weighted"))
+    names = ("accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
+    said = ", ".join(f"{name} {result[name]:.4f}" for name in names)
     assert capsys.readouterr().out == f"{said} of the 20 rows with a known answer (of 20)\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert predict.main([*given, str(tmp_path / "out.csv")]) == 0

@@ -58,12 +58,14 @@ def write_report(
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
     folder = default_output(runs) if output is None else local_path(output)
     html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
-    rows = [["", *(run.label for run in runs)], *table(runs)]
+    seeds = comparison.over_seeds(runs)
+    rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if len(runs) > 1:
-        print("", *comparison.sentences(runs, tolerance), *failed, *comparison.warnings(runs), sep="\n")
+        sentences = [] if seeds else comparison.sentences(runs, tolerance)
+        print("", *sentences, *failed, *comparison.warnings(runs), sep="\n")
     print(f"\nreport: {html}")
     return html
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
-from train.config.checks import LARGEST_FLOAT
+from train.config.checks import LARGEST_FLOAT, shortlist
 from train.observe.report.run import Run, divergence
 from train.observe.report.texts import as_text, count, factor, percent, printable, shortened
 
@@ -107,6 +108,29 @@ def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
         if key not in largest or batches(run) > batches(largest[key]):
             largest[key] = run
     return list(largest.values()) if len({*map(batches, largest.values())}) > 1 else []
+
+
+def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
+    """Return a header, and for runs that differ in nothing but their seed the mean of their last best.metric and its
+    sample standard deviation; empty if no seed differs so.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        same = {key: value for key, value in run.config.items() if key not in ("run_dir", "seed")}
+        groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(run)
+    if not any(len({str(run.config.get("seed")) for run in group}) > 1 for group in groups.values()):
+        return []
+    rows = [["over seeds", "validation", "mean", "spread", "runs"]]
+    for group in groups.values():
+        name = str(group[0].config.get("best.metric"))
+        last = [run.summary["scores"].get(name, {}).get("last", (None, 0))[0] for run in group]
+        known = [value for value in last if value is not None]
+        missing = "" if len(known) == len(group) else f" of {len(group)}"
+        mean = f"{fmean(known):.4g}" if known else "unknown"
+        spread = f"{stdev(known):.4g}" if len(known) > 1 else "unknown"
+        labels = shortlist([run.label for run in group])
+        rows.append([labels, group[0].metric(name).title, mean, spread, f"{len(known)}{missing}"])
+    return rows
 
 
 # ---- what the report says ------------------------------------------------------------------------------------------

@@ -214,13 +214,15 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
     tell_apart(runs)
     is_one = len(runs) == 1
     learnt, only = (samples_of(runs[0]), runs[0].records) if is_one else (None, None)
+    seeds = comparison.over_seeds(runs)
     figures, pictures = curves(runs), [] if only is None else list(data_figures(only))
     described = [describe(run, index) for index, run in enumerate(runs)]
     html = fill_template(
         {
             "runs": described,
             "rows": side_by_side(runs, [each["cards"] for each in described]),
-            "sentences": comparison.sentences(runs, tolerance),
+            "seeds": seeds,
+            "sentences": [] if seeds else comparison.sentences(runs, tolerance),
             "warnings": [*failed, *comparison.warnings(runs)] if not is_one or failed else [],
             "tolerance": percent(tolerance),
             "samples": learnt,

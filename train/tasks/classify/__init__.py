@@ -33,7 +33,14 @@ SPEC = TaskSpec(
     settings=ClassifyConfig,
     module="train.tasks.classify.task",
     head="SequenceClassification",
-    metrics=(Metric("f1_macro", hub_name="f1"), Metric("f1_weighted", hub_name="f1"), Metric("accuracy"), LOSS),
+    metrics=(
+        Metric("f1_macro", hub_name="f1"),
+        Metric("f1_weighted", hub_name="f1"),
+        Metric("accuracy"),
+        Metric("matthews_correlation"),
+        Metric("f1"),  # of the second label, where there are two
+        LOSS,
+    ),
     pipeline="text-classification",
     sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",
     example='"A text."',

@@ -62,7 +62,7 @@ class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
-    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted")
+    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1, of two labels
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -77,6 +77,8 @@ class Classification(TextTask):
         counts = np.bincount(train_table.values["labels"], minlength=len(self.labels))
         train_table.weights = class_weights(self.cfg, self.labels, counts)
         self.weights = None if train_table.weights is None else torch.from_numpy(train_table.weights)
+        if len(self.labels) == 2:
+            self.metrics += tuple(f"{split.prefix}f1" for split in self.splits)
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # Divided by the sum of the texts' weights ("count") it is torch's weighted mean.
@@ -100,17 +102,8 @@ class Classification(TextTask):
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
         return {"loss": mean_loss(statistics), **self.score(column(features, "label"), statistics[:, 1:].argmax(1))}
 
-    @staticmethod
-    def score(truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
-        # F1 is averaged over the labels that occur in either, as in scikit-learn; one never predicted has 0.
-        # The import takes a second, with scipy, for which no first step should wait.
-        from sklearn.metrics import accuracy_score, f1_score
-
-        return {
-            "accuracy": float(accuracy_score(truth, predicted)),
-            "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0)),
-            "f1_weighted": float(f1_score(truth, predicted, average="weighted", zero_division=0)),
-        }
+    def score(self, truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
+        return scores(truth, predicted, num_labels=len(self.labels))
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
         # A line for each text, and the tables of each class.
@@ -189,3 +182,20 @@ def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> d
         "per_class": table_of(names, scores),
         "confusion": confusion_matrix(labels, predicted, labels=numbers).tolist(),
     }
+
+
+def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[str, float]:
+    """F1 is averaged over the labels that occur in either, as scikit-learn does; one never predicted has 0. Of two
+    labels, `f1` is the second one's. Matthews' correlation is 0 where one label is all that is predicted.
+    """
+    # The import takes a second, with scipy, for which no first step should wait.
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    values = {"accuracy": accuracy_score(truth, predicted)}
+    for average in ("macro", "weighted"):
+        values[f"f1_{average}"] = f1_score(truth, predicted, average=average, zero_division=0)
+    is_mixed = len(np.unique([truth, predicted])) > 1  # else scikit-learn warns
+    values["matthews_correlation"] = matthews_corrcoef(truth, predicted) if is_mixed else 0.0
+    if num_labels == 2:
+        values["f1"] = f1_score(truth, predicted, zero_division=0)
+    return {name: float(value) for name, value in values.items()}
