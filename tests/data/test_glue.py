@@ -18,13 +18,13 @@ from train.tasks.regress.task import regress_rows
 from train.tools import predict
 from train.tools.variants import make_variants
 
-ENTAILMENT = ["entailment", "not_entailment"]
-PAIR = "{idx}\t{0}\t{1}\t"
+SENTENCES, ENTAILMENT = ["sentence1", "sentence2"], ["entailment", "not_entailment"]
+HEADER, PAIR = "index\tsentence1\tsentence2\tlabel", "{idx}\t{0}\t{1}\t"
 SHAPES = {  # the Hub's columns of texts, its labels in order, and header and lines of GLUE's own files
     "cola": (["sentence"], ["unacceptable", "acceptable"], "", "gj04\t{label}\t*\t{0}"),
     "sst2": (["sentence"], ["negative", "positive"], "sentence\tlabel", "{0}\t{label}"),
     "mrpc": (
-        ["sentence1", "sentence2"],
+        SENTENCES,
         ["not_equivalent", "equivalent"],
         "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String",
         "{label}\t70{idx}\t71{idx}\t{0}\t{1}",
@@ -36,19 +36,14 @@ SHAPES = {  # the Hub's columns of texts, its labels in order, and header and li
         "{idx}\t30{idx}\t31{idx}\t{0}\t{1}\t{label}",
     ),
     "stsb": (
-        ["sentence1", "sentence2"],
+        SENTENCES,
         [],
         "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
         "{idx}\tmain-captions\tMSRvid\t2012test\t000{idx}\tnone\tnone\t{0}\t{1}\t{label:.3f}",
     ),
     "qnli": (["question", "sentence"], ENTAILMENT, "index\tquestion\tsentence\tlabel", PAIR + "{name}"),
-    "rte": (["sentence1", "sentence2"], ENTAILMENT, "index\tsentence1\tsentence2\tlabel", PAIR + "{name}"),
-    "wnli": (
-        ["sentence1", "sentence2"],
-        ENTAILMENT[::-1],
-        "index\tsentence1\tsentence2\tlabel",
-        PAIR + "{label}",
-    ),
+    "rte": (SENTENCES, ENTAILMENT, HEADER, PAIR + "{name}"),
+    "wnli": (SENTENCES, ENTAILMENT[::-1], HEADER, PAIR + "{label}"),
 }
 OF_TEST = {  # header and lines without labels, where they are more than these without their last column
     "cola": ("index\tsentence", "{idx}\t{0}"),
@@ -84,46 +79,44 @@ def write_tsv(folder: Path, name: str) -> Path:
     return folder
 
 
-def write_hub(folder: Path, names: list[str]) -> Path:
+def write_hub(folder: Path, name: str) -> Path:
     """A clone of the Hub's data set, which names its splits in its README.md."""
-    head = ["---", "configs:"]
-    for name in names:
-        texts, labels, *_ = SHAPES[name]
-        label = datasets.ClassLabel(names=labels) if labels else datasets.Value("float32")
-        types = {**dict.fromkeys(texts, datasets.Value("string")), "label": label, "idx": datasets.Value("int32")}
-        head += [f"- config_name: {name}", "  data_files:"]
-        for split in COUNTS:
-            table = datasets.Dataset.from_list(rows_of(name, split), features=datasets.Features(types))
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            table.to_parquet(folder / name / f"{split}-00000-of-00001.parquet")
-            head += [f"  - split: {split}", f"    path: {name}/{split}-*"]
+    texts, labels, *_ = SHAPES[name]
+    label = datasets.ClassLabel(names=labels) if labels else datasets.Value("float32")
+    types = {**dict.fromkeys(texts, datasets.Value("string")), "label": label, "idx": datasets.Value("int32")}
+    head = ["---", "configs:", f"- config_name: {name}", "  data_files:"]
+    (folder / name).mkdir(parents=True)
+    for split in COUNTS:
+        table = datasets.Dataset.from_list(rows_of(name, split), features=datasets.Features(types))
+        table.to_parquet(folder / name / f"{split}-00000-of-00001.parquet")
+        head += [f"  - split: {split}", f"    path: {name}/{split}-*"]
     (folder / "README.md").write_text("\n".join([*head, "---", ""]))
     return folder
+
+
+def values(rows, columns: list[str]) -> list[list]:
+    return [[row[column] for column in columns] for row in rows]
 
 
 @pytest.mark.parametrize("form", ["hub", "tsv"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_both_forms_of_a_data_set_are_the_same_rows(tmp_path, name, form):
     texts, labels, header, _ = SHAPES[name]
-    path = write_hub(tmp_path / "glue", [name]) if form == "hub" else write_tsv(tmp_path / name, name)
+    path = write_hub(tmp_path / "glue", name) if form == "hub" else write_tsv(tmp_path / name, name)
     kind, task = (CLASSIFY_ROWS, "classify") if labels else (regress_rows(["label"]), "regress")
     given = [f"task={task}", f"data={name}" + "_tsv" * (form == "tsv"), f"data.path={path}", "run_dir=x", "max_steps=1"]
     cfg = cli.load_config(TrainConfig, [*given, "micro_batch_size=1"]).data
     raw = read_raw(cfg, kind, S3Config(), seed=0, folder=Path(mkdtemp(dir=tmp_path)))
-    keys = ("text", "text_pair")[: len(texts)]
+    keys = ["text", "text_pair"][: len(texts)]
     for split in ("train", "validation"):
-        wanted = [[row[text] for text in texts] + [row["label"]] for row in rows_of(name, split)]
-        assert [[row[key] for key in (*keys, "label")] for row in raw.splits[split]] == [
-            [*row[:-1], row[-1] if labels else [row[-1]]] for row in wanted
-        ]
+        wanted = rows_of(name, split)
+        assert values(raw.splits[split], keys) == values(wanted, texts)
+        assert raw.splits[split]["label"] == [row["label"] if labels else [row["label"]] for row in wanted]
         assert raw.dropped[split].bad_rows == ((name, form, split) == ("qqp", "tsv", "train"))
     assert raw.labels == labels
     if form == "tsv" and header:
         new = list(read_texts(cfg, kind, str(path / "test.tsv"), S3Config(), labels=labels))
-        assert [[row[key] for key in keys] for row in new] == [
-            [row[text] for text in texts] for row in rows_of(name, "test")
-        ]
-        assert not any("label" in row for row in new)
+        assert values(new, keys) == values(rows_of(name, "test"), texts) and "label" not in new[0]
 
 
 def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_folder, capsys):
