@@ -2,7 +2,6 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.system.folders import LocalFolder
 from train.tasks.classify import ClassifyConfig
-from train.tasks.classify.task import Classification, ClassifyFeaturizer, class_weights, tables
+from train.tasks.classify.task import ClassifyFeaturizer, class_weights, scores, tables
 from train.tasks.texts import lengths_up_to
 
 LABELS = ["bad", "fair", "good"]
@@ -187,7 +186,7 @@ TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
 
 
 def scored(truth, predicted, *, labels=LABELS):
-    return Classification.score(SimpleNamespace(labels=labels), np.array(truth), np.array(predicted))
+    return scores(np.array(truth), np.array(predicted), num_labels=len(labels))
 
 
 @pytest.mark.filterwarnings("error")

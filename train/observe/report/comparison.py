@@ -111,8 +111,9 @@ def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
 
 
 def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a header, and for runs that differ in nothing but their seed the mean of their last best.metric and its
-    sample standard deviation; empty if no seed differs so.
+    """Return a header, and mean and spread of the last best.metric of runs that differ in nothing but their seed.
+
+    The spread is the sample standard deviation. Empty if no runs differ so.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:

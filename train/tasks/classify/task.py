@@ -185,8 +185,10 @@ def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> d
 
 
 def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[str, float]:
-    """F1 is averaged over the labels that occur in either, as scikit-learn does; one never predicted has 0. Of two
-    labels, `f1` is the second one's. Matthews' correlation is 0 where one label is all that is predicted.
+    """Return accuracy, F1 and Matthews' correlation.
+
+    F1 is averaged over the labels that occur in either, as in scikit-learn; one never predicted has 0. With two labels
+    `f1` is the second one's. Matthews' correlation is 0 where only one label is predicted.
     """
     # The import takes a second, with scipy, for which no first step should wait.
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
