@@ -24,10 +24,9 @@ from transformers import (
 )
 
 from train.config import HeadSize, InputError, ModelConfig, check
-from train.data.text.tokenizer import quiet
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze, repeated_layers
-from train.models.pretrained import read_model_config, read_weights
+from train.models.pretrained import add_rows, read_model_config, read_weights
 from train.system.memory import total_memory_bytes
 from train.system.model_folder import ENCODERS
 
@@ -137,30 +136,12 @@ def build_masked_lm(
         check(
             config.model_type in ORDER_LOGITS, f"task.sop=true needs a model of type {known}, not {config.model_type}"
         )
-        network, new = make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain")
+        made = make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain")
     else:
-        network, new = make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model")
+        made = make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model")
     if new_rows:
-        add_rows(network, vocab_size, new_rows)
-    return (OrderedMaskedLM if predicts_order else MaskedLM)(network, new)
-
-
-@torch.no_grad()
-def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int]) -> None:
-    """Let a model read and predict `vocab_size` tokens, if it has fewer.
-
-    `new_rows` begin as the mean of those that the checkpoint had, so that an added token is as likely as the average
-    one: as transformers' mean_resizing, but without noise (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
-    """
-    size = network.config.vocab_size
-    with quiet():
-        network.resize_token_embeddings(max(size, vocab_size), mean_resizing=False)
-    output: Any = network.get_output_embeddings()
-    for table in (network.get_input_embeddings().weight, output.weight, output.bias):
-        if table is not None and not table.is_meta:
-            had = torch.arange(len(table)) < size
-            had[list(new_rows)] = False
-            table[list(new_rows)] = table[had].double().mean(0).to(table.dtype)
+        add_rows(made[0], vocab_size, new_rows)
+    return (OrderedMaskedLM if predicts_order else MaskedLM)(*made)
 
 
 def make_network(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,24 @@ def begin_head(network: PreTrainedModel) -> set[str]:
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun
+
+
+@torch.no_grad()
+def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int]) -> None:
+    """Let a model read and predict `vocab_size` tokens, if it has fewer.
+
+    `new_rows` begin as the mean of those that the checkpoint had, so that an added token is as likely as the average
+    one: as transformers' mean_resizing, but without noise (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
+    """
+    size = network.config.vocab_size
+    with quiet():
+        network.resize_token_embeddings(max(size, vocab_size), mean_resizing=False)
+    output: Any = network.get_output_embeddings()
+    for table in (network.get_input_embeddings().weight, output.weight, output.bias):
+        if table is not None and not table.is_meta:
+            had = torch.arange(len(table)) < size
+            had[list(new_rows)] = False
+            table[list(new_rows)] = table[had].double().mean(0).to(table.dtype)
 
 
 def read_model_config(source: str) -> PreTrainedConfig:
