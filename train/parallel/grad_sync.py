@@ -4,13 +4,14 @@ Losses are sums over labels. Gradients are reduced once a step and then divided 
 engine's `clip` (train/parallel), in the same pass that clips them. `reduce` returns the divisor.
 
     class         where                         reduces                                       over ranks  returns
-    GradSync      one rank                      never                                         -           its labels
+    GradSync      one rank on ddp, neuron       never                                         -           its labels
     DDPSync       parallel=data on ddp, neuron  in the last backward pass, by buckets         average     labels / ranks
-    XLASync       parallel=data on xla          in `reduce`, in the graph of the update       sum         labels
+    XLASync       xla, one rank too             in `reduce`, in the graph of the update       sum         labels
     ShardSync     parallel=fsdp                 in the last backward pass, or in every one    sum         labels
     PipelineSync  parallel=pipeline             in `reduce`, over the holders of each weight  sum         labels
 
-Averages are DDP's own: it divides by the number of ranks, so the number of labels is divided by it too.
+Averages are DDP's own: it divides by the number of ranks, so the number of labels is divided by it too. XLASync adds
+nothing up for one rank, and parallel=fsdp with one rank is parallel=data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Evaluations, whose numbers are the same on any number of ranks: each example is counted once."""
+"""Evaluations, whose numbers are the same on any number of ranks: each example is counted once.
+
+Ranks compute statistics of each row; rank 0 puts them in the order of the data and computes the metrics in float64
+(`eval_metrics` of the task). A masked language model hides the tokens by the epoch EVAL_EPOCH
+(train/data/batches/loader.py), whatever the step. Numbers are equal to the bit only for the same eval_batch_size, since
+a product may add up in another order in a batch of another size; by default it is the micro batch, which may follow
+from the number of ranks (train/config/plan.py).
+"""
 
 from __future__ import annotations
 

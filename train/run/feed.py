@@ -87,7 +87,11 @@ class TrainData:
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """Return this rank's order of the data, from the run's position. In a new run caches limit the windows."""
+    """Return this rank's order of the data, from the run's position. In a new run caches limit the windows.
+
+    The position is `examples`, `lanes` and `window_shards` of the progress, which train/checkpoints/loader.py:load has
+    read; of batches of several lengths, `examples` alone.
+    """
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
     here = machines[world.rank // world.local_size]

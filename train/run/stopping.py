@@ -8,7 +8,8 @@
     5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), also for StoppedEarly.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + its number), and `train.entry` leaves with that code
-immediately. While the main thread is in a call that runs no Python handler, the thread `listen` does it, after GRACE_S.
+immediately. While the main thread is in a call that runs no Python handler, the thread `listen` leaves with that code
+after GRACE_S: at a second signal and, inside `nothing_to_save` (a library opens a device or joins ranks), at the first.
 When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). No torch here.
 
 EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
@@ -64,8 +65,8 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """A context that catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP.
 
-    The second signal ends the process immediately; while the main thread is in a call that runs no Python handler, a
-    thread does.
+    The second signal ends the process immediately, and the first one raises StoppedEarly inside `nothing_to_save`;
+    while the main thread is in a call that runs no Python handler, a thread ends the process instead.
 
     Other threads call `ask`. A signal after that counts as the first: EC2, Slurm and torchrun send SIGTERM after a
     notice, and the run must not leave without the checkpoint that it stops for.

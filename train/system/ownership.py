@@ -9,10 +9,21 @@ not compared: a job that cannot ask the owner's kernel watches the heartbeats.
 We list the folder to find the owner: probing only the next number would miss later owners if this process was
 suspended.
 
-Every change to the folder asks `Ownership` first: `OwnedFolder` for each file, metrics.jsonl by `may_append`, a save
-before it commits, and code that removes or renames checkpoints. Logs end with the heartbeat that finds the folder
-`lost`. A change that was allowed may come late: then S3 itself rejects a commit (train/checkpoints/store_s3.py), and
-metrics and settings (`RunFolder.replace`).
+Changes to the folder ask `Ownership` first:
+
+    most files, removal of STOP      `check`, each time: OwnedFolder
+    settings, end of the metrics     `check`: train/system/run_folder.py (describe, cut_half_written_line)
+    metrics.jsonl and its curves     `may_append`: train/observe/journal.py
+    logs                             `lost`, which the next heartbeat sets: train/system/run_folder.py (set_up_logging)
+    stacks                           `check`: train/run/watchdog.py (report)
+    checkpoints, also their removal  `check`: train/checkpoints/saver.py, train/run/checkpoint_manager.py
+    export/                          `check`, before and after: train/system/exported.py, train/observe/card.py
+    checkpoints that users prune     a lease for the command: train/tools/checkpoints.py (prune)
+    STOP                             nothing: launch/commands.py (stop), launch/supervise.py (StopFile)
+    report/                          nothing: train/tools/report.py
+
+Of a folder in S3 metrics and logs here are copies, which always grow. A change there that was allowed may come late:
+then S3 itself rejects a commit (train/checkpoints/store_s3.py), and metrics and settings (`RunFolder.replace`).
 """
 
 from __future__ import annotations

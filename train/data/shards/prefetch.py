@@ -1,7 +1,7 @@
 """The process, one for each run on a machine, that keeps the cache ahead of the ranks.
 
 It fetches the next shards and removes used ones. A shard that is in the cache already is compared with the manifest
-before its run reads it.
+before its run reads it, as readers wait for the mark that `obtain` makes.
 
 Only this process talks to S3 while training runs; ranks and their loader processes read files. So a dead connection
 cannot hold any of them, no thread of the connector is alive when they fork, and a shard is fetched once whatever the

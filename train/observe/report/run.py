@@ -1,4 +1,9 @@
-"""A run folder as the report reads it: its lines, its attempts, and their summary. No torch here."""
+"""A run folder as the report reads it: its lines, its attempts, and their summary. No torch here.
+
+It reads metrics.jsonl, config.yaml, environment.json, outcome.json, data.json, evaluation.json and
+export/baretrain.json; page.py adds samples.json. A figure begins in train/observe/metrics.py (Recorder), is computed by
+`summarise`, and shown by a row of ROWS in page.py.
+"""
 
 from __future__ import annotations
 
