@@ -26,9 +26,8 @@ class Focal(Classification):
         losses = F.cross_entropy(logits.float(), inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none")
         return ((1 - torch.exp(-losses)) ** self.cfg.gamma * losses).sum()
 
-    @staticmethod
-    def score(truth, predicted):
-        return {**Classification.score(truth, predicted), "kappa": float(cohen_kappa_score(truth, predicted))}
+    def score(self, truth, predicted):
+        return {**super().score(truth, predicted), "kappa": float(cohen_kappa_score(truth, predicted))}
 
 
 @dataclass(kw_only=True)
