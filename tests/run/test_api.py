@@ -52,7 +52,7 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(cell: Notebook
     known = api.predict("run", [{"labels": "1", "text": "so good"}], options=["--device", DEVICE])
     assert [(answer["label"], answer["prediction"]) for answer in known] == [("1", answers[0]["prediction"])]
     assert api.predict("run", []) == []
-    names = ("loss", "accuracy", "f1_macro", "f1_weighted")
+    names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     assert api.evaluate("run") == {name: pytest.approx(run.metrics[-1][name]) for name in names}
     with pytest.raises(api.InputError, match=r"^run is of another run \([^\n]*seed: 0 -> 1\); choose [^\n]*$"):
         api.train([*settings, "seed=1"])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from train.config import check
+from train.config import InputError, check
 from train.parallel.optimizer_spec import OptimizerSpec
 from train.parallel.optimizers import OPTIMIZERS, SCHEDULES
 from train.run.help import add_option
@@ -64,4 +64,8 @@ def check_imports(overrides: Sequence[str]) -> None:
     """
     run_dir = [each.removeprefix("run_dir=").strip("'\"") for each in overrides if each.startswith("run_dir=")]
     if run_dir and not is_s3(run_dir[-1]):
-        imported.check_repeated(find_identity(LocalFolder(local_path(run_dir[-1]))) or {}, run_dir[-1])
+        try:
+            identity = find_identity(LocalFolder(local_path(run_dir[-1]))) or {}
+        except InputError:
+            return  # no run can be read there, and the caller has an error to report
+        imported.check_repeated(identity, run_dir[-1])
