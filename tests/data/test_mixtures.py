@@ -75,6 +75,10 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(paths
     assert "2 training documents are in corpus.validation, too, and were left out" in capsys.readouterr().out
     both = (*given, "validation_fraction=0.1")
     rejects("validation_fraction and corpus.validation choose the same", mixed, "x", paths, *both)
+    table = ["corpus=hf", f"output={tmp_path}/x", "corpus.validation={path: user/set}", "validation_fraction=0.1"]
+    assert prepare.main(table) == 2 and "choose the same" in capsys.readouterr().err
+    prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
+    rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))  # of the same two files
     (tmp_path / "short.txt").write_text("ba be")
     says = "the validation part has . tokens, .*; give more text as corpus.validation or lower seq_len"
     rejects(says, prepare.prepare, mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"))

@@ -38,9 +38,10 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     for group in (key for key in typed if key in groups and key != "experiment"):
         chosen |= flatten(option_values(group, typed[group]), f"{group}.")
     values = {key: value for key, value in chosen.items() if key not in given} if "experiment" in typed else {}
+    tables = {key.rpartition(".")[0] for key in typed}  # given as such: corpus.validation={path: user/set}
     for key, others in REPLACED.items():
         for other in others if key in typed or key in chosen else ():
-            are_both = key in typed and other in typed and other not in TOGETHER
+            are_both = key in typed and other in {*typed, *tables} and other not in TOGETHER
             check(not are_both, f"{key} and {other} choose the same thing; leave one of them out")
             if other not in typed and other not in chosen:
                 values[other] = None

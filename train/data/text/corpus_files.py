@@ -90,7 +90,9 @@ class FilesCorpus(ABC):
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:
-        return sha256_json(self.listings if len(self.listings) > 1 else self.listings[0])
+        count = len(self.cfg.sources)
+        corpora, validation = self.listings[:count], self.listings[count:]
+        return sha256_json([corpora, validation] if validation else corpora if count > 1 else corpora[0])
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         return self.read_all(self.spans(part))
