@@ -18,7 +18,7 @@ from train.system import samples
 from train.system.folders import LocalFolder
 from train.tasks.multilabel import MultiLabelConfig
 from train.tasks.multilabel.task import best_threshold, chosen, positive_weights
-from train.tools import checkpoints, predict
+from train.tools import checkpoints, evaluate, predict
 
 NAMES = ["long", "rude", "warm"]
 METRICS = ("loss", "f1_micro", "f1_macro", "average_precision", "subset_accuracy")
@@ -168,7 +168,9 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["best", "best_per_label"])
-def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_predictions(given, tmp_path, capsys, how):
+def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_predictions(
+    given, rows, tmp_path, capsys, how
+):
     run_dir = tmp_path / "run"
     of_run = given(run_dir, f"task.threshold={how}", "max_steps=3")
     train_with(of_run)
@@ -193,6 +195,15 @@ def test_thresholds_that_the_validation_data_chose_are_those_of_exports_and_pred
     assert [line["prediction"] for line in evaluated] == [
         [name for name, share in line["probabilities"].items() if share >= 0.5] for line in evaluated
     ]
+    # So it is in train.evaluate with these rows, which judges others by what was chosen.
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": a, "label": b}) + "\n" for a, b in rows))
+    other, scores = f"data.path={tmp_path}/all.jsonl", []
+    for settings in ([], [other], [other, f"task.threshold={limits}"]):
+        command = [str(run_dir), *settings, f"--output={tmp_path}/scores.json", f"data.cache_dir={tmp_path}/cache"]
+        assert evaluate.main(command) == 0
+        scores.append(json.loads((tmp_path / "scores.json").read_text())["metrics"])
+    assert scores[0].items() <= lines(run_dir, "eval")[-1].items()
+    assert scores[1] == scores[2]
     (run_dir / "model/config.json").write_text('{"label_thresholds": [1]}')
     rejects("model/config.json: label_thresholds has 1 numbers for 3 labels", train_with, of_run)
 

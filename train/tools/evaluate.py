@@ -116,7 +116,9 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
         from train.tasks.predictor import Predictor
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
-        given = {"task": trained.task.cfg.kind, **given, **trained.task.settings_of_outputs()}
+        outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
+        # A threshold that the run's own validation rows chose is for other rows.
+        given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
     for group in {"data", "task", "backend"} & typed.keys():  # its options have other settings than the run's
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
