@@ -1,4 +1,4 @@
-"""The submission of a job, or of the same job again: the record is written first, so that it knows of all that runs."""
+"""Submission of a job, for the first time or again. The record is written first, so that it lists every job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.system.identity import ENVIRONMENT, check_is_run_folder
 from train.system.outcome import STOP_FILE, read_outcome
 from train.system.schema import read_yaml
 
-SUBMITTING_S = 120.0  # the time that a scheduler may take to answer: nobody else submits meanwhile
+SUBMITTING_S = 120.0  # how long a scheduler may take to answer; until then no other submission is allowed
 
 
 def submit(
@@ -31,7 +31,7 @@ def submit(
     number = check_idle(record)
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
         check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
-    if isinstance(run, TrainConfig):  # the checks of the trainer on the machines, as far as this one can make them
+    if isinstance(run, TrainConfig):  # the trainer makes these checks too, but only after the machines have started
         check_is_run_folder(record.run, record.run.names_here())
         if isinstance(run.data, ShardsConfig) and (cluster_of(job).is_here or is_s3(str(run.data.path))):
             read_manifest(open_folder(str(run.data.path), run.s3))
@@ -41,7 +41,7 @@ def submit(
 
 
 def resume(record: Record) -> tuple[Job, Handle]:
-    """Start the last job again, as it was. Raises InputError if it runs, is done, or may be somebody else's."""
+    """Start the last job again, unchanged. Raises InputError if it is running, is done, or may not be ours."""
     number, job = check_idle(record), job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
@@ -51,7 +51,7 @@ def resume(record: Record) -> tuple[Job, Handle]:
 
 
 def claim(record: Record, job: Job, number: int) -> None:
-    """Record the submission as the event of this number. Raises InputError if another one came first."""
+    """Record the submission as event `number`. Raises InputError if another launch has taken that number."""
     details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
     is_first = record.append_event_as(number, "submitting", **details)
     check(is_first, f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
@@ -74,12 +74,12 @@ def start(record: Record, job: Job) -> Handle:
 
 
 def check_idle(record: Record) -> int:
-    """Return the number of the next event of a run without a job. Raises InputError if its last job waits or runs."""
+    """Return the number of the run's next event. Raises InputError if its last job is still waiting or running."""
     number, history = record.next_number(), record.history()
     asked = history.submission
     if asked is None or asked.rejection:
         return number
-    if not asked.handle:  # if the answer was lost, the scheduler knows of the job
+    if not asked.handle:  # no answer yet, or it was lost: then the scheduler still knows the job
         age_s = max(0.0, time.time() - (asked.time_unix_s or 0.0))
         check(
             history.has_end or age_s >= SUBMITTING_S,

@@ -138,5 +138,5 @@ def test_a_cased_vocabulary_that_is_read_in_lower_case_is_named(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused1]", "the", "Berlin", "##s", "London", "a"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
     lower, cased = (BertTokenizerFast.from_pretrained(tmp_path, do_lower_case=lowers) for lowers in (True, False))
-    assert "2 of its 5 pieces have capital letters, as " in unused_capitals(lower)
+    assert "2 of its 5 pieces have capital letters, such as " in unused_capitals(lower)
     assert unused_capitals(cased) == ""

@@ -266,7 +266,7 @@ CASES = {
         case(gpus, "ok", "8 GPU", files={"/dev/nvidia0": ""}, gone=["/sys/bus/pci/devices/*/*"]),  # in a container
         case(gpus, "bad", "lists no GPU", "dmesg", says={GPU_QUERY: ""}),
         case(gpus, "bad", "2 GPU", "has 8", "memory unknown", "xid", says={GPU_QUERY: TWO_GPUS}),
-        case(laptop, "bad", "has 8 devices, this machine shows none", "--instance", instance=P4D),
+        case(laptop, "bad", "has 8 devices, but this machine shows none", "--instance", instance=P4D),
         case(laptop, "bad", "not loaded", "modprobe neuron", files=pci(30, "0x1d0f", "0x7164", "0x088000")),
         case(laptop, "bad", "not loaded", files=pci(30, "0x1d0f", "0x7564", "0x088000")),  # trn3
         case(laptop, "ok", files=pci(30, "0x1d0f", "0xec20", "0x020000")),  # Amazon's network card
@@ -287,7 +287,7 @@ CASES = {
         case(trn1, "skip", "here: 1, 2, 8, 32", num_ranks=None),
         case(trn1, "bad", "64 ranks for 32 devices", "--nproc-per-node=32", num_ranks=64, instance=None),
         case(gpus, "bad", "9 ranks for 8 devices", "--nproc-per-node=8", num_ranks=9),
-        case(laptop, "ok", "4 a machine", num_ranks=4),
+        case(laptop, "ok", "4 per machine", num_ranks=4),
     ],
     "EFA": [
         case(trn1, "bad", "sees 0", "No data available", "efa_installer.sh", says=NO_EFA),

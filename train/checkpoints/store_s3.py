@@ -24,8 +24,8 @@ from train.system.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-SAVING, PARTS = "saving", "parts"  # in the folder of this machine; a save with a manifest is complete and not in S3
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # in the same place as the folder of a save
+SAVING, PARTS = "saving", "parts"  # on this machine; a save with a manifest is complete but not in S3
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # next to the folder of the save
 
 DOWNLOADS = 8  # at the same time; each opens several connections for parts of a file
 READS = 3  # attempts before a file that does not match its checksum counts as damaged
@@ -33,15 +33,15 @@ read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attem
 
 
 class S3Store(Store):
-    """Checkpoints in S3. There is no LATEST: a hint is not worth a request that fails after the commit.
+    """Checkpoints in S3. There is no LATEST file: it is only a hint, and writing it could fail after the commit.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
-    checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: each save has its own
+    checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random number: unique to a save
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
 
-    Only files that such a mark names are ever removed: never those of a checkpoint whose manifest somebody deleted,
-    nor the user's objects.
+    Only files that an `.unfinished` object, a mark, names are ever removed. So the files of a checkpoint whose manifest
+    somebody deleted are kept, and so are the user's objects.
     """
 
     compares_when_written = True
@@ -167,7 +167,7 @@ class S3Store(Store):
             self.check_fence(manifest.fence)  # never replace a step of a newer owner
             self.quarantine(manifest.step, "replaced")
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job also writes it")
+                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job is writing it too")
         self.remove_mark(manifest)
 
     def mark_of(self, manifest: Manifest) -> str:
@@ -207,7 +207,7 @@ class S3Store(Store):
         return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        # Steps with a manifest in quarantine, which may be unreadable, and strange marks are left alone.
+        # A manifest in quarantine may be unreadable, so its step is left alone, and so are marks of unknown form.
         left = []
         found = self.objects()
         in_doubt = {step for step, objects in found.items() if any(map(in_quarantine, objects))}
@@ -221,12 +221,12 @@ class S3Store(Store):
                     files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
                 if not dry:
                     list(at_once(self.folder.remove, [self.key(step, f"{folder}/{file}") for file in files]))
-                    self.folder.remove(mark)  # last, so that a later call finds files that a kill leaves
+                    self.folder.remove(mark)  # last: after a kill, a later call finds the rest
                 left += [f"{step_name(step)}/{folder}"] if files else []
         return left
 
     def tidy_saving(self, newest: int) -> None:
-        """Remove files that killed saves have left on this machine, and copies of steps in S3; name other copies."""
+        """Remove leftovers of killed saves on this machine, and saves that S3 has; warn of those that it lacks."""
         for folder in (self.local / SAVING).glob("*"):
             step = None  # of a manifest that cannot be read
             with suppress(Damaged, OtherVersion):
@@ -239,7 +239,7 @@ class S3Store(Store):
 
 
 def below(manifest: Manifest, name: str) -> str:
-    """Return the name of a file below its step: in the folder of its save, unless the run was copied from a disk."""
+    """Return the name of a file below its step: with the save's folder, which a run copied from a disk lacks."""
     return f"{manifest.folder}/{name}" if manifest.folder else name
 
 

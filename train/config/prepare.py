@@ -12,18 +12,18 @@ from train.config.checks import Section, check, setting
 from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
-MOST_READINGS = 1000  # of a corpus: a text that comes more often is learnt by heart
-MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have this many processors, and each holds a tokenizer
+MOST_READINGS = 1000  # of one corpus: a model memorises text that it reads more often
+MAX_PREPARING_PROCESSES = 1024  # per machine: the largest have this many processors; each process holds a tokenizer
 
 
 @dataclass(kw_only=True)
 class CorpusConfig(Section, prefix="corpus."):
     kind: str = MISSING  # The name of the source in train/data/text/corpus.py; corpus=... sets it.
     name: str = MISSING  # The name of the corpus in the manifest.
-    weights: Any = None  # The number of times that each of several corpora is read, in order: with 2.5 half of its
-    # documents are read a third time, chosen by the hash of their text; None reads all once.
-    validation: Any = None  # The validation text, as corpus.path or an entry of corpus.datasets, without which training
-    # does; None holds out validation_fraction of the corpus.
+    weights: Any = None  # The number of times that each corpus is read, in the order of the corpora; 2.5 reads all
+    # documents twice, and half of them, chosen by hash, a third time; None reads all once.
+    validation: Any = None  # The validation text, given like corpus.path or an entry of corpus.datasets; it is not used
+    # for training; None holds out validation_fraction of the corpus.
 
     @property
     def sources(self) -> list[str]:
@@ -34,7 +34,7 @@ class CorpusConfig(Section, prefix="corpus."):
         super().__post_init__()
         given = [] if self.weights is None else self.weights
         ok = isinstance(given, list) and all(type(each) in (int, float) and 0 < each <= MOST_READINGS for each in given)
-        says = f"must be a list of numbers above 0, at most {MOST_READINGS}, as [1,3]"
+        says = f"must be a list of numbers above 0, at most {MOST_READINGS}, such as [1,3]"
         check(ok, f"corpus.weights={self.weights} {says}")
 
 
@@ -42,7 +42,7 @@ class CorpusConfig(Section, prefix="corpus."):
 class FilesCorpusConfig(CorpusConfig):
     """Local files: plain text, JSON lines, CSV or Parquet; any but Parquet may be gzipped (.gz)."""
 
-    path: Any = MISSING  # The file, the folder (read recursively) or the glob, or a list of such for several corpora.
+    path: Any = MISSING  # The file, the folder (read recursively) or the glob, or a list of these for several corpora.
     encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
     errors: str = setting("strict", among=("strict", "replace"))  # The treatment of bytes that do not decode: strict
     # stops and names them, replace writes U+FFFD.
@@ -59,7 +59,7 @@ class FilesCorpusConfig(CorpusConfig):
         for key, value in given.items():
             paths = value if isinstance(value, list) else [value]
             ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
-            check(ok, f"corpus.{key}={value} must be a file, a folder or a glob, or a list of such")
+            check(ok, f"corpus.{key}={value} must be a file, a folder or a glob, or a list of these")
 
 
 def paths_of(given: Any) -> list[str]:
@@ -93,14 +93,14 @@ class HFCorpusConfig(CorpusConfig):
 @dataclass(kw_only=True)
 class TokenizerConfig(Section, prefix="tokenizer."):
     pretrained: str | None = None  # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
-    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The pieces of a tokenizer that is trained.
+    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The number of pieces of a new tokenizer.
     lowercase: bool = True  # Read all text in lower case.
     strip_accents: bool = False  # Remove all marks, and write compatibility characters and LaTeX quotes in plain forms,
-    # as ALBERT does; other languages than English write vowels with marks.
-    add_tokens: list[str] = field(default_factory=list)  # The tokens that tokenizer.pretrained gets, found inside words
+    # as ALBERT does; leave it off for languages in which marks matter, such as French.
+    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained, found inside words
     # too; training adds a row of the embeddings for each.
-    train_bytes: int = setting(256 * 2**20, above=0)  # The most text that a tokenizer is trained on, with 20 times its
-    # memory; of a Hub stream it is the first text.
+    train_bytes: int = setting(256 * 2**20, above=0)  # The most text that a new tokenizer learns from, which needs 20
+    # times this memory; from a Hub stream the first text is taken.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,14 +115,14 @@ class PrepareConfig(Section):
     output: str = MISSING  # The folder or s3://bucket/prefix of the shards; finished work is not done twice.
     seed: int = setting(0, least=0)  # The seed of packing and of the choice of documents that are held out.
     seq_len: int = setting(512, least=8, below=2**16)  # The number of tokens of a sequence, special ones included.
-    validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text that is held out, documents by
-    # their hash and of long ones the end.
+    validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text to hold out: documents chosen
+    # by hash, and the ends of long documents.
     rows_per_shard: int | None = setting(None, above=0)  # The sequences of a shard; None makes about 64 MiB.
     part: str | None = None  # The part that this call prepares, as "3/64", the third of 64; None prepares all.
     processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The processes that share the work on
     # this machine, with the same result whatever their number; None is one for each processor that this process may
     # use.
-    merge: bool = False  # Write only the manifest of parts that are all prepared.
+    merge: bool = False  # Write only the manifest, once all parts are prepared.
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     s3: S3Config = field(default_factory=S3Config)

@@ -1,8 +1,7 @@
 """MLflow and Weights & Biases: rank 0 sends them the lines that it writes to metrics.jsonl.
 
 Each tracker has a thread, which begins at the first line: it imports the library, connects and sends. Training only
-puts lines into its queue. A tracker that fails costs one warning; lines that it did not receive are sent with the next
-one.
+puts lines into its queue. If sending fails, one warning is logged, and the lines are sent together with the next line.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ logger = logging.getLogger("train")
 MOST_LINES = 1000  # waiting to be sent
 END_WAIT_S = 15.0  # for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # at the end, when no line follows
-unended: list[Tracker] = []  # of this process; when it exits the hooks of their libraries may wait without a limit
+unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit when it exits
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that each kind always has
-MOST_PARAMS, MOST_CHARS = 100, 500  # the most that MLflow takes in one call, and in one value in every version
+MOST_PARAMS, MOST_CHARS = 100, 500  # MLflow's limits: parameters per call, and characters per value
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
-ENVIRONMENT = {  # set unless the user has: a silent server holds the thread for seconds, and nothing is printed
+ENVIRONMENT = {  # defaults: a server that does not answer blocks the thread only briefly, and nothing is printed
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -76,7 +75,7 @@ class Client(Protocol):
 
 
 class MLflow:
-    """The run of an experiment that has the run's id as a tag, made unless it exists."""
+    """The run in MLflow that has our run's id as a tag; it is made if there is none."""
 
     def __init__(self, run: Run) -> None:
         from mlflow import MlflowClient
@@ -114,13 +113,13 @@ def mlflow_key(name: str) -> str:
 
 
 class WandB:
-    """The run whose id is the run's. For steps that the server has, Weights & Biases keeps the first figures."""
+    """The run of Weights & Biases that has our run's id. The server keeps the first figures of each step."""
 
     def __init__(self, run: Run) -> None:
         import wandb
 
         if (os.environ.get("WANDB_MODE") or "online") == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no key of Weights & Biases: set WANDB_API_KEY, or call wandb login")
+            raise RuntimeError("no key for Weights & Biases: set WANDB_API_KEY, or run wandb login")
         settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=0.8 * END_WAIT_S)
         self.run = wandb.init(
             id=run.id,
@@ -193,7 +192,7 @@ class Tracker:
             logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
 
     def _try_to_send(self, is_over: bool) -> bool:
-        """Send the waiting lines, and how the attempt ended; return whether all is sent. The rest waits for a retry."""
+        """Send the waiting lines and at the end the status; return whether all was sent. The rest waits for a retry."""
         try:
             if self.client is None:
                 self.client = self.connect()
@@ -219,7 +218,7 @@ class Tracker:
         """Wait for the thread's end until this time of the monotonic clock."""
         self.thread.join(max(0.0, until_s - time.monotonic()))
         if self.thread.is_alive():
-            self._warn("it does not answer; its last lines and how the run ended may be missing there")
+            self._warn("it does not answer; the last lines and the final status may be missing there")
 
 
 def check_trackers(cfg: TelemetryConfig) -> None:
@@ -254,7 +253,7 @@ def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
 
 
 def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
-    """End those that got a line, and wait briefly for them."""
+    """End the trackers that were sent a line, and wait briefly for them."""
     begun = [tracker for tracker in trackers if tracker.thread.ident is not None]
     for tracker in begun:
         tracker.end(status)

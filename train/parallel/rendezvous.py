@@ -2,11 +2,11 @@
 
 Ranks poll it in Python: while torch itself waits, no signal handler runs and nobody learns which rank is missing.
 
-The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those
-separately. So rank 0 begins a round, under a new number, and every process registers in the newest one. When all ranks
-have, rank 0 writes the roster of the processes that it has read: those join, in a part of the store reserved for them.
-A process that finds its predecessor in that roster waits for the next round. A registration also names the rank's
-device: a job whose ranks differ in that is rejected before it begins.
+torchrun keeps one store across restarts, and each machine counts its restarts separately. So the store may hold entries
+of earlier attempts. Rank 0 therefore begins a round, under a new number, and every process registers in the newest
+round. Once all ranks have registered, rank 0 writes a roster of these processes. They join, under a prefix of the store
+that only they use. A process that is not in the roster waits for the next round. A registration also names the rank's
+device: if devices differ, the job is rejected before it begins.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from train.system.console import without_stdout
 from train.system.launched import Launched, launched
 
 logger = logging.getLogger("train")
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from PyTorch 2.14 on
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since PyTorch 2.14
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # missing ranks named in a message
 MOST_TEXT = 100_000  # characters of a value
 ROUNDS = "rounds"  # the number of the newest round
 ROSTER = "roster"
-REJECTION = "rejection"  # of a rank; it holds for all later attempts too, since it ends torchrun for good
-NUM_INFORMED = "num_informed"  # ranks of the machines that know of the rejection
-KEPT: list[dist.Store] = []  # of rank 0: without a client here its server ends, and forgets who was informed
+REJECTION = "rejection"  # why a rank was rejected; never removed, since a rejection ends torchrun for good
+NUM_INFORMED = "num_informed"  # the number of ranks on machines that know of the rejection
+KEPT: list[dist.Store] = []  # rank 0's store: its server ends, and forgets who was informed, without a client here
 Result = TypeVar("Result")
 
 
@@ -57,7 +57,7 @@ def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = J
 def connect(
     make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make a process group. A rank that dies once all have arrived is waited for until `connect_timeout_s`."""
+    """Make a process group. If a rank dies after all have arrived, the others wait `connect_timeout_s` for it."""
     with without_stdout():  # gloo prints how many ranks each has connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
     if connect_timeout_s < timeout_s:
@@ -68,8 +68,8 @@ def connect(
 def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
     """Wait until all ranks have arrived. Returns a store that only these processes use.
 
-    Raises Failure if some do not arrive in time, InputError if one is rejected on its machine, or if the ranks'
-    `device` differs: it names backend, device and precision.
+    Raises Failure if some do not arrive in time, and InputError if one is rejected on its machine or if `device`,
+    which names the backend, device and precision, is not the same on all.
     """
     here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
     try:
@@ -83,12 +83,12 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
 def announce(reason: str, timeout_s: float) -> None:
     """Tell other machines that this rank is rejected. Rank 0, which holds the store, waits until all know."""
     here = Rendezvous(launched(), timeout_s)
-    with suppress(Absent, dist.DistError):  # if the store cannot be reached nobody is left who waits
+    with suppress(Absent, dist.DistError):  # without a store no other rank is waiting
         here.poll(partial(here.reject, reason))
 
 
 class Absent(Exception):
-    """An error because ranks have not arrived."""
+    """The error of an action that must wait, since ranks have not arrived."""
 
 
 class Rendezvous:
@@ -102,7 +102,7 @@ class Rendezvous:
         self.store: dist.Store | None = None
 
     def poll(self, action: Callable[[], Result]) -> Result:
-        """Run an action until it raises no Absent, or the timeout. Rank 0, or machines that miss it, log the absent."""
+        """Repeat an action while it raises Absent, until the timeout. Rank 0 logs the absent, or others that it is."""
         began_s, next_report_s = time.monotonic(), REPORT_EVERY_S
         while True:
             try:
@@ -116,7 +116,7 @@ class Rendezvous:
                     is_first = self.launch.rank == 0
                     if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
                         text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
-                        logger.log(logging.WARNING if is_first else logging.ERROR, text)  # terminals show all errors
+                        logger.log(logging.WARNING if is_first else logging.ERROR, text)  # all errors reach terminals
             time.sleep(POLL_S)
 
     def arrive(self) -> dist.Store:
@@ -159,14 +159,14 @@ class Rendezvous:
     def reject(self, reason: str) -> None:
         """Record that this rank is rejected, and that its machine knows.
 
-        On rank 0's machine, raises Absent while others do not know; torchrun may end the other ranks of a machine
-        earlier.
+        On rank 0's machine, raises Absent while others do not know. A machine counts as a whole: torchrun may end its
+        other ranks before they ask.
         """
         launch = self.launch
         try:
             self.store = store = self.store or self.open_store()
         except Absent:
-            if launch.uses_agent_store:  # this store existed before any rank
+            if launch.uses_agent_store:  # torchrun's store existed before any rank, so it has ended
                 return
             raise
         store.compare_set(REJECTION, "", reason)
@@ -201,9 +201,9 @@ class Rendezvous:
 
 
 def listener(launch: Launched) -> int | None:
-    """Return a socket at its address for a store of one machine's ranks; None for several machines.
+    """Return a socket for the store, which listens only on the job's address; None if there are several machines.
 
-    It is None too if the port is taken: this process has the store already, or torch reports who has it.
+    Also None if the port is taken: this process may have the store already, and otherwise torch reports the error.
     """
     with suppress(OSError):
         if launch.is_one_machine:
@@ -212,5 +212,5 @@ def listener(launch: Launched) -> int | None:
 
 
 def text_of(store: dist.Store, key: str) -> str:
-    """Return a value that another process wrote, which may be any process."""
+    """Return a value from the store as text. Any process may have written it, so its length is limited."""
     return store.get(key).decode(errors="replace")[:MOST_TEXT]

@@ -1,4 +1,4 @@
-"""The data of a run for its loop: order, position, micro batches."""
+"""The data that the training loop consumes: its order, the position in it, and the micro batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.parallel.ranks import World
 
 logger = logging.getLogger("train")
-MICRO_BATCHES_AHEAD = 4  # kept ready by a loader process: more cost memory, and a step waits for none of them
+MICRO_BATCHES_AHEAD = 4  # kept ready by a loader process: no step waits, and more would only take memory
 HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
 
 
@@ -40,13 +40,13 @@ def check_same_code(imports: list[dict[str, str]]) -> None:
     for rank, files in enumerate(imports):
         check(
             files == imports[0],
-            f"rank {rank} has other code than rank 0: {', '.join(differences(imports[0], files))}; every machine needs "
-            "the same files",
+            f"rank {rank} has different code from rank 0: {', '.join(differences(imports[0], files))}; every machine "
+            "needs the same files",
         )
 
 
 class TrainData:
-    """The micro batches of each step of this rank, from the run's position on. The `prefetcher` fetches the shards."""
+    """The micro batches of this rank for each step from the run's position. The `prefetcher` fetches shards."""
 
     def __init__(
         self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
@@ -64,7 +64,7 @@ class TrainData:
             "prefetch": MICRO_BATCHES_AHEAD,
             "multi_batch": multi_batch if task.buckets is None else 1,  # batches that are drawn together have one shape
         }
-        shortest = task.seq_len if task.buckets is None else 1  # little is known of batches of several lengths
+        shortest = task.seq_len if task.buckets is None else 1  # with buckets, only the least length is known
         world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
         micro_batches = Batches(
             task.train_data(),
@@ -80,17 +80,17 @@ class TrainData:
             self.prefetcher.consumed(examples)
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
-        """Return the next step's micro batches, on the device; see `draw`."""
+        """Return the next step's micro batches, on the device, as the function `draw` does."""
         return draw(self.steps)
 
 
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """Return this rank's order of the data, from the run's position. In a new run caches limit the windows.
+    """Return this rank's order of the data, from the run's position. A new run fits its windows into the caches.
 
     The position is `examples`, `lanes` and `window_shards` of the progress, which train/checkpoints/loader.py:load has
-    read; of batches of several lengths, `examples` alone.
+    read; with batches of several lengths, it is `examples` alone.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
@@ -106,7 +106,7 @@ def train_order(
     }
     if task.buckets is not None:
         return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
-    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may have another batch
+    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may change the batch
         order = choose_windows(task, world, place)
     else:
         order = ShardSampler(task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place)
@@ -124,7 +124,7 @@ def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSamp
         window = window_of_lane(WINDOW_SHARDS, lanes)
         order = ShardSampler(task.shard_rows, lanes=lanes, window_shards=window, **place)
         mine = world.agree(lambda order=order: task.window_shards(order))  # type: ignore[misc]
-        window = min(world.all_gather_object(mine))  # disks differ
+        window = min(world.all_gather_object(mine))  # machines may have different disks
         if window or lanes == 1:
             order.window_shards = window or 1
             return order
@@ -141,7 +141,7 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
 
 
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
-    """Return this rank's batches of an evaluation. `collects`: only for graphs, one batch per length and rank."""
+    """Return this rank's batches of an evaluation. `collects`: one per length and rank, to collect graphs."""
     rank, size = engine.data_rank, engine.data_size
     if task.buckets is None:
         return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)

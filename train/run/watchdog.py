@@ -1,11 +1,11 @@
 """The watchdog of a rank: it ends a process that makes no progress, so that torchrun can start the run again.
 
-A thread of each rank compares the age of the last heartbeats of its machine's ranks with their limits. The ranks of a
-step wait for each other, so the run is stuck when all local ranks at the lowest step have exceeded their limits.
-`outcome.json` names the least advanced one. The thread also reports ranks that ended without an exit record.
+In each rank, a thread looks at all ranks of the machine: each has a time limit for its next heartbeat. Ranks wait for
+each other in every step, so the run is stuck when all local ranks at the lowest step have exceeded their limits. Then
+`outcome.json` names the least advanced rank. The thread also reports ranks that ended without an exit record.
 
-While a thread holds Python's lock, no other one runs. For that case heartbeats arm a timer of `faulthandler`, whose C
-thread dumps the stacks to standard error and exits. Only Linux is supported. No torch here.
+The thread cannot run while another one holds Python's global lock. So heartbeats also arm a timer of `faulthandler`,
+whose C thread dumps the stacks to standard error and exits. Only Linux is supported. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from train.system.run_folder import RunFolder
 
 STDERR = 2
 PERIOD_S = 1.0  # between two checks; a tenth of the shorter limit if that is less
-MARGIN_PERIODS = 10  # by which the timer in C is later than the limit, so that the thread can report first
-OTHERS_PERIODS = 3  # for other ranks to write their stacks before the first one exits, and torchrun ends them
-LEFT = 2**62  # the step of a rank that has left in order: no other rank waits for it
-OOM_LOOKS = 60  # the kernel decides to kill a large process long before the process has ended
+MARGIN_PERIODS = 10  # from a rank's limit to the timer in C, so that the thread can report first
+OTHERS_PERIODS = 3  # before this rank exits: torchrun then kills the others, which must have written their stacks
+LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
+OOM_LOOKS = 60  # counts of kills to keep: the kernel counts a kill long before a large process has ended
 PEER_ENDS_S = 2.0  # from a broken collective to the end of the process that broke it
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
 
@@ -53,7 +53,7 @@ class Heartbeat(ctypes.Structure):
         ("at_s", ctypes.c_double),  # by time.monotonic(), which all processes of a machine share
         ("limit_s", ctypes.c_double),
         ("step", ctypes.c_int64),  # -1: none
-        ("count", ctypes.c_int64),  # of the heartbeats of this step
+        ("count", ctypes.c_int64),  # heartbeats in this step
         ("phase", ctypes.c_char * 40),
     )
 
@@ -71,11 +71,11 @@ class Peer(NamedTuple):
 
     pid: int
     started: int  # see Process
-    memory: mmap.mmap | None  # of its heartbeat; None if this process may not read it
+    memory: mmap.mmap | None  # holds its heartbeat; None if this process may not read it
 
 
 class Watchdog:
-    """The heartbeats of this rank, and the thread that compares those of its machine's ranks with their limits.
+    """The heartbeats of this rank, and the thread that checks the heartbeats of all ranks of the machine.
 
     Use it as a context, after `RunFolder.open`, which removes the exit records of the previous attempt.
     """
@@ -87,10 +87,10 @@ class Watchdog:
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time limit of a start
-        self.rearm_s = 0.0  # time from which a heartbeat arms the timer in C again, which takes 0.1 ms
+        self.rearm_s = 0.0  # arming the timer in C takes 0.1 ms, so heartbeats before this time do not
         self.armed_s = 0.0  # the limit that it was armed with
         self.compiles: Callable[[], bool] = lambda: False  # whether a rank is compiling, perhaps this one
-        self.is_compiling = False  # in a phase that has the time limit of a step
+        self.is_compiling = False  # a rank compiles, so this phase has the time limit of a start
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
         self.suspects: dict[int, float] = {}  # the last heartbeats of ranks that were late at the last look
         self.oom_counter = oom_counter or find_oom_counter()
@@ -122,7 +122,7 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin another phase, a heartbeat too. `is_start`: it has `watchdog.start_s`, to join, load or compile."""
+        """Begin a phase; this is a heartbeat. `is_start`: the limit is `watchdog.start_s`, to join, load or compile."""
         number = -1 if step is None else step
         self.own.at_s = time.monotonic()  # first, since the next limit may be shorter
         if number != self.own.step:
@@ -190,9 +190,10 @@ class Watchdog:
         return {rank: Heartbeat.from_buffer_copy(each) for rank, each in memories.items() if each is not None}
 
     def find_stuck(self) -> int | None:
-        """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left.
+        """Return the rank that is stuck, or None: a stopped one if there is one, else the least advanced.
 
-        Both of two checks must agree: during the first one a rank may be writing its heartbeat, or about to.
+        The run is stuck if two checks in a row find the same late heartbeats for all ranks at the lowest step. A single
+        check could coincide with the writing of a heartbeat.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -235,7 +236,7 @@ class Watchdog:
             process = read_process(peer.pid)
             if process is not None and process.started == peer.started and process.state not in ENDED_STATES:
                 continue
-            is_reported = self.peers.pop(rank, None) is None  # by the other thread, while this context ends
+            is_reported = self.peers.pop(rank, None) is None  # the main thread reports too while the context exits
             if is_reported or (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
                 continue
             kind, reason = "killed", f"killed: rank {rank} ended without an exit record around {self.own.where}"
@@ -248,7 +249,7 @@ class Watchdog:
     def report(
         self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
     ) -> None:
-        """Write how the run failed, at which heartbeat, the exit records of `ranks`, and the stacks of this process.
+        """Write the outcome, with the step of `last`, an exit record for each of `ranks`, and this process's stacks.
 
         The first rank that records the failure prints it. Nothing is written to a folder of another job.
         """
@@ -260,7 +261,7 @@ class Watchdog:
                     file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n".encode())
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
-            if self.folder.ownership.owner is not None:  # otherwise this rank has not joined yet, and does not know
+            if self.folder.ownership.owner is not None:  # None before the ranks have joined
                 goes_on = may_continue(kind, self.folder.previous.get("kind", ""))
                 outcome = Outcome("failed", kind, reason, step, None, goes_on=goes_on)
                 is_first = write_outcome(self.folder.folder, outcome, replaces=LOST_PEER)

@@ -1,8 +1,8 @@
-"""Files and folders of this machine that are whole or absent, also after a kill or a power cut.
+"""Writing files and folders so that they are whole or absent, even after a kill or a power failure.
 
-Each is made under a temporary name in the same folder, synced, and renamed. A new file is as private as its folder; the
-umask may take away more. A user who opens a run folder to others so opens later files too. A file that cannot be
-removed never makes work fail.
+Each is made under a temporary name in the same folder, synced, and renamed. A new file is as private as its folder, or
+more so if the umask says so. So a user who lets others read a run folder also lets them read its later files. It is
+never an error that a file cannot be removed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 logger = logging.getLogger("train")
-TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the name in it
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename to a name that something else has
+TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # the name and 38 bytes
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename if the new name is taken
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of a link on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # of a folder's fsync on such file systems
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync on a folder there
 said = set[object]()  # warnings that this process has given
 
 
@@ -37,9 +37,9 @@ def is_temporary(path: Path) -> bool:
 
 
 def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[str]:
-    """Remove temporary files and folders of killed processes whose names match the regular expression `name`.
+    """Remove what killed processes left: temporary files and folders for names that match the pattern `name`.
 
-    The caller knows that nobody is making one of them now. Returns their names; with `dry` it removes nothing.
+    The caller must know that no process is writing them now. Returns what was removed; with `dry`, what would be.
     """
     matches = [match for path in folder.glob(".*.tmp-*") if (match := TEMPORARY.fullmatch(path.name))]
     names = sorted(match[0] for match in matches if re.fullmatch(name, match[1]))
@@ -50,7 +50,7 @@ def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[st
 
 def discard(path: Path) -> None:
     """Remove a file, or a folder with all its files, that nobody needs any more."""
-    # If it cannot be removed, because it is open on NFS or belongs to another user, it is left with one warning.
+    # A file that is open on NFS, or belongs to another user, cannot be removed. Then one warning is logged.
     failures = list[OSError]()
 
     def remember(_function: object, _path: str, info: Any) -> None:
@@ -62,12 +62,12 @@ def discard(path: Path) -> None:
     else:
         try:
             path.unlink(missing_ok=True)
-        except NotADirectoryError:  # nothing can have that name
+        except NotADirectoryError:  # a parent is a file, so there is nothing to remove
             pass
         except OSError as error:
             failures.append(error)
     if failures:
-        text = f"{path} cannot be removed and is left: {failures[0].strerror}; nothing needs it"
+        text = f"{path} cannot be removed: {failures[0].strerror}; it is no longer needed"
         warn_once((path.parent, failures[0].errno), text)
 
 
@@ -78,7 +78,7 @@ def warn_once(key: object, text: str) -> None:
 
 
 def bits_of(folder: Path) -> int:
-    """Return the permission bits of a folder that is new in this one."""
+    """Return the permission bits for a new folder inside `folder`."""
     return 0o700 | folder.stat().st_mode & 0o077
 
 
@@ -100,7 +100,7 @@ def make_alike(folder: Path) -> None:
 
 @contextmanager
 def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` when the block ends. After an error nothing of it is left."""
+    """Open a file that takes the name `path` when the block ends. An error leaves nothing behind."""
     temporary = temporary_for(path)
     try:
         with open_alike(temporary, "wb") as file:
@@ -155,7 +155,7 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in UNSYNCED or not path.is_dir():
             raise
-        text = "its disk cannot sync folders, so that a power cut may take the newest files"
+        text = "its disk cannot sync folders, so a power failure may lose the newest files"
         warn_once("fsync", f"{path}: {text} ({error.strerror})")
 
 
@@ -164,7 +164,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Make an empty folder to fill, which takes the name `path` when the block ends. After an error nothing is left.
+    """Make an empty folder for the block to fill; it is named `path` when the block ends. An error leaves nothing.
 
     Raises FileExistsError if something has that name by then, unless `replaces` is set.
     """
@@ -178,7 +178,7 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def begin_folder(path: Path) -> Path:
-    """Make an empty folder beside `path`, with the parents of both, for `publish_folder`."""
+    """Make an empty folder next to `path`, and missing parents. `publish_folder` renames it later."""
     if not path.parent.is_dir():
         make_alike(path.parent)
         sync(path.parent.parent)
@@ -207,10 +207,10 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
     """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name immediately.
 
-    A folder that may not be changed stays whole under its name, with one warning: somebody may have protected it.
+    A folder that this user may not write to is kept, with one warning: somebody may have protected it.
     """
     if instead is None and not os.access(path, os.W_OK | os.X_OK):
-        warn_once(path, f"{path} is kept: this user may not change it")
+        warn_once(path, f"{path} is not removed: this user may not write to it")
         return
     doomed = temporary_for(path)
     path.rename(doomed)
@@ -221,7 +221,7 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files below a folder, and make those that libraries have written as private as the folder."""
+    """Sync all files below a folder. Those that libraries wrote become as private as the folder."""
     for path in (*folder.rglob("*"), folder):  # a folder comes before what is in it
         bits = path.stat().st_mode & 0o777
         if path != folder and bits & ~bits_of(path.parent):
@@ -230,7 +230,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """Return the folder `path`, filled by `make` if it is absent. Processes that ask meanwhile wait for the first."""
+    """Return the folder `path`; if it is absent, `make` fills it. Only one process does, and others wait for it."""
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.is_dir():

@@ -41,7 +41,7 @@ def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
 
 
 def find_damage(data: PreparedData) -> list[str]:
-    """Return the faults of the files that the manifest names, read in parallel; [] if all are well."""
+    """Return the faults of the files that the manifest names, read in parallel; [] if there are none."""
     shards = data.manifest.shards
     with (
         ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # hashing lets other threads run
@@ -61,7 +61,7 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
-    """Yield the first sequences of a split, decoded, and as a model sees them, with the tokens to predict marked."""
+    """Yield the first sequences of a split twice: as text, and as masked tokens with those to predict marked."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(
@@ -89,7 +89,7 @@ def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> I
 
 
 def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield lengths, the most frequent tokens, and the accuracy of predicting by their frequencies."""
+    """Yield lengths, the entropy of the token frequencies, and the most frequent tokens."""
     manifest, rows_of = data.manifest, data.on_demand(split)
     total = len(rows_of)
     check(total > 0, f"{data.cfg.path} has no {split} sequences")
@@ -103,9 +103,9 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
     text = counts.copy()
     text[manifest.tokenizer.special_ids] = 0
     quantiles = np.quantile(np.concatenate(firsts), [0, 0.25, 0.5, 0.75, 1]).astype(int)
-    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {1 - text.sum() / counts.sum():.1%} special ones"
-    yield f"first segment: {' / '.join(map(str, quantiles))} tokens (least, quartiles, most)"
-    yield f"both segments of one document: {same / total:.1%}"
+    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {1 - text.sum() / counts.sum():.1%} are special"
+    yield f"first segment: {' / '.join(map(str, quantiles))} tokens (minimum, quartiles, maximum)"
+    yield f"sequences from one document: {same / total:.1%}"
     entropy = unigram_entropy(counts, manifest.tokenizer)
     yield f"{np.count_nonzero(text):,} of {len(counts):,} pieces occur, unigram entropy {entropy:.3f} nats"
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="LOCATION",
         help="the output of python -m train.prepare: a folder or s3://bucket/prefix",
     )
-    parser.add_argument("--split", choices=SPLITS, default="train", help="of head and stats (train)")
-    parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
+    parser.add_argument("--split", choices=SPLITS, default="train", help="for head and stats (default train)")
+    parser.add_argument("-n", type=int, default=None, help="sequences to show (default 3), or tokens in stats (20)")
     add_s3_flags(parser)
     return run_flags(parser, arguments, look)
 

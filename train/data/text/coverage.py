@@ -1,4 +1,4 @@
-"""The quality of a tokenizer's reading of a text: the losses of its normalisation, and the share of unknown tokens."""
+"""Measures of how well a tokenizer fits a text: what its normalisation loses, and the share of unknown tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which we warn, and above which we reject
 MOST_CHANGED = 0.01  # share of the characters that normalisation may change without a warning
-MOST_INNER_CAPITALS = 0.1  # share of the words with capitals inside: names in program code are below, formulas are not
-MOST_CAPITAL_PIECES = 0.01  # share of a vocabulary; lower-case ones hold a few special tokens
+MOST_INNER_CAPITALS = 0.1  # share of words with capitals inside: program code has fewer, formulas have more
+MOST_CAPITAL_PIECES = 0.01  # share of a vocabulary: a lower-case one has a few, in special tokens
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
 SHOWN_CHARS = 40  # of an example
 UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
-    """An error because text cannot become a data set with these settings. Neither another part nor a retry would."""
+    """An error because these settings cannot make a data set of the text. No retry helps, and no other part can."""
 
 
 class Sample:
@@ -53,7 +53,7 @@ class Sample:
 
 
 def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield losses of words by normalisation, and of capitals if they carry meaning, each with its setting's key."""
+    """Yield what normalisation loses, in characters and in capitals inside words, each with the setting to change."""
     if tokenizer.normalizer is None:
         return
     num_chars, num_changed, num_capitals = 0, 0, 0
@@ -77,17 +77,17 @@ def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str,
     if num_capitals > MOST_INNER_CAPITALS * words.total():
         (old, new), _ = examples[1].most_common(1)[0]
         share = f"{num_capitals / words.total():.0%} of the words"
-        yield f"drops the capitals inside of {share}: {old} becomes {new}", "lowercase"
+        yield f"drops the capitals inside {share}: {old} becomes {new}", "lowercase"
 
 
 def has_inner_capitals(word: str) -> bool:
-    """Return whether a word mixes capital and small letters otherwise than Name, NAME and Double-Name."""
+    """Return whether a word mixes capital and small letters in a way other than Name, NAME or Double-Name."""
     parts = ("".join(filter(str.isalpha, part)) for part in re.split(r"[^\w()=#@+]|_", word))
     return any(not (part.isupper() or part[1:].islower() or not part[1:]) for part in parts)
 
 
 def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN) -> str:
-    """Return the share of unknown tokens in words, a warning if it is more than MOST_UNKNOWN.
+    """Return a sentence on the share of unknown tokens, as a warning if it is more than MOST_UNKNOWN.
 
     Raises UnusableText if it is more than `most`. `reads`: the tokenizer and the text, as in "tokenizer x reads y".
     """
@@ -113,7 +113,7 @@ def drops(tokenizer: Tokenizer) -> bool:
 
 
 def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
-    """Return how many characters of texts, other than blanks, are in none of the tokens of their encodings."""
+    """Return how many characters of texts, other than blanks, are not in any token of their encodings."""
     count = 0
     for text, encoding in zip(texts, encodings, strict=True):
         end = 0
@@ -127,7 +127,7 @@ def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
 def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a warning if a vocabulary has pieces with capital letters that the tokenizer never uses, else "".
 
-    transformers reads all in lower case if a cased vocab.txt comes without its settings.
+    transformers lowercases all text if a cased vocab.txt has no tokenizer_config.json next to it.
     """
     fast = tokenizer.backend_tokenizer
     if fast.normalizer is None or fast.normalizer.normalize_str("A").strip(" ▁") != "a":
@@ -138,6 +138,6 @@ def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
     if len(capitals) <= MOST_CAPITAL_PIECES * len(pieces):
         return ""
     return (
-        f"reads text in lower case, but {len(capitals):,} of its {len(pieces):,} pieces have capital letters, as "
+        f"reads text in lower case, but {len(capitals):,} of its {len(pieces):,} pieces have capital letters, such as "
         f"{capitals[0][:SHOWN_CHARS]}: if the model is cased, tokenizer_config.json must say do_lower_case=false"
     )

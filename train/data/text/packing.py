@@ -2,10 +2,10 @@
 
 A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of the running text. If a document ends inside a sequence, B begins
 with the next document (further document ends keep their [SEP]); otherwise A and B follow each other in one document and
-are cut at a word start, so that a sentence-order objective can swap them. It is the full-sentences packing of RoBERTa
+are cut at a word start, so that a sentence-order objective can swap them. This is RoBERTa's full-sentences packing
 (https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
 
-Shapes: R sequences, S tokens of a sequence, N = S - 3 tokens of text in it.
+Shapes: R sequences of S tokens, of which N = S - 3 are text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from train.data.shards.format import Rows
 
 @dataclass
 class Packer:
-    """The packing of a stream of documents into sequences, whose result does not depend on the size of calls."""
+    """The packing of a stream of documents into sequences, the same however calls divide the stream."""
 
     seq_len: int
     cls_id: int
@@ -29,14 +29,14 @@ class Packer:
     word_start: np.ndarray  # [vocab] bool
     seed: int
     dtype: np.dtype
-    next_row: int = 0  # number of the next sequence, from which its cut is drawn
+    next_row: int = 0  # number of the next sequence; it seeds the choice of where A ends
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
         """Append documents. Returns the sequences that are full now.
 
-        `tokens`: int32, those of all documents one after the other, without special ones. `lengths`: int64, the number
-        of tokens of each document.
+        `tokens`: int32, the tokens of all documents, concatenated, without special tokens. `lengths`: int64, the number
+        of tokens in each document.
         """
         stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)
@@ -44,7 +44,7 @@ class Packer:
         return self._assemble(stream, starts, cuts, at_end)
 
     def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Return the start of each sequence, its document end nearest the middle (-1: none), and used tokens."""
+        """Return sequence starts, the document end nearest each middle (-1: none), if there is one, and tokens used."""
         length = self.seq_len - 3
         ends = np.flatnonzero(stream == self.sep_id)
         next_ends = [*ends.tolist(), len(stream) + length]
@@ -66,7 +66,7 @@ class Packer:
 
     def _assemble(self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray) -> Rows:
         num_rows, length = len(starts), self.seq_len - 3
-        offset = np.arange(length + 1)  # of a text token or the middle [SEP]
+        offset = np.arange(length + 1)  # counts text tokens and the middle [SEP]
         if num_rows:
             text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
             rows = self.next_row + np.arange(num_rows)

@@ -21,10 +21,10 @@ WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # they open the device
 
 
 def neuron_chips(probe: Probe) -> list[Chip]:
-    """Return the chips that neuron-ls names; [] if it cannot be asked or read, which `devices` reports."""
+    """Return the chips that neuron-ls names; [] if it fails, since `devices` reports that."""
     try:
         return read_neuron_ls(probe.ask(*CHIP_QUERY).out)
-    except ValueError:  # also if it printed nothing
+    except ValueError:  # the output is empty or not as documented
         return []
 
 
@@ -43,8 +43,8 @@ def devices(probe: Probe) -> Finding:
     if probe.has_gpu:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
-        text = f"{probe.instance.name} has {probe.num_devices} devices, this machine shows none"
-        return bad(text, cure="set the --instance of this machine (without it, the firmware names the type)")
+        text = f"{probe.instance.name} has {probe.num_devices} devices, but this machine shows none"
+        return bad(text, cure="set --instance to this machine's type (without the flag, the firmware names it)")
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
 
@@ -58,21 +58,21 @@ def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
         text = f"{num_files} Neuron chips; {answer.fault}: cores, and the processes that hold them, are unknown"
         return warn(text, cure=cure)
     if answer.fault:
-        return bad(answer.fault, cure=f"{RELOAD}; if it stays, stop and start the instance")
+        return bad(answer.fault, cure=f"{RELOAD}; if that does not help, stop and start the instance")
     try:
         chips = read_neuron_ls(answer.out)
     except ValueError as error:
         cure = "sudo apt-get install --only-upgrade aws-neuronx-tools"
         return bad(f"neuron-ls -j cannot be read ({error})", cure=cure)
     num_cores = sum(chip.num_cores for chip in chips)
-    cure = f"{RELOAD}; if it stays, stop and start the instance (it moves to another host)"
+    cure = f"{RELOAD}; if that does not help, stop and start the instance (it moves to another host)"
     return counted(probe, num_cores, f"{num_cores} NeuronCores on {len(chips)} chips", " cores", cure)
 
 
 def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
     if answer.is_missing:
         cure = "install NVIDIA's driver (sudo ubuntu-drivers install --gpgpu), then reboot"
-        return bad("an NVIDIA GPU is on the bus, nvidia-smi is not installed", cure=cure)
+        return bad("an NVIDIA GPU is on the bus, but nvidia-smi is not installed", cure=cure)
     if answer.fault:
         cure = "sudo modprobe nvidia; after a kernel update install the driver again; then reboot (dmesg | grep NVRM)"
         return bad(answer.fault, cure=cure)
@@ -86,7 +86,7 @@ def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
 
 
 def counted(probe: Probe, number: int, text: str, unit: str, cure: str) -> Finding:
-    """Return the finding on this number of devices, compared with the instance type's."""
+    """Return a finding that compares the number of devices with the number that the instance type has."""
     if probe.instance and probe.num_devices not in (None, number):
         return bad(f"{text}; {probe.instance.name} has {probe.num_devices}{unit}", cure=cure)
     return ok(text)
@@ -109,7 +109,7 @@ def holders(probe: Probe) -> Finding:
 
 def neuron_holders(probe: Probe, chips: list[Chip]) -> Finding:
     if not chips:
-        return skip("neuron-ls does not say")
+        return skip("neuron-ls lists no chips")
     numbers: set[int] = set()
     commands: dict[int, str] = {}
     for chip in chips:
@@ -135,7 +135,7 @@ def gpu_holders(answer: ToolOutput) -> Finding:
 
 
 def held_by(names: dict[int, str]) -> tuple[str, str]:
-    """Return a text on the processes of these ids, and its cure."""
+    """Return a text that names the processes (id to command), and the command that ends them."""
     first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
     cure = f"kill {' '.join(map(str, sorted(names)))} (unless it is a run that you need; after a minute kill -9)"
     return f"process {first} ({names[first]}){more}", cure
@@ -148,21 +148,21 @@ def ranks(probe: Probe) -> Finding:
     instance, wanted = probe.instance, probe.num_ranks
     counts = ", ".join(map(str, (instance and instance.rank_counts) or []))
     if wanted is None:
-        return skip(f"--ranks-per-machine checks a number{f'; here: {counts}' if counts else ''}")
+        return skip(f"needs --ranks-per-machine{f'; possible here: {counts}' if counts else ''}")
     full = probe.num_devices
     if full is None:
         chips = neuron_chips(probe) if probe.is_trainium else []
         full = sum(chip.num_cores for chip in chips) or len(read_csv(probe.ask(*GPU_QUERY)))
     if instance and instance.rank_counts and wanted not in instance.rank_counts:
         best = max((count for count in instance.rank_counts if count <= wanted), default=min(instance.rank_counts))
-        text = f"{wanted} ranks on {instance.name}: the runtime takes {counts}"
+        text = f"{wanted} ranks on {instance.name}: the runtime supports {counts}"
         return bad(text, cure=f"torchrun --standalone --nproc-per-node={best}")
     if full and wanted > full:
         return bad(f"{wanted} ranks for {full} devices", cure=f"torchrun --standalone --nproc-per-node={full}")
     if full and probe.is_trainium and probe.num_machines > 1 and wanted != full:
-        text = f"{wanted} ranks a machine: collectives between Trainium machines need all {full} cores of each"
+        text = f"{wanted} ranks per machine: collectives between Trainium machines need all {full} cores of each"
         return bad(text, cure=f"torchrun --standalone --nproc-per-node={full}")
-    return ok(f"{wanted} a machine" + (f" of {full} devices" if full else ""))
+    return ok(f"{wanted} per machine" + (f", which has {full} devices" if full else ""))
 
 
 # ---- EFA -----------------------------------------------------------------------------------------------------------
@@ -173,13 +173,13 @@ def efa(probe: Probe) -> Finding:
     wanted = probe.instance.efa_interfaces if probe.instance else None
     # A single machine trains without EFA, and one network card also serves TCP.
     fault = warn if probe.num_machines == 1 or wanted == 1 else bad
-    alone = "" if probe.num_machines > 1 else " (a single machine trains without)"
+    alone = "" if probe.num_machines > 1 else " (a single machine trains without EFA)"
     if not num_seen and not wanted:
         return skip("this instance has none" if wanted == 0 else "none seen, none expected")
     if wanted and num_seen < wanted and probe.instance:
         text = f"{num_seen} of {probe.instance.name}'s {wanted} interfaces{alone}"
-        cure = "they are attached at launch only: launch again with InterfaceType=efa on every network card; "
-        return fault(text, cure=cure + "if they are: the EFA installer, sudo ./efa_installer.sh -y")
+        cure = "launch again with InterfaceType=efa on every network card: interfaces cannot be added later; "
+        return fault(text, cure=cure + "if all were requested, run the EFA installer: sudo ./efa_installer.sh -y")
     answer = probe.ask("fi_info", "-p", "efa")
     # A device has a domain for each endpoint type ("rdmap16s27-rdm", "-dgrm").
     usable = len(set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE)))
@@ -195,7 +195,7 @@ def efa(probe: Probe) -> Finding:
 
 
 def has_nccl_plugin(probe: Probe) -> bool:
-    """Return whether the dynamic linker finds a network plugin of NCCL (aws-ofi-nccl's for EFA), as in ld.so(8)."""
+    """Return whether the dynamic linker finds a network plugin for NCCL, such as aws-ofi-nccl; see ld.so(8)."""
     folders = filter(None, probe.environ.get("LD_LIBRARY_PATH", "").split(":"))
     is_given = any(probe.files(f"{folder}/libnccl-net*.so") for folder in folders)
     return is_given or re.search(r"^\s*libnccl-net\S*\.so", probe.ask("ldconfig", "-p").out, re.MULTILINE) is not None
