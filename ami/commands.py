@@ -65,7 +65,7 @@ def list_images(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Return exit code 1 if the image has a fault, or other versions than ami/versions.yaml."""
+    """Return exit code 1 if the image has a fault, or versions that differ from ami/versions.yaml."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     image = read_image(api, regions[0], options.image)

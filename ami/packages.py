@@ -64,7 +64,7 @@ def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constrain
 
 
 def this_python() -> str:
-    """Return the version of the Python that runs this, as 3.12."""
+    """Return the version of the running Python, such as 3.12."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 

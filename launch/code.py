@@ -1,6 +1,6 @@
 """The code of a job: packed into one file when it is submitted, unpacked once on every node.
 
-A job thus runs the code of its submission, also after later edits, a checkout of another branch, or a resume next week.
+A job thus runs the code of its submission, even after later edits, a checkout of another branch, or a resume next week.
 The bundle's checksum is its name.
 """
 

@@ -110,7 +110,7 @@ def logs_flags(parser: Parser) -> None:
     which.add_argument("--rank", type=count, metavar="N", help="of one rank")
     which.add_argument("--node", metavar="HOST", help="of one machine")
     parser.add_argument("--attempt", type=count, metavar="K", help="default: the last one, and those that follow")
-    last = f"last ones of each file ({logs.LINES})"
+    last = f"the last ones of each file ({logs.LINES})"
     parser.add_argument("--lines", type=count, metavar="N", default=logs.LINES, help=last)
 
 
@@ -130,7 +130,7 @@ def seconds(text: str) -> float:
 
 def count(text: str) -> int:
     value = int(text)
-    check(0 <= value < 10**9, f"{text} must be a whole number from 0 on")
+    check(0 <= value < 10**9, f"{text} must be a whole number, at least 0")
     return value
 
 
@@ -203,7 +203,7 @@ def end(record: Record, seen: Status) -> None:
     name, expected = submission.scheduler, record.job().scheduler
     if name != expected:  # a run's machines write events too: they must not choose which job is ended on this computer
         raise Failure(f"{record.location}/events names cluster={name}, {JOB} cluster={expected}: nothing was ended")
-    # The event comes first: from then on a supervisor makes no attempt, and a launch on EC2 no machine.
+    # The event comes first: after it, a supervisor starts no attempt, and a launch on EC2 no machine.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # otherwise the next start would obey it

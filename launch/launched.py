@@ -56,8 +56,8 @@ def job_to_start(record: Record) -> Job:
         )
         check(
             bool(record.job_sha256),
-            f"this computer has not launched {record.run_dir}, and {record.location}/{JOB} may be of anybody who can "
-            "write there: resume the run where it was launched, or give the checksum that the launch printed, as "
+            f"this computer has not launched {record.run_dir}, and {record.location}/{JOB} may be from anybody who can "
+            "write there: resume the run where it was launched, or give the checksum that the launch printed: "
             "--job-sha256=DIGEST",
         )
         job = record.job()

@@ -1,4 +1,4 @@
-"""The record of a run's launches: a folder beside the run folder, local or in S3.
+"""The record of a run's launches: a folder next to the run folder, local or in S3.
 
 runs/mine/            the run folder, which only the trainer writes
 runs/mine.launch/     job.json      what is started, read by the scheduler's script and every node
@@ -75,7 +75,7 @@ class Job:
 
     @classmethod
     def from_json(cls, content: bytes) -> Job:
-        """Read a job. Raises BadContent if the file is none, InputError if it is of another version."""
+        """Read a job. Raises BadContent if the file is not one, InputError if it is of another version."""
         values = read_object(content)
         check(
             values.get("format") == FORMAT,

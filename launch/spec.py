@@ -20,7 +20,7 @@ class State:
     """A scheduler's present answer about a job."""
 
     is_active: bool | None = None  # it waits or runs, so nothing may be started for the run; None: unknown
-    text: str = ""  # in the scheduler's own terms, as "PENDING (Resources)"
+    text: str = ""  # in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
     outcome: str = ""  # of a job that is over, if the scheduler tells: cancelled | failed
     scheduler: str = ""
@@ -30,7 +30,7 @@ class State:
 class Scheduler(ABC):
     @abstractmethod
     def request(self, job: Job, record: Record) -> list[str]:
-        """Return the command that starts the job, for the plan. It asks nobody."""
+        """Return the command that starts the job, for the plan. It sends no request."""
 
     @abstractmethod
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
@@ -46,7 +46,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, job: Job, record: Record) -> Handle:
-        """Start the job. Raises InputError if it is rejected, Unreachable if nobody answers."""
+        """Start the job. Raises InputError if it is rejected, Unreachable if there is no answer."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Do the remaining work of the submitting process, or nothing with `detach`; return the exit code."""

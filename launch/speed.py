@@ -77,8 +77,8 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
     if not flops:
         raise InputError(
-            f"calibrate={folder.location}: the size of its model is unknown, so its speed says nothing of others; take "
-            "a run with an export, or of a model that is published"
+            f"calibrate={folder.location}: the size of its model is unknown, so its speed says nothing about others; "
+            "use a run with an export, or of a model that is published"
         )
     peak = cfg.instance.peak_flops_per_s(precision)
     flops_per_s = sequences / seconds * flops / world
@@ -136,7 +136,7 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
         if run.mfu is None or peak is None:
             raise InputError(
                 f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
-                f"says nothing of instance={instance.name}; take a run on that"
+                f"says nothing about instance={instance.name}; use a run on that instance"
             )
         return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
     if peak is None or instance.device is None:

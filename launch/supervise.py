@@ -82,7 +82,7 @@ def decide(
         return Decision("end", "stopped", "stopped as asked")
     if ended == "stopped" and asked is None and kind not in TAKEN_BACK:
         return Decision("end", "stopped", reason)
-    # An attempt that stopped in order lost nothing: it is no fault unless it saved nothing new.
+    # An attempt that stopped as asked lost nothing. It counts as a fault only if it saved nothing new.
     if limit := exhausted(history, cluster):
         return Decision("end", "failed", f"{limit}; the last one {ended}: {reason}")
     is_here = asked is None and (ended == "failed" or (kind == KILLED and not cluster.signals_ranks))

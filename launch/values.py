@@ -11,7 +11,7 @@ from train.config.checks import LARGEST_FLOAT
 from train.system.schema import BadContent, of_type
 
 MAX_CHARS, MAX_ITEMS = 2000, 4096  # per text and list that is kept
-LAST_UNIX_S = 253402300800.0  # the year 10000: from then on time.gmtime returns years that nothing prints
+LAST_UNIX_S = 253402300800.0  # the year 10000: after it time.gmtime returns years that nothing prints
 LONGEST_S = 1e12  # longest printed duration
 INDENT = 13  # columns
 Object = Mapping[str, Any]

@@ -37,7 +37,7 @@ __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", 
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended in order."""
+    """A run that ended without a failure."""
 
     run_dir: str
     outcome: str  # done, or stopped: then the same call resumes it

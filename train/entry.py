@@ -86,7 +86,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         except SystemExit as error:  # a second signal, after which not even a save is waited for
             leave_at_once(int(error.code or cli.FAILED))
         except BaseException as error:
-            is_agreed = isinstance(error, AGREED)  # by all ranks, which have left in order
+            is_agreed = isinstance(error, AGREED)  # all ranks agreed on the error and have left
             logger.error("failed: %s", error, exc_info=not is_agreed)
             if not may_continue(kind_of(error), ""):
                 end_torchrun()

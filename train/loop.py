@@ -85,7 +85,7 @@ def run(
             reason, step = fit(attempt, backend, on_line)
         except AGREED as error:
             failure = error.with_traceback(None)  # the traceback holds the model
-        backend.close()  # the objects of `fit` are freed by now
+        backend.close()  # the objects of `fit` have been freed
         if failure is not None:
             raise failure
         record_end(attempt, reason, step)

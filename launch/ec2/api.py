@@ -60,7 +60,7 @@ class Api:
     def regions(self, named: Sequence[str]) -> list[str]:
         """Return each region that is named, or else the default one. Raises InputError if there is none."""
         regions = list(dict.fromkeys(named)) or ([self.default_region] if self.default_region else [])
-        check(bool(regions), "no region is named: give one, as us-east-1, in the settings or in AWS_DEFAULT_REGION")
+        check(bool(regions), "no region is named: set one, such as us-east-1, in the settings or in AWS_DEFAULT_REGION")
         return regions
 
     def client(self, region: str, service: str = "ec2", *, tries: int = TRIES) -> Any:
@@ -87,10 +87,10 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation that makes something: sent once, since lacking capacity too is an error of 500.
+        """Call an operation that makes something. It is sent once: a lack of capacity is an error of 500 too.
 
-        It is sent only if `before_create` does not raise once the request has been signed, from when on EC2 takes it
-        for minutes only.
+        It is sent only if `before_create` does not raise once the request has been signed, after which EC2 accepts
+        it for a few minutes.
         """
         return self.ask(region, operation, tries=1, **parameters)
 

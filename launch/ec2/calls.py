@@ -1,10 +1,10 @@
 """The resources of a run on EC2, their removal, and proof that nothing is left.
 
-They are found by tag, in every region, which is right whatever happened to the launch, and by the record of calls,
+They are found by tag, in every region, which works whatever happened to the launch, and by the record of calls,
 which knows of resources that EC2 may not list yet.
 
 RUN.launch/ec2/calls/0001.json is a call that makes something, written before it is sent, and again with EC2's answer:
-the ids of the new resources, or its error. A file without an answer: nobody received it.
+the ids of the new resources, or its error. A file without an answer means that none was received.
 
 Before a call is sent, and after it was signed, the launch reads the record again (`check`): one that was cancelled
 sends nothing more. So a call without an answer was signed before the cancellation, and since EC2 rejects signatures
@@ -152,7 +152,7 @@ def is_of_others(api: Api, record: Record, what: Resource) -> bool:
 
 
 def unlisted(record: Record, seen: set[str]) -> list[Resource]:
-    """Return the requested resources, as long as EC2 may still come to list them."""
+    """Return the requested resources that EC2 may not list yet."""
     events, left = record.events(), list[Resource]()
     for call in read_calls(record):
         until_s, kind = call.listed_unix_s(events), MADE[call.operation]

@@ -71,7 +71,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
         print(*(printable(f"still there: {each}") for each in left), sep="\n")
         return FAILED
     if not is_known:
-        print(f"{record.location} is gone: what was asked for in the last minutes may still come to be listed")
+        print(f"{record.location} is gone: resources requested in the last minutes may still appear")
     print(printable(f"nothing of {record.run_dir} is left in {where}"))
     return DONE
 

@@ -39,7 +39,7 @@ class SlurmConfig(ClusterConfig):
     sbatch_args: list[str] = field(default_factory=list)  # The list of further options of sbatch (man sbatch), as
     # ["--gres=gpu:8","--qos=high"], such as --account, --constraint, --reservation, --exclude and --chdir.
     exclusive: bool = True  # Take whole nodes.
-    time_limit: str | None = None  # The limit, as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
+    time_limit: str | None = None  # The limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
     stop_before_s: int = setting(300, above=0, most=65535)  # The time before the time limit at which the run is asked
     # to stop with a checkpoint.
     container: str | None = None  # The image: of Apptainer if it ends in .sif or has ://, as docker://NAME, or else of
@@ -79,7 +79,7 @@ def check_argument(argument: str) -> None:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return the seconds of a time in sbatch's notation (man sbatch, --time); None if it is none."""
+    """Return the seconds of a time in sbatch's notation (man sbatch, --time); None if it is invalid."""
     match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
     if match is None:
         return None

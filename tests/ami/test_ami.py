@@ -168,7 +168,7 @@ def test_what_cannot_be_built_is_one_line_and_starts_nothing(aws, says, words, s
 
 def test_a_plan_needs_no_credentials_and_a_build_does(aws, says, monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    assert "no region is named: give one, as us-east-1" in says("neuron", 2)
+    assert "no region is named: set one, such as us-east-1" in says("neuron", 2)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("FAKE_PACKER_VERSION", "Packer v1.6.6")  # which a build needs, and a plan does not
     for words in ("neuron", f"neuron regions=[{REGION}] base=ami-0123456789abcdef0", "cuda base=ubuntu"):

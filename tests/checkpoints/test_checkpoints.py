@@ -139,7 +139,7 @@ class Bomb:
     [
         ("model.pt", {}, "does not hold the state of this model"),
         ("model.pt", None, "is missing, and its manifest does not name it"),
-        ("model.pt", {"model": Bomb()}, "holds more than tensors"),
+        ("model.pt", {"model": Bomb()}, "contains more than tensors"),
         ("optimizer.pt", {"param_groups": 5}, "does not hold the state"),
         ("ranks.pt", {"ranks": []}, "does not hold the state"),
     ],

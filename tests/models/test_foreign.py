@@ -348,7 +348,7 @@ WITH_CREDENTIALS = [
 @pytest.mark.parametrize("endpoint", WITH_CREDENTIALS)
 def test_credentials_in_an_endpoint_are_rejected_and_not_repeated(endpoint, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(InputError, match="holds more than an address") as rejected:
+    with pytest.raises(InputError, match="contains more than an address") as rejected:
         S3Config(endpoint=endpoint)
     assert "hunter2" not in str(rejected.value)
     with pytest.raises(InputError) as rejected:  # by botocore, if it cannot even be read as an address

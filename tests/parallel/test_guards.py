@@ -454,7 +454,7 @@ def test_sums_that_reach_nobody_are_rejected(ranks, monkeypatch):
 
 
 def test_ranks_that_do_not_agree_are_named():
-    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] hold other weights than rank 0"):
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] have different weights from rank 0"):
         guards.check_same([[1.0, 2.0], [1.0, 2.5], [1.0, 2.0], [0.0, 2.0]])
     counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
     guards.check_world(**counts)
@@ -465,7 +465,7 @@ def test_ranks_that_do_not_agree_are_named():
 def test_weights_in_which_ranks_differ_are_not_saved(ranks):
     assert [result["same"] for result in ranks] == ["", ""]
     first, second = (result["other"] for result in ranks)
-    assert "ranks [1] hold other weights than rank 0" in first
+    assert "ranks [1] have different weights from rank 0" in first
     assert second == "rank 1 went on"
     assert not any(result["saved"] for result in ranks)
 

@@ -282,7 +282,7 @@ CASES = {
         case(gpus, "skip", says={HOLDER_QUERY: None}),
     ],
     "ranks": [
-        case(trn1, "bad", "takes 1, 2, 8, 32", "--nproc-per-node=8", num_ranks=16),
+        case(trn1, "bad", "supports 1, 2, 8, 32", "--nproc-per-node=8", num_ranks=16),
         case(trn1, "bad", "need all 32 cores", "--nproc-per-node=32", num_ranks=8),
         case(trn1, "skip", "here: 1, 2, 8, 32", num_ranks=None),
         case(trn1, "bad", "64 ranks for 32 devices", "--nproc-per-node=32", num_ranks=64, instance=None),

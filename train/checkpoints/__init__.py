@@ -7,8 +7,8 @@ progress. An engine that splits the state over ranks has each of them write its 
 Readers go by the manifests; `LATEST`, on disk, is a hint for people. Checksums are compared before any file is loaded.
 
     manifest    describes a step              store, store_s3   steps on disk and in S3
-    staging     the copy in host memory       retention         which steps stay
-    saver       saves beside the training     loader            loads the newest valid step
+    staging     the copy in host memory       retention         which steps to keep
+    saver       saves during training         loader            loads the newest valid step
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
             raise InputError(f"{run.location}/environment.json is damaged")
         check(
             identity.get("data") == data,
-            f"step {manifest.step} learnt from other data than {run.location}/model is for",
+            f"step {manifest.step} learnt from data that {run.location}/model is not for",
         )
         export_described(source, manifest, spec_of(cfg.task).head, run, target)
         return

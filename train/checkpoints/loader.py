@@ -221,7 +221,7 @@ def read(path: Path) -> State:
         state = load_file(path)
     except (FileNotFoundError, pickle.UnpicklingError) as error:
         is_missing = isinstance(error, FileNotFoundError)
-        content = "holds more than tensors and plain containers, though its checksum is right"
+        content = "contains more than tensors and plain containers, though its checksum is right"
         fault = "is missing, and its manifest does not name it" if is_missing else content
         raise Untrusted(f"{path} is rejected: it {fault}; who wrote it?") from error
     inner: list[Any] = [state]

@@ -16,7 +16,7 @@ from train.system.folders import canonical_json
 from train.system.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
-FORMAT_OF_PARTS = 5  # some files are of other ranks than rank 0; versions that know only FORMAT would leave them out
+FORMAT_OF_PARTS = 5  # some files are from ranks other than rank 0; versions that know only FORMAT would leave them out
 FILE = "manifest.json"
 LATEST = "LATEST"
 PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 has written
@@ -31,7 +31,7 @@ class NoneValid(Failure):
 
 
 class Untrusted(Failure):
-    """An error because a checkpoint holds more than tensors and plain containers."""
+    """An error because a checkpoint contains more than tensors and plain containers."""
 
 
 class OtherVersion(Failure):

@@ -81,7 +81,7 @@ class AsyncSaver:
         self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
         self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
         self.pool = pool_beside_training("save")
-        self.pending: Future[Saved | None] | None = None  # returns None on other ranks than rank 0
+        self.pending: Future[Saved | None] | None = None  # returns None except on rank 0
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # since the last call of `take`
         self.failures: list[str] = []  # the reasons of saves that failed in a row
@@ -130,7 +130,7 @@ class AsyncSaver:
         self.pending = self.pool.submit(self._save, state, manifest, stall_s, began_s, patience_s)
 
     def join(self, part: State) -> World:
-        """Return the ranks whose threads write: all if other ranks than rank 0 have a part of the state."""
+        """Return the ranks whose threads write: all if ranks other than rank 0 have a part of the state."""
         if self.writers is None:
             is_split = self.world.sum([self.world.rank != 0 and bool(part)])[0] > 0
             self.writers = self.world.beside(self.backend.subgroup(list(range(self.world.size))) if is_split else None)

@@ -67,7 +67,7 @@ class Store(Protocol):
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         """Return the manifest to commit, now that all files of the step are written on their machines.
 
-        In S3 it says where they go; if `scratch` has all of them, it is from now on a checkpoint that can be uploaded
+        In S3 it says where they go; if `scratch` has all of them, it then is a checkpoint that can be uploaded
         by hand.
         """
         return manifest

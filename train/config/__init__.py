@@ -2,7 +2,7 @@
 
 The dataclasses of this package are the Hydra schema: an unknown key or a value of another type is rejected before
 anything starts. Defaults are here and nowhere else; `conf/*.yaml` holds only the differences from them. The package
-does without torch, so that launchers and reports can read a configuration on a machine that has none. None means "off"
+does not import torch, so that launchers and reports can read a configuration without it. None means "off"
 or "derive it"; the comment says which.
 """
 

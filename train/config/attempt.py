@@ -20,7 +20,7 @@ class LeaseConfig(Section, prefix="lease."):
 class PreemptConfig(Section, prefix="preempt."):
     """Further reasons to stop the run, besides signals, max_run_s, a file run_dir/STOP and, on EC2, its notices."""
 
-    block_end: str | None = None  # The end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before.
+    block_end: str | None = None  # The end of the capacity block, a time with zone; its machines end 30 minutes before.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,7 +29,7 @@ class PreemptConfig(Section, prefix="preempt."):
                 aware = datetime.fromisoformat(self.block_end.replace("Z", "+00:00")).tzinfo is not None
             except ValueError:
                 aware = False
-            check(aware, f"preempt.block_end={self.block_end} must be a time with its zone, as 2026-11-30T11:30:00Z")
+            check(aware, f"preempt.block_end={self.block_end} must be a time with a zone, such as 2026-11-30T11:30:00Z")
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class NonfiniteConfig(Section, prefix="nonfinite."):
 @dataclass(kw_only=True)
 class CheckpointConfig(Section, prefix="checkpoint."):
     every: int = setting(1000, above=0)  # The steps between saves; the last step always saves.
-    keep: int = 3  # The newest checkpoints that are kept, at least two, beside the best one; 0 keeps all.
+    keep: int = 3  # The newest checkpoints that are kept, at least two, besides the best one; 0 keeps all.
     best: bool = False  # Save whenever an evaluation is better than all before, too.
 
     def __post_init__(self) -> None:

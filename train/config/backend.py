@@ -128,7 +128,7 @@ class InstanceConfig(Section, prefix="instance."):
     usd_per_hour: float | None = setting(None, above=0)  # The price of one machine on demand.
     usd_per_hour_spot: float | None = setting(None, above=0)  # The price of one machine on spot, which changes by the
     # hour and the zone, so that the catalogue has none; aws ec2 describe-spot-price-history tells it.
-    price_date: str | None = None  # The date of the prices, as 2026-11-09.
+    price_date: str | None = None  # The date of the prices, such as 2026-11-09.
     source: str | None = None  # The origin and the date of the figures.
 
     def __post_init__(self) -> None:

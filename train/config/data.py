@@ -85,13 +85,13 @@ class RecordsConfig(DataConfig):
     labels: list[str] = field(default_factory=list)  # The labels in the order of their numbers; [] takes those of the
     # data, sorted, or in the order of the numbers of label_map.
     label_map: dict[str, str | None] = field(default_factory=dict)  # The label of each value; None leaves its rows out.
-    label_separator: str | None = None  # The text between several labels in one field, as | in CSV; None reads lists.
-    lengths: Any = "auto"  # The lengths in tokens that batches are padded to, rising, as [32,64,128], and that of the
-    # longest row or seq_len is added; [] pads to that one alone. auto takes as few as keep padding below 10 %,
+    label_separator: str | None = None  # The text between several labels in one field, e.g. | in CSV; None reads lists.
+    lengths: Any = "auto"  # The lengths in tokens that batches are padded to, rising, such as [32,64,128]; that of
+    # the longest row or seq_len is added, and [] pads to it alone. auto takes as few as keep padding below 10 %,
     # multiples of 8, of 16 on CUDA, at most three where each is a graph to compile (XLA, Trainium, backend.compile).
     delimiter: str = ","  # The character between the fields of a CSV.
-    quote: str | None = "auto"  # The quotation mark; auto takes ", or none beside tabs; None takes none.
-    escape: str | None = None  # The character, as \\, before one that is text; None reads doubled quotes as quotes.
+    quote: str | None = "auto"  # The quotation mark; auto takes ", or none if the delimiter is a tab; None takes none.
+    escape: str | None = None  # The character, e.g. \\, before one that is text; None reads doubled quotes as quotes.
     header: bool = True  # Take the names of the columns from the first line of a CSV; without them they are 0, 1, ...
     encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
     max_bad_rows: int = setting(0, least=0)  # The number of rows that cannot be read, or have a wrong label or answer,
@@ -104,7 +104,7 @@ class RecordsConfig(DataConfig):
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
-        check(ok, f"data.lengths={self.lengths} must be auto, or rising numbers of tokens, as [32,64,128]")
+        check(ok, f"data.lengths={self.lengths} must be auto, or rising numbers of tokens, such as [32,64,128]")
         check(
             len(given) <= MOST_LENGTHS,
             f"data.lengths has {len(given)} lengths, and at most {MOST_LENGTHS} are told apart",
@@ -159,11 +159,11 @@ def check_endpoint(key: str, url: str) -> None:
         parts = urlsplit(url)
         has_secret = "@" in url or bool(parts.query or parts.fragment)
         ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
-    except ValueError:  # the port or the address is none
+    except ValueError:  # the port or the address is invalid
         has_secret, ok = "@" in url, False
     check(
         not has_secret,
-        f"{key} holds more than an address (user:password@, ? or #), and run folders would keep it; give "
+        f"{key} contains more than an address (user:password@, ? or #), and run folders would keep it; give "
         "http://host:port, and credentials as AWS's tools do (environment, ~/.aws, a role)",
     )
-    check(ok, f"{key}={url} must be a server's address, http:// or https://, as http://host:port")
+    check(ok, f"{key}={url} must be a server's address, http:// or https://, such as http://host:port")

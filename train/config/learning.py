@@ -123,6 +123,6 @@ class OptimConfig(Section, prefix="optim."):
             )
 
     def decay_begin(self, total_steps: int) -> int:
-        """Return the step of a run of wsd from which on the rate falls; `total_steps` if it never does."""
+        """Return the step at which a wsd schedule begins to lower the rate; `total_steps` if it never does."""
         fraction = DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
         return total_steps - round(total_steps * fraction)

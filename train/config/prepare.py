@@ -118,7 +118,7 @@ class PrepareConfig(Section):
     validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text to hold out: documents chosen
     # by hash, and the ends of long documents.
     rows_per_shard: int | None = setting(None, above=0)  # The sequences of a shard; None makes about 64 MiB.
-    part: str | None = None  # The part that this call prepares, as "3/64", the third of 64; None prepares all.
+    part: str | None = None  # The part that this call prepares, such as "3/64", the third of 64; None prepares all.
     processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The processes that share the work on
     # this machine, with the same result whatever their number; None is one for each processor that this process may
     # use.
@@ -132,7 +132,7 @@ class PrepareConfig(Section):
         if self.part is not None:
             match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part)
             ok = match is not None and 1 <= int(match[1]) <= int(match[2])
-            check(ok, f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts")
+            check(ok, f"part={self.part} must be two numbers, such as 3/64 for the third of 64 parts")
         check(
             not (self.merge and (self.part is not None or self.processes is not None)),
             "merge=true prepares nothing: give it without part and processes",

@@ -42,7 +42,7 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
-# Attention beside eager, and where transformers says that an architecture has it.
+# Attention other than eager, and where transformers says that an architecture has it.
 SUPPORTS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",

@@ -254,7 +254,7 @@ class DDPSync(GradSync):
             gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
             static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
         )
-        self.replica.broadcast_buffers = False  # constants (position ids) only; the argument is deprecated from 2.13 on
+        self.replica.broadcast_buffers = False  # constants (position ids) only; the argument is deprecated since 2.13
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)

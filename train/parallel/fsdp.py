@@ -45,7 +45,7 @@ class FSDP(DataParallel):
 
     def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
-        weights = guards.smallest(model.parameters())  # from now on no weight is on two ranks
+        weights = guards.smallest(model.parameters())  # after this, no weight is on two ranks
         guards.check_same(backend.world.gather([float(weight.detach().double().sum()) for weight in weights]))
         # The weights are gathered and used in this type.
         half = torch.bfloat16 if backend.precision == "bf16" else None

@@ -95,8 +95,8 @@ def check_same(sums: Sequence[Sequence[float]]) -> None:
     others = [rank for rank, own in enumerate(sums) if own != sums[0]]
     if others:
         raise RuntimeError(
-            f"ranks {others[:8]} hold other weights than rank 0: they read other files at the start, or a reduction of "
-            "gradients did not reach them"
+            f"ranks {others[:8]} have different weights from rank 0: they read different files at the start, or a "
+            "reduction of gradients did not reach them"
         )
 
 

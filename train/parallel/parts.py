@@ -144,6 +144,6 @@ class PipelineState(Engine):
             others = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]
             if others:
                 raise RuntimeError(
-                    f"ranks {others[:8]} hold another {name} than rank {ranks[0]}: they read other files at the start, "
-                    "or a reduction of gradients did not reach them"
+                    f"ranks {others[:8]} have a different {name} from rank {ranks[0]}: they read different files at "
+                    "the start, or a reduction of gradients did not reach them"
                 )

@@ -13,8 +13,8 @@ NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def pick_precision(name: str, device: torch.device) -> str:
     """Return the precision; `auto` is what the hardware multiplies natively, bf16 before fp16.
 
-    Without native products both are slower than fp32. CUDA devices multiply fp16 from compute capability 7.0 on (V100,
-    T4), bf16 and TF32 from 8.0 on.
+    Without native products both are slower than fp32. CUDA devices multiply fp16 with compute capability 7.0 or
+    higher (V100, T4), bf16 and TF32 with 8.0 or higher.
     """
     is_cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)

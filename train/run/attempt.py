@@ -137,7 +137,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 
 
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
-    """Record that the run ended in order; all ranks call it. Raises LeaseLost if another job has the folder."""
+    """Record that the run did not fail; all ranks call it. Raises LeaseLost if another job has the folder."""
     folder = attempt.folder
     folder.ownership.check()
     folder.exit_file(reason, step)

@@ -250,9 +250,9 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
     if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
         return f"{seen}: {full_key} must be {KINDS.get(match[1] or match[2], match[1] or match[2])}"
     if "is not a ListConfig" in first:
-        return f"{seen}: {full_key} must be a list, as {full_key}=[a,b]"
+        return f"{seen}: {full_key} must be a list, such as {full_key}=[a,b]"
     if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:
-        return f"{seen}: {full_key} holds other settings; give one of them, as {full_key}.name=value"
+        return f"{seen}: {full_key} is a group of settings; give one of them, such as {full_key}.name=value"
     if "is not Optional" in first:
         return f"{seen or first}: it must have a value"
     noise = "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="

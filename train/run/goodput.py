@@ -25,7 +25,7 @@ def lost(
 ) -> Lost | None:
     """Return the cost of the fault that ended the attempt before `attempt`, which begins at `step`.
 
-    Returns None if there was none or it ended in order. `outcome` is that attempt's, empty if it left none; its
+    Returns None if there was none or it ended without a fault. `outcome` is that attempt's, empty if it left none; its
     `last_lease` holds the step of its last heartbeat. At least the steps between were lost: the last ones may have left
     no trace. Only their lines are read.
     """

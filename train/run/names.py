@@ -55,7 +55,7 @@ def own_list(key: str, text: str) -> list[str]:
     """Parse a list of names, each taken literally: [no, null, 1e3] holds these three words."""
     value = as_written(text)
     ok = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    check(ok, f"{key}={text}: {key} is a list, as [a, b]")
+    check(ok, f"{key}={text}: {key} is a list, such as [a, b]")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The precedence of typed settings over a recipe (experiment=...), also if another key chooses the same thing."""
+"""The precedence of typed settings over a recipe (experiment=...) even if another key chooses the same thing."""
 
 from __future__ import annotations
 

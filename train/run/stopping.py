@@ -5,7 +5,7 @@
     2. `Votes.cast` posts it before a step, `Votes.count` reads it after the step: all ranks see it at the same one.
     3. `train.loop` names the ranks (`who_asked`), saves with `is_last=True` and waits until the save is committed.
     4. `attempt.record_end` writes exit records and outcome.json. Launchers read these: torchrun makes 1 of every code.
-    5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), also for StoppedEarly.
+    5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), and for StoppedEarly too.
 
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + its number), and `train.entry` leaves with that code
 immediately. While the main thread is in a call that runs no Python handler, the thread `listen` leaves with that code

@@ -28,7 +28,7 @@ said = set[object]()  # warnings that this process has given
 
 
 def temporary_for(path: Path) -> Path:
-    """Return a name beside `path` that no other thread, process or machine uses."""
+    """Return a name next to `path` that no other thread, process or machine uses."""
     return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
 
 

@@ -75,7 +75,7 @@ class Folder(Protocol):
         """Remove a file if it exists. Raises NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the files whose names begin with `prefix`, sorted, also in subfolders, if they are RelativePaths."""
+        """Return the files whose names begin with `prefix`, sorted, subfolders included, if they are RelativePaths."""
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
         """Return length and version of the files that `names` returns. One request to S3 asks for 1,000."""
@@ -225,7 +225,7 @@ def check_place(location: str) -> None:
 
 
 def local_path(location: str) -> Path:
-    """Return a local path given by the user, with "~" expanded. Raises InputError if it is none or not permitted."""
+    """Return a local path given by the user, with "~" expanded. Raises InputError if it is invalid or not permitted."""
     check_place(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")

@@ -67,7 +67,7 @@ class Ownership:
         self.folder, self.ttl_s, self.on_wait = folder, ttl_s, on_wait
         self.owner: str | None = None  # of the lease that counts here; "": none does; None: this rank does not know yet
         self.lost: str | None = None  # the reason, once another job owns the folder
-        self.number = 0  # the fencing number, from 1 on; 0 unless this process took the folder, as for all below
+        self.number = 0  # the fencing number, at least 1; like all below, unset unless this process took the folder
         self.step = 0  # set by the loop, written with the heartbeats
         self.previous: dict[str, Any] | None = None  # the last owner's lease, see KINDS; None: absent or damaged
         self.ended_below = 1  # owners of lower numbers have certainly ended; the last owner may only be silent
@@ -81,7 +81,7 @@ class Ownership:
         self.owner = owner
 
     def check(self) -> None:
-        """Raise LeaseLost if another job owns the folder by now. Takes two requests to S3, and raises their errors."""
+        """Raise LeaseLost if another job now owns the folder. Takes two requests to S3, and raises their errors."""
         if self.owner:
             number, content = newest(self.folder)
             lease = parse(content)

@@ -249,8 +249,8 @@ class RunFolder:
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
         """Write how the attempt ended; launchers take a missing outcome for a kill.
 
-        The outcome of the rank that failed first is kept. With `is_of_all`, all ranks ended in order, and an outcome
-        that is there is another attempt's. If S3 cannot be reached it is written on this machine.
+        The outcome of the rank that failed first is kept. With `is_of_all`, all ranks ended without a failure, and an
+        outcome that is there is another attempt's. If S3 cannot be reached it is written on this machine.
         """
         if self.log.is_dir():
             with self.logging_failures():

@@ -19,7 +19,7 @@ def search_rarely() -> None:
 
 
 def search_as_usual() -> None:
-    """Collect garbage as usual, except what is there by now. Call it before a device opens: garbage may hold memory."""
+    """Collect garbage as usual, except what exists now. Call it before a device opens: garbage may hold memory."""
     if gc.get_threshold()[0] == RARE:
         gc.freeze()
         gc.set_threshold(*USUAL)

@@ -124,7 +124,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(content: bytes) -> Any:
-    """Return the plain values of a YAML file. Raises BadContent if it is none."""
+    """Return the plain values of a YAML file. Raises BadContent if it is invalid."""
     try:
         return PlainLoader(content).get_single_data()
     except BadContent:

@@ -17,7 +17,7 @@ TORCH = "2.9.0"  # the release of torch in the version of torch-neuronx
 def from_index(packages: str) -> str:
     """Return the commands that install packages from Neuron's index, then their dependencies from the public one.
 
-    If both were asked for one name, anybody who registers it on the public one could put code beside Neuron's.
+    If both were asked for one name, anybody who registers it on the public one could add code to Neuron's.
     """
     return f"pip install --no-deps --index-url {INDEX} {packages} && pip install {packages}"
 
@@ -34,7 +34,7 @@ class Sdk:
     dkms: str
     collectives: str = ""  # empty: not known
     tools: str = ""
-    pythons: str = ""  # oldest and newest, as 3.11-3.13
+    pythons: str = ""  # oldest and newest, such as 3.11-3.13
 
     @property
     def install(self) -> str:

@@ -1,7 +1,7 @@
 """`python -m train.evaluate MODEL key=value ...`, alone or under torchrun: the metrics of a trained model on new rows.
 
 MODEL is a run, whose config.yaml says which columns to read and how, or a folder of transformers or Hub id. It is
-built, fed and measured by what evaluates in training, in batches of the same shapes. The run folder stays as it is.
+built, fed and measured by what evaluates in training, in batches of the same shapes. The run folder is not changed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
         # A threshold that the run's own validation rows chose is for other rows.
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
-    for group in {"data", "task", "backend"} & typed.keys():  # its options have other settings than the run's
+    for group in {"data", "task", "backend"} & typed.keys():  # its options have different settings from the run's
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]

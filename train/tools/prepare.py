@@ -274,7 +274,7 @@ def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
 
 def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
     """Return the folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
-    from train.data.text import tokenizer as tokenizers  # it imports transformers, which processes of a part do without
+    from train.data.text import tokenizer as tokenizers  # it imports transformers, which most processes do not need
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own, sample = cfg.tokenizer, Sample()

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for "
+        help="folder for report.html and its images; default: RUN/report for one run, report next to the first for "
         "more; for runs in S3: NAME-report or report, here",
     )
     parser.add_argument(

@@ -34,7 +34,7 @@ This page is generated: it is what `python -m train.settings` prints, from the c
 
 A setting is `key=value` on the command line, without dashes. `null` stands for no value; a list is `'key=[a,b]'` and a
 table `'key={a: b}'`, in quotes for the shell. Where the default is `...` there is none: the key, or the option of its
-group, must be given. Files of `conf/` may set other defaults than these; `--cfg job` shows them. What you type wins
+group, must be given. Files of `conf/` may set different defaults; `--cfg job` shows them. What you type wins
 over a recipe (`experiment=`), also where the recipe chooses the same thing by another key: `model.pretrained` over its
 `model.init_from`, `max_steps` over its `max_epochs`. To type two such keys is an error; of lengths the shortest counts.
 `train` stands for all commands that take the settings of a run: `python -m train`, `train.precompile`, `train.records`

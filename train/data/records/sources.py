@@ -210,7 +210,7 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
 
 
 def hub_version(cfg: RecordsConfig) -> str:
-    """Return the commit of a Hub data set, as `datasets` knows it (offline: that of its cache)."""
+    """Return the commit of a Hub data set, as `datasets` reports it (offline: the one in its cache)."""
     with naming_hub(cfg):
         commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):

@@ -1,7 +1,7 @@
 """The download of shards from S3 into the cache, through the s3torchconnector, which only this module imports.
 
 The connector retries by itself, but has no time limit (a dead connection takes it six minutes) and compares no
-checksum. So an attempt at a shard ends here when nothing of it comes for a while, the next one begins with a new
+checksum. So an attempt at a shard ends here when nothing arrives for a while, the next one begins with a new
 client, and length and sha256 are compared with the manifest before the file gets its name.
 """
 
@@ -137,7 +137,7 @@ class Client:
         return (Unreachable if is_temporary(status, code) or code in RETRIED else Doubtful)(known)
 
     def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
-        """Return status, code and text of S3's answer to boto3, without a code if it differs by now."""
+        """Return status, code and text of S3's answer to boto3, without a code if it is now a different one."""
         client = open_client(self.session, self.folder.s3)  # the folder's connections belong to another process
         try:
             client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()

@@ -71,7 +71,7 @@ def open_corpus(cfg: CorpusConfig) -> Corpus:
     kind = cfg.kind
     check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
     settings, source = SOURCES[kind]
-    check(isinstance(cfg, settings), f"corpus.kind={kind} does not go with the settings beside it; use corpus={kind}")
+    check(isinstance(cfg, settings), f"corpus.kind={kind} does not fit the other corpus settings; use corpus={kind}")
     return source(cfg)
 
 

@@ -22,7 +22,7 @@ def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: Tok
     """Return the share of validation tokens that a table of neighbours predicts.
 
     It predicts the token that training data has most often between the same two tokens, else after the same one, else
-    anywhere. It sees both neighbours, also if one of them is masked for a model.
+    anywhere. It sees both neighbours, even if one of them is masked for a model.
     """
     train, validation = (first_tokens(folder, splits[split][0]) for split in ("train", "validation"))
     left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))

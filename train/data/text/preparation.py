@@ -37,7 +37,7 @@ from train.system.schema import read_object, record
 SHARD_BYTES = 64 * 2**20  # unless rows_per_shard is set
 ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws different cuts
 STATE_NAMES = "part-"
-MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, and it is not read once more
+MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, so it is not read again
 MOST_NAMED = 8  # parts in a message
 LONG_CHARS = 2**16  # a document with more is divided between the splits
 TOKENS_OF = "train_tokens_"  # and the number of one of several corpora, from 1: a count

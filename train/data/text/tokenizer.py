@@ -334,12 +334,12 @@ def check_same_vocabulary(
     """Return those of the `added` tokens that a pretrained model's tokenizer lacks, by their numbers.
 
     Raises InputError with `rejection` if its vocabulary differs in anything else: its embeddings would be of other
-    pieces. A model that comes without a tokenizer cannot be checked, and a warning says so.
+    pieces. A model without a tokenizer cannot be checked, and a warning says so.
     """
     try:
         theirs = load_tokenizer(source, needs=())
     except InputError as error:
-        logger.warning("model.pretrained=%s comes without a tokenizer to compare with (%s)", source, error)
+        logger.warning("model.pretrained=%s has no tokenizer to compare with (%s)", source, error)
         return {}
     known = theirs.get_vocab()
     new = {ours[token]: token for token in added if token not in known}

@@ -46,7 +46,7 @@ class Run:
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
-    records: Records | None = None  # None: it has no labelled data, and no evaluation of such
+    records: Records | None = None  # None: it has no labelled data
     outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty: it still runs, or was killed
     exported_step: int | None = None  # of the weights in its export; None: it has none, or one that does not state it
     label: str = ""  # its name among the runs of a report

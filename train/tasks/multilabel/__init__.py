@@ -32,7 +32,7 @@ class MultiLabelConfig(TaskConfig):
         ok = weights in (None, "balanced") or are_numbers(weights)
         check(ok, f"task.positive_weights={weights} must be balanced, or a list of numbers above 0")
         ok = are_numbers(limits) and all(limit < 1 for limit in limits)
-        words = "must be a number between 0 and 1, or a list of such"
+        words = "must be a number between 0 and 1, or a list of these"
         check(ok, f"task.threshold={self.threshold} {words}, or {' or '.join(CHOSEN)}")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:

@@ -214,7 +214,7 @@ TASK = MultiLabel
 
 
 def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float] | None:
-    """Return the thresholds [C] that a config.json holds, None if it has none. Raises InputError if it is none."""
+    """Return the thresholds [C] that a config.json holds, None if it has none. Raises InputError if invalid."""
     if given is not None:
         check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
         check_each(f"{where}: {THRESHOLDS}", given, labels)

@@ -48,7 +48,7 @@ def answered(name: str, status: int, there: str, here: str | None) -> Finding:
         allow = f"allow s3:ListBucket on arn:aws:s3:::{name} and s3:GetObject, s3:PutObject on its objects"
         problem, cure = problem_and_cure(HEAD.get(status, ""), service="S3", cures={"AccessDenied": allow})
         text = f"{name}: S3 answers {status}{problem and f', most likely {problem}'}"
-        return bad(text, cure=cure or "try again; if it stays, see the AWS health page")
+        return bad(text, cure=cure or "try again; if that does not help, see the AWS health page")
     if not there:
         return ok(f"{name} answers; it does not name its region")
     if not here:

@@ -36,7 +36,7 @@ def python(probe: Probe) -> Finding:
 
 
 def os_name(probe: Probe) -> str:
-    """Return name and version of the distribution, by os-release(5), as "Ubuntu 26.04"; "" if unknown."""
+    """Return name and version of the distribution, from os-release(5), such as "Ubuntu 26.04"; "" if unknown."""
     lines = (line.partition("=") for line in (probe.text("/etc/os-release") or "").splitlines())
     values = {key: value.strip("'\"") for key, _, value in lines}
     return f"{values.get('NAME', '')} {values.get('VERSION_ID', '')}".strip()
