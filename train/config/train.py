@@ -48,7 +48,7 @@ class HubConfig:
 class TrainConfig(Section):
     """A whole training run: `python -m train --cfg job` prints it."""
 
-    run_dir: str = MISSING  # The folder, on disk or in S3, of all that the run writes; a start with it again resumes the run.
+    run_dir: str = MISSING  # The folder, on disk or in S3, of all that the run writes; a second start there resumes it.
     seed: int = setting(0, least=0)  # The seed of weights, the order of the data, masking and dropout.
     seq_len: int | None = setting(None, least=8)  # The tokens of the longest sequences; None takes the length of
     # prepared text, or of records that of the longest row, at most 512 and what the model can read.
