@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, with its run's progress, and the comparison of files with it. No torch here."""
+"""The manifest of a checkpoint, with its run's progress, and the comparison of files with it. It imports no torch."""
 
 from __future__ import annotations
 

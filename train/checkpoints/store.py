@@ -1,6 +1,6 @@
 """The protocol for checkpoints in a folder on disk or in S3, and its implementation on disk.
 
-On disk, which all ranks see, a step is a folder that gets its name by a rename. No torch here.
+On disk, which all ranks see, a step is a folder that gets its name by a rename. It imports no torch.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ModelConfig(Section, prefix="model."):
     # sdpa where the architecture has it, else eager. The last two need a CUDA device; flash_attention_2 also needs its
     # package.
     freeze_embeddings: bool = False  # Keep the embeddings as they are.
-    freeze_layers: int = setting(0, least=0)  # The bottom layers that are not trained, nor the embeddings then.
+    freeze_layers: int = setting(0, least=0)  # The bottom layers not to train; if above 0, embeddings are kept too.
     new_head: bool = False  # Replace a checkpoint's head that is for other labels, instead of rejecting it.
     architecture: str = "albert"  # The `model_type` of transformers, for a model made from sizes.
     vocab_size: int | None = setting(None, above=0)  # The size of the vocabulary; None takes the tokenizer's.

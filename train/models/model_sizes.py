@@ -1,4 +1,4 @@
-"""The sizes of an encoder, its parameters and the FLOPs of training it, from its configuration alone. No torch here.
+"""Sizes, parameters and training FLOPs of an encoder, from its configuration alone. It imports no torch.
 
 The defaults of architectures are those of transformers, the sizes of published models those of the config.json of each
 on the Hub (2026-11).

@@ -26,7 +26,7 @@ MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a
 # others get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
-OWN_MASKS = ("flash_attention_2", "flex_attention")  # of which transformers makes masks in their own form
+OWN_MASKS = ("flash_attention_2", "flex_attention")  # for these transformers makes masks of a special form
 ENCODERS = ("encoder", "transformer")  # the module of all layers, by architecture
 WHOLE_GRAPHS = 2  # training and evaluation
 PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")  # of ALBERT's and ELECTRA's embeddings to the width

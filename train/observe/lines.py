@@ -1,4 +1,4 @@
-"""The reader of metrics.jsonl, on disk or in S3, from either end. No torch here.
+"""The reader of metrics.jsonl, on disk or in S3, from either end. It imports no torch.
 
 Damaged lines, and an unfinished last one, are left out: they must not cost a run its result.
 """

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")
-COMPILED_STEPS = 2  # in which all graphs of a step occur
+COMPILED_STEPS = 2  # after them, all graphs of a step have occurred
 
 
 @dataclass

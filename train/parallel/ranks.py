@@ -26,7 +26,7 @@ AGREED = (InputError, Failure, FloatingPointError)  # failures that `agree` rais
 
 
 def no_wait() -> None:
-    """Do nothing while waiting, if no watchdog needs to know of it."""
+    """Do nothing while waiting: no watchdog needs heartbeats."""
 
 
 class World:

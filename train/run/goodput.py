@@ -1,4 +1,4 @@
-"""The cost of faults and saves to a run, and a suggestion how often to save, from metrics.jsonl. No torch here."""
+"""The cost of faults and saves to a run, and how often to save, from metrics.jsonl. It imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The user's own tasks, optimizers and schedules: a file that `--import` names adds its tables to the program's.
 
-No torch here.
+It imports no torch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + its number), and `train.entry` leaves with that code
 immediately. While the main thread is in a call that runs no Python handler, the thread `listen` leaves with that code
 after GRACE_S: at a second signal and, inside `nothing_to_save` (a library opens a device or joins ranks), at the first.
-When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). No torch here.
+When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). This module imports no torch.
 
 EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
 

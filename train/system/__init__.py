@@ -1,1 +1,1 @@
-"""Facts about the machine and how this process was started, and access to files on disk and in S3. No torch here."""
+"""Facts about the machine and the start of this process, and access to files on disk and in S3. It imports no torch."""

@@ -4,7 +4,7 @@
 
 Lines of more than PART_BYTES move to a part, which never changes; NAME then begins with a line that counts the parts
 and is written after them, so that a reader finds each line once at any time. A part that no such line counts is of a
-job that was killed between the two, or has lost the folder: its lines are in NAME as well. No torch here.
+job that was killed between the two, or has lost the folder: its lines are in NAME as well. It imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of compiled graphs and kernels, private to this user because later runs load them as code. No torch here."""
+"""Folders of compiled graphs and kernels, private to this user: later runs load them as code. It imports no torch."""
 
 from __future__ import annotations
 

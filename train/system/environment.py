@@ -1,4 +1,4 @@
-"""Versions, commit and machine of a process, for environment.json. No torch here."""
+"""Versions, commit and machine of a process, for environment.json. It imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Files of the user's own code that `--import` names: each is run once, and known by its name and checksum.
 
-They are named on the command line alone, never by a setting, so that nothing in a run folder runs code. No torch here.
+Only the command line names them, never a setting, so that nothing in a run folder runs code. It imports no torch.
 """
 
 from __future__ import annotations

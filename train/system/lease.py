@@ -1,4 +1,4 @@
-"""The files of leases, one for each owner of a run folder; ownership.py has the rules. No torch here.
+"""The files of leases, one for each owner of a run folder; ownership.py has the rules. It imports no torch.
 
 lease/00000007.json   see KINDS; the highest number is the owner's
 """

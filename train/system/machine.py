@@ -1,4 +1,4 @@
-"""Facts about a machine and its environment that can be read without opening a device. No torch here.
+"""Facts about a machine and its environment that can be read without opening a device. It imports no torch.
 
 Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching), of
 SDK 2.31, the last that ships it.

@@ -1,4 +1,4 @@
-"""outcome.json, the record of how an attempt ended, for launchers and for a restart by torchrun. No torch here."""
+"""outcome.json, the record of how an attempt ended, for launchers and restarts by torchrun. It imports no torch."""
 
 from __future__ import annotations
 

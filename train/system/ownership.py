@@ -139,7 +139,7 @@ class Ownership:
             self.folder.remove(name_of(self.number))
             raise InputError(
                 f"run_dir={self.folder.location}: its server ignores If-None-Match, so two jobs could own one run "
-                "folder and overwrite each other's checkpoints; use a server that knows conditional writes, or a disk"
+                "folder and overwrite each other's checkpoints; use a server with conditional writes, or a disk"
             )
 
     def release(self) -> None:

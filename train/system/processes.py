@@ -75,7 +75,7 @@ def owner_name(pid: int) -> str:
 
 
 def is_gone(owner: str) -> bool:
-    """Return whether the process with this owner_name has ended. False where this machine cannot know it."""
+    """Return whether the process with this owner_name has ended. False if this machine cannot tell."""
     match = re.fullmatch(r"(.+)-(\d+)-(\d+)", owner)
     return match is not None and match[1] == platform.node() and is_alive(int(match[2]), int(match[3])) is False
 

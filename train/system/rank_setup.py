@@ -1,4 +1,4 @@
-"""The settings of a rank's machine before ranks join: network card, open files, EFA, processors. No torch here.
+"""The settings of a rank's machine before ranks join: network card, open files, EFA, processors. It imports no torch.
 
 Settings of the user or the launcher are kept. Not run on EFA or Neuron hardware, nor on several GPUs.
 """

@@ -1,4 +1,4 @@
-"""RUN/samples.json: validation examples with the answers of the exported model, for the report. No torch here.
+"""RUN/samples.json: validation examples with the answers of the exported model, for the report. It imports no torch.
 
 They are texts of the validation data: a push to the Hub leaves them out, and samples=0 writes none.
 """

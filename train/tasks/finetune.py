@@ -45,7 +45,7 @@ Run = tuple[TrainConfig, Folder]  # settings and folder
 Entry = dict[str, Any]  # a row of input by its columns, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
 CANDIDATES = 4  # answered examples for each sample that is shown
-MOST_CHARS_READ = 20_000  # of all of them, which bounds the time
+MOST_CHARS_READ = 20_000  # of all texts together, to limit the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:

@@ -125,7 +125,7 @@ class MaskedRows:
             check(
                 self.num_without <= CHECKED_ROWS // 100,
                 f"{self.num_without} of the first {self.num_drawn} sequences hold no token that may be hidden: the "
-                "tokenizer does not know their characters; prepare them with another one",
+                "tokenizer has no tokens for their characters; prepare them with another tokenizer",
             )
         labels[is_padding] = IGNORE_INDEX
         segments = np.arange(tokens.shape[-1]) >= pivot.reshape(*items.shape, 1)

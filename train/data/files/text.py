@@ -68,7 +68,7 @@ def is_packed(path: Path) -> bool:
 
 
 def is_seekable(path: Path, encoding: str) -> bool:
-    """Return whether lines can be found from any byte on: not packed, and a byte 0x0a is always a line end."""
+    """Return whether lines can be found from any byte: the file is not packed, and 0x0a is always a line end."""
     return not is_packed(path) and codecs.lookup(encoding).name.startswith(SEEKABLE)
 
 

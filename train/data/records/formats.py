@@ -36,7 +36,7 @@ from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-START_CHARS = 4096  # by which SQuAD is distinguished from other JSON
+START_CHARS = 4096  # characters that show whether JSON is SQuAD
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
 LEVELS = ("data", "paragraphs", "qas")  # of SQuAD: lists, each in the objects of the previous one
 SHOWN_CHARS = 40  # of a text in an error

@@ -214,7 +214,7 @@ def hub_version(cfg: RecordsConfig) -> str:
     with naming_hub(cfg):
         commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):
-        raise InputError(f"data.path={cfg.path}: datasets knows no version of it; set data.revision to a commit")
+        raise InputError(f"data.path={cfg.path}: datasets finds no version of it; set data.revision to a commit")
     return commit
 
 

@@ -129,7 +129,7 @@ class TokenRows:
         lengths = np.array(list(map(len, tokens)))
         if (too_long := lengths[~is_padding].max(initial=0)) > seq_len:
             raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
-        lengths = np.minimum(lengths, seq_len)  # row 0 as padding may be of a longer bucket
+        lengths = np.minimum(lengths, seq_len)  # row 0, which pads batches, may come from a longer bucket
 
         input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
         for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):

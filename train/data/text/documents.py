@@ -29,7 +29,7 @@ class Reading:
     is_validation: bool = False  # of corpus.validation
 
     def has(self, text: str) -> bool:
-        """Return whether a document of the corpus is read: the last reading may be of a share of them."""
+        """Return whether a document of the corpus is read: the last reading may be of only a share."""
         left = self.weight - self.copy
         return left >= 1 or text_uniform(text, WEIGHT_SEED)[0] < left
 

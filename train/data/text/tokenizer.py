@@ -140,7 +140,7 @@ def train_tokenizer(
 
 
 def check_trainer_memory(num_bytes: int) -> str:
-    """Return the memory for training a tokenizer on this many bytes in words. Raises InputError if there is less."""
+    """Return a text on the memory for training a tokenizer on this many bytes. Raises InputError if there is less."""
     needed, free = TRAINER_BYTES * num_bytes, available_bytes()
     what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
     most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"

@@ -1,1 +1,1 @@
-"""The report of one run or several: tables and figures from run folders. No torch here."""
+"""The report of one run or several: tables and figures from run folders. It imports no torch."""

@@ -1,4 +1,4 @@
-"""The first part of a report: how a run ended, its model's quality, its speed and its cost. No torch here."""
+"""The first part of a report: how a run ended, its model's quality, its speed and its cost. It imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder as the report reads it: its lines, its attempts, and their summary. No torch here.
+"""A run folder as the report reads it: its lines, its attempts, and their summary. It imports no torch.
 
 It reads metrics.jsonl, config.yaml, environment.json, outcome.json, data.json, evaluation.json and
 export/baretrain.json; page.py adds samples.json. A figure begins in train/observe/metrics.py (Recorder), is computed by

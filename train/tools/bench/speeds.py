@@ -1,4 +1,4 @@
-"""Speeds with their spread, MFU, waits, memory and cost, computed from times. No torch here."""
+"""Speeds with their spread, MFU, waits, memory and cost, computed from times. It imports no torch."""
 
 from __future__ import annotations
 
