@@ -52,7 +52,7 @@ def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool =
 
 
 def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
-    """Train until the run ends, in whatever way. Returns the exit code; InputErrors pass to the command line."""
+    """Train until the run ends or fails. Returns the exit code; InputErrors pass to the command line."""
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
@@ -83,7 +83,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
                 why = f"stopped on {signal} before there was anything to save"
                 print(f"{why}; the same command starts it again", file=sys.stderr)
             return cli.STOPPED
-        except SystemExit as error:  # a second signal, after which not even a save is waited for
+        except SystemExit as error:  # a second signal: leave without waiting for a save
             leave_at_once(int(error.code or cli.FAILED))
         except BaseException as error:
             is_agreed = isinstance(error, AGREED)  # all ranks agreed on the error and have left

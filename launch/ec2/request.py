@@ -19,7 +19,7 @@ from train.system.folders import sha256_bytes, sha256_json
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 MOST_TAG_CHARS = 256
 SCRIPT = Path(__file__).with_name("boot.sh")
-DEAD_S = 1800  # the time without a sign of the node program, or an answer of S3, after which its machine ends itself
+DEAD_S = 1800  # a machine ends itself after this time without a heartbeat of the node program, or an answer from S3
 SPARE_S = 1800  # after max_run_s, to save and to upload logs
 MOST_BYTES = 16 * 1024  # of user data (EC2 user guide)
 
@@ -79,7 +79,7 @@ def run_instances(
         "NetworkInterfaces": interfaces(resolved, cluster, site, group),
         "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
-        "InstanceInitiatedShutdownBehavior": "terminate",  # a machine that shuts down costs nothing more
+        "InstanceInitiatedShutdownBehavior": "terminate",  # a machine that shuts down stops costing money
         "TagSpecifications": tags(record, *kinds),
         "UserData": user_data(job, record, request=number, max_run_s=max_run_s).decode("ascii"),
         **({"IamInstanceProfile": {"Name": cluster.instance_profile}} if cluster.instance_profile else {}),
@@ -130,6 +130,6 @@ def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s:
     content = SCRIPT.read_bytes() + line.encode()
     check(
         len(content) <= MOST_BYTES,
-        f"the user data has {len(content):,} bytes, EC2 takes {MOST_BYTES:,}: choose a shorter run_dir",
+        f"the user data has {len(content):,} bytes, but EC2 accepts {MOST_BYTES:,}: choose a shorter run_dir",
     )
     return content

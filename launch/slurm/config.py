@@ -9,8 +9,8 @@ from typing import ClassVar
 from launch.config import ClusterConfig
 from train.config import InputError, check, setting
 
-# These options of sbatch are set by the launcher, or would change the meaning of what it reads of the job. Some have a
-# setting instead.
+# The launcher sets these options of sbatch, or they would change the meaning of what it reads about the job. Some have
+# a setting instead.
 RESERVED = {
     "partition": "cluster.partition",
     "time": "cluster.time_limit",
@@ -25,7 +25,7 @@ RESERVED = {
 
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
-    """A Slurm site. One YAML a site in conf/cluster/ holds the differences from this.
+    """A Slurm site. Each site has a YAML file in conf/cluster/ with the differences from this.
 
     Values are arguments of sbatch: it examines them for the plan (`--test-only`), and only `prologue` passes through a
     shell.
@@ -36,14 +36,14 @@ class SlurmConfig(ClusterConfig):
     kind: str = "slurm"
     gate: bool = True
     partition: str | None = None  # The partition; None takes the site's default.
-    sbatch_args: list[str] = field(default_factory=list)  # The list of further options of sbatch (man sbatch), as
-    # ["--gres=gpu:8","--qos=high"], such as --account, --constraint, --reservation, --exclude and --chdir.
+    sbatch_args: list[str] = field(default_factory=list)  # The list of further options of sbatch (man sbatch), for
+    # example ["--gres=gpu:8","--qos=high"]; --account, --constraint, --reservation, --exclude and --chdir work too.
     exclusive: bool = True  # Take whole nodes.
     time_limit: str | None = None  # The limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
     stop_before_s: int = setting(300, above=0, most=65535)  # The time before the time limit at which the run is asked
     # to stop with a checkpoint.
-    container: str | None = None  # The image: of Apptainer if it ends in .sif or has ://, as docker://NAME, or else of
-    # pyxis, a path (.sqsh) or a registry's name.
+    container: str | None = None  # The image: of Apptainer if it ends in .sif or has ://, like docker://NAME; others
+    # are for pyxis, a path (.sqsh) or a registry's name.
     container_mounts: list[str] = field(default_factory=list)  # The folders that the container sees under their names.
     prologue: list[str] = field(default_factory=list)  # The lines of bash that run first; exports reach every rank.
 
@@ -63,17 +63,17 @@ class SlurmConfig(ClusterConfig):
             check_argument(each)
         for folder in self.container_mounts:
             ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # these characters separate a list of mounts
-            check(ok, f"cluster.container_mounts holds {folder!r}: folders have whole paths, without colons and commas")
+            check(ok, f"cluster.container_mounts holds {folder!r}: use absolute paths without colons and commas")
 
 
 def check_argument(argument: str) -> None:
     """Raise InputError if a text is not one option of sbatch, or if the option belongs to the launcher."""
     match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
     if match is None:
-        shape = "an option is one line, --name=value or --name, as --qos=high"
+        shape = "an option is one line, --name=value or --name, such as --qos=high"
         raise InputError(f"cluster.sbatch_args holds {argument!r}: {shape}")
     for name, key in RESERVED.items():
-        taken = f"--{name} is for launch alone{f'; set {key}' if key else ''}"
+        taken = f"--{name} is set only by launch{f'; set {key}' if key else ''}"
         # sbatch also accepts the beginning of a name.
         check(not name.startswith(match[1]), f"cluster.sbatch_args holds {argument!r}: {taken}")
 
