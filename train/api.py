@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from train.config import Failure, InputError, S3Config
+from train.config import Failure, InputError, S3Config, check
 from train.observe.lines import read_lines
 from train.run.command import DONE, REJECTED
 from train.system import processes
@@ -51,7 +51,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
     A KeyboardInterrupt, which is raised again, stops it with a checkpoint. `imports`: files for --import.
     """
-    arguments = [*flags(imports), *settings]
+    arguments = [*flags(imports), *listed(settings)]
     cfg = composed("train", arguments)
     location = str(cfg["run_dir"])
     folder = open_folder(location, S3Config(**cfg["s3"]))
@@ -72,7 +72,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 def prepare(settings: Sequence[str]) -> str:
     """Prepare a corpus, as `python -m train.prepare`. Returns the location of the shards, for data.path."""
-    done("train.prepare", settings)
+    done("train.prepare", listed(settings))
     return str(composed("train.prepare", settings)["output"])
 
 
@@ -109,7 +109,7 @@ def evaluate(
     """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
-        done("train.evaluate", [model, *settings, f"--output={output}", *flags(imports)], ranks=ranks)
+        done("train.evaluate", [model, *listed(settings), f"--output={output}", *flags(imports)], ranks=ranks)
         metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
         return metrics
 
@@ -118,7 +118,13 @@ def evaluate(
 
 
 def flags(imports: Sequence[str]) -> list[str]:
-    return [f"{FLAG}={path}" for path in imports]
+    return [f"{FLAG}={path}" for path in listed(imports)]
+
+
+def listed(words: Sequence[str]) -> Sequence[str]:
+    """Return the words. Raises InputError if they are one text, whose letters would each be a word."""
+    check(not isinstance(words, str), f"{words!r} must be a list of texts, such as [{words!r}]")
+    return words
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
