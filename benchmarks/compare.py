@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import spread, table, turns
 from train.config import Failure, check
-from train.config.train import CompareConfig
+from train.config.train import TOLERANCE, CompareConfig
 from train.observe.report.comparison import quality, ratio, work_differences
 from train.observe.report.run import Run, read_run
 from train.run import compose as cli
@@ -47,11 +47,11 @@ def run(given: list[str], rounds: int) -> int:
             if ending.outcome != "done":
                 raise Failure(f"{variant.location}: {ending.outcome} {ending.reason}".strip())
             results[names[index]].append(read_run(Path(variant.location).resolve()))
-    print_results(results, first.compare.tolerance)
+    print_results(results)
     return cli.DONE
 
 
-def print_results(results: dict[str, list[Run]], tolerance: float) -> None:
+def print_results(results: dict[str, list[Run]]) -> None:
     (baseline, bases), *others = results.items()
     rows = []
     for key, label in MEASURES.items():
@@ -63,7 +63,7 @@ def print_results(results: dict[str, list[Run]], tolerance: float) -> None:
         for number, (run, base) in enumerate(zip(runs, bases, strict=True), 1):
             differences = work_differences(run, base, same_batch="_batch_" not in variant)
             work = "; ".join(differences) or "the same"
-            print(f"{variant}, round {number}: {quality(run, base, tolerance)}; work: {work}")
+            print(f"{variant}, round {number}: {quality(run, base, TOLERANCE)}; work: {work}")
 
 
 def main() -> int:
