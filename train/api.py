@@ -94,12 +94,12 @@ def predict(
         if isinstance(rows, Path):
             given = [f"--input={rows}"]
         else:
-            are_texts = all(isinstance(row, str) for row in rows)
+            are_texts = all(isinstance(row, str) for row in listed(rows))
             lines = [{"text": row} if isinstance(row, str) else dict(row) for row in rows]
             file = Path(folder, "rows.jsonl")
             file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
             given = [f"--input={file}", *(["--text-column=text"] if are_texts else [])]
-        done("train.predict", [model, *given, f"--output={output}", *options, *flags(imports)])
+        done("train.predict", [model, *given, f"--output={output}", *listed(options), *flags(imports)])
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -121,10 +121,10 @@ def flags(imports: Sequence[str]) -> list[str]:
     return [f"{FLAG}={path}" for path in listed(imports)]
 
 
-def listed(words: Sequence[str]) -> Sequence[str]:
-    """Return the words. Raises InputError if they are one text, whose letters would each be a word."""
-    check(not isinstance(words, str), f"{words!r} must be a list of texts, such as [{words!r}]")
-    return words
+def listed(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the values. Raises InputError if they are one text, whose letters would each be a value."""
+    check(not isinstance(values, str), f"{values!r} must be a list of texts, such as [{values!r}]")
+    return values
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -90,6 +90,7 @@ TYPED = [
     ("run_dir=$HOME/x", "$HOME is not looked up here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
+    ("export=3", "export must be true or false"),
     ("optm.lr=1", "did you mean optim?"),
     ("optim.lrr=1", "optim.lrr is not a setting; did you mean optim.lr?"),
     ("lr=1", "lr is not a setting; did you mean optim.lr?"),

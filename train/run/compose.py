@@ -50,7 +50,7 @@ from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, co
 from train.run.help import OWN_OPTIONS, groups, settings_help, words_as_text
 from train.run.names import opened, quoted
 from train.run.own import check_imports
-from train.run.precedence import check_digits, check_groups, over_recipe
+from train.run.precedence import check_digits, check_groups, check_switches, over_recipe
 from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
@@ -155,6 +155,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        check_switches(composed, overrides)
         parse = OverridesParser.create().parse_override
         check_digits(composed, {each: parse(each).value() for each in overrides if not each.isascii()})
     except (HydraException, OmegaConfBaseException) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -61,3 +62,12 @@ def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
         for name, value in leaves(values, override.partition("=")[0]):
             is_number = isinstance(OmegaConf.select(composed, name), int | float)
             check(not is_number or str(value).isascii(), f"{override}: {name} must be a number in the digits 0 to 9")
+
+
+def check_switches(composed: DictConfig, overrides: Iterable[str]) -> None:
+    """Raise InputError if a switch is set to a number other than 0 and 1, which Hydra would take for true."""
+    for override in overrides:
+        key, _, text = override.partition("=")
+        is_other = re.fullmatch(r"[+-]?\d[\d.e_]*", text) and text not in ("0", "1")
+        is_switch = is_other and isinstance(OmegaConf.select(composed, key), bool)
+        check(not is_switch, f"{override}: {key} must be true or false")
