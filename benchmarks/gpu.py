@@ -43,7 +43,7 @@ from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
 SKIPPED, TIMED = 20, 60  # steps of a candidate: graphs and caches fill in the first ones
 LONG_RUN = 100_000  # steps of the run that a measurement stands for: backend.compile=auto asks for its length
-TOGETHER = 4  # candidates that compile at the same time
+TOGETHER = 8  # candidates that compile at the same time
 COMPILING_SHARE = 1 / 3  # of the budget at most
 LEAST_S, MOST_S = 15, 90  # budget left that a candidate needs to begin; limit for one candidate
 MASKED = 0.15  # share of the tokens that is predicted
@@ -97,6 +97,7 @@ ALBERT = Work("ALBERT-base 128 x 128", "albert", 768, 12, 128, 128, vocab_size=3
 LARGE = Work("BERT-large 32 x 512", "bert", 1024, 24, 32, 512)
 WORKS = [
     ALBERT,
+    Work("BERT-base 128 x 128", "bert", 768, 12, 128, 128),
     LARGE,
     Work("BERT-base, classes of texts, 32", "bert", 768, 12, 32, 512, classifies=True),
     replace(ALBERT, name="ALBERT-base 32 x 512", batch=32, seq_len=512),

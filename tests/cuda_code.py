@@ -198,6 +198,7 @@ def model_of(architecture: str) -> MaskedLM:
     )
     model = build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S)
     model.narrow_norms(BF16)
+    model.join_projections()
     return model.train()
 
 

@@ -47,8 +47,8 @@ def pipeline(stages, micro_batches, schedule):
         (1, ["backend=xla", "backend.compile=layers"], "compile=layers is not for backend=xla"),
         (
             1,
-            ["backend.compile=none", "backend.cuda_graphs=true"],
-            "cuda_graphs=true is for compiled kernels; set backend.compile=layers",
+            ["backend.activation_checkpointing=true", "backend.cuda_graphs=true"],
+            "cuda_graphs=true is not for backend.activation_checkpointing=true",
         ),
         (1, ["backend.compile=layers", "backend.cuda_graphs=true"], "cuda_graphs=true needs a CUDA device"),
         (1, ["backend.compile=all"], "backend.compile=all is not known; choose one of: auto, none, layers, model"),

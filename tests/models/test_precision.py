@@ -61,6 +61,24 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
         assert float((gradient - exact).norm() / exact.norm()) < 0.02, name
 
 
+@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"])
+def test_joined_projections_compute_what_three_products_do(architecture):
+    cfg = ModelConfig(architecture=architecture, hidden_size=32, num_layers=2, num_heads=2, max_positions=40)
+    model = build_masked_lm(cfg, vocab_size=99, pad_id=0, seq_len=32).eval()
+    ids, positions = torch.randint(5, 99, (2, 32)), torch.arange(8).expand(2, 8)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(ids, torch.zeros_like(ids), positions)
+        logits.square().sum().backward()
+        found.append([logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+        before = [module.forward for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        model.join_projections()
+    joined = [module.forward for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert (joined != before) == (architecture != "modernbert")  # which has one product already
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 def test_norms_in_bf16_need_the_precision(toy):
     rejects("backend.norms=bf16 needs backend.precision=bf16; here it is fp32", DDP, NARROW)
 

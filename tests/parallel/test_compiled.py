@@ -146,19 +146,19 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tokens", "machines", "way"),
+    ("architecture", "tokens", "one_graph", "way"),
     [
-        ("albert", 2**30, 8, "model"),  # its gradient comes at the end in any case
-        ("bert", 16384, 1, "model"),
-        ("bert", 16384, 2, "layers"),
-        ("bert", 2**30, 1, "layers"),  # the host keeps ahead
-        ("modernbert", 16384, 1, "layers"),  # no module holds just the layers
+        ("albert", 2**30, False, "model"),  # its gradient comes at the end in any case
+        ("bert", 16384, True, "model"),
+        ("bert", 16384, False, "layers"),
+        ("bert", 2**30, True, "layers"),  # the host keeps ahead
+        ("modernbert", 16384, True, "layers"),  # no module holds just the layers
     ],
 )
-def test_auto_takes_one_graph_where_the_host_would_fall_behind(architecture, tokens, machines, way):
+def test_auto_takes_one_graph_where_the_host_would_fall_behind(architecture, tokens, one_graph, way):
     cfg = ModelConfig(architecture=architecture, hidden_size=8, num_layers=2, num_heads=2, max_positions=8)
     model = build_masked_lm(cfg, vocab_size=9, pad_id=0, seq_len=8)
-    assert auto_compile.way_of(model, auto_compile.Workload(10**6, tokens), machines=machines) == way
+    assert auto_compile.way_of(model, auto_compile.Workload(10**6, tokens), one_graph=one_graph) == way
 
 
 @compiles

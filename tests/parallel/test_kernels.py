@@ -24,7 +24,8 @@ REASONS = {
 }
 pytestmark = [pytest.mark.skipif(is_so, reason=reason) for reason, is_so in REASONS.items()]
 # Triton's kernels of a layer, forward and backward, and the activations [tokens, width] in bf16 that they move.
-MOST_KERNELS, MOST_ACTIVATIONS = (36, 52) if torch.__version__ >= "2.11" else (41, 58)
+# One product for queries, keys and values costs 4 activations, and was faster by 1.0 ms of 24.4 on an H100.
+MOST_KERNELS, MOST_ACTIVATIONS = (28, 55) if torch.__version__ >= "2.11" else (32, 62)
 
 SUCCEED = """cudaSetDevice cudaGetLastError cudaPeekAtLastError cudaDeviceSynchronize cudaStreamSynchronize
     cudaStreamQuery cudaEventRecord cudaEventDestroy cudaEventQuery cudaStreamWaitEvent cudaFree

@@ -28,7 +28,8 @@ class BackendConfig(Section, prefix="backend."):
     # that it moves.
     compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The part that torch.compile turns into
     # kernels, each layer or the encoder as one graph; auto takes one of them on GPUs, in runs long enough to repay it.
-    cuda_graphs: bool = False  # Send the kernels of a compiled graph to a GPU in one call; it needs backend.compile.
+    cuda_graphs: bool | None = None  # Send a step's kernels to the GPU in one call; None does so on one rank, without
+    # --import, unless the precision is fp16, activations are recomputed, or a step waits for the GPU.
     compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
     # and for a run that starts again, as trusted as the code itself; None keeps them on this machine's own disk only.
     timeout_s: float | None = setting(None, above=0)  # The limit of a collective; None takes 600, on Trainium 7,200.
@@ -42,8 +43,8 @@ class BackendConfig(Section, prefix="backend."):
         )
         check_choice("backend.precision", self.precision, self.precisions())
         check(
-            self.compile != "none" or not self.cuda_graphs,
-            "backend.cuda_graphs=true is for compiled kernels; set backend.compile=layers or model",
+            not (self.activation_checkpointing and self.cuda_graphs),
+            "backend.cuda_graphs=true is not for backend.activation_checkpointing=true; leave one of them out",
         )
         check(
             self.compile in ("none", "auto") or self.name != "xla",

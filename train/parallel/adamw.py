@@ -15,6 +15,9 @@ def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> to
     import torch
 
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, **options)
+    optimizer._warned_capturable_if_run_uncaptured = (
+        True  # of backend.cuda_graphs: the first steps run before the recording
+    )
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     for group in optimizer.param_groups:
         if group["capturable"]:

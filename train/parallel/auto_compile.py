@@ -61,15 +61,16 @@ def all_can(can: bool, world: World) -> bool:
     return not blind
 
 
-def way_of(model: Network, work: Workload, *, machines: int) -> str:
+def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
     """Return the part of a model to compile: "model", its encoder as one graph, or "layers".
 
-    One graph saves the host most of its work, but returns all gradients at its end, so that no exchange between
-    machines overlaps with it. A shared layer has a gradient only then in any case.
+    `one_graph`: whether an encoder of small layers becomes one graph. That saves the host most of its work, but all
+    gradients appear at its end, so that no exchange between machines overlaps with it. It is of no use where a step is
+    a CUDA graph. A shared layer has its gradient at the end anyway.
     """
     is_shared = not model.separate_layers()
     is_small = work.tokens * model.network.config.hidden_size**2 < LEAST_LAYER_WORK
-    return "model" if model.encoder is not None and (is_shared or (is_small and machines == 1)) else "layers"
+    return "model" if model.encoder is not None and (is_shared or (is_small and one_graph)) else "layers"
 
 
 def seconds_of(way: str, model: Network) -> float:

@@ -58,6 +58,7 @@ class Backend(ABC):
     collects: bool = False  # for train.precompile: each graph runs once, and the returned numbers mean nothing
     continues_dropout: bool = True  # whether restored random numbers were seen to continue on the device
     lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
+    captures: bool = False  # whether a step of parallel=data is a CUDA graph
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step would be another graph

@@ -52,7 +52,7 @@ class TorchCompiler:
         `work`: the work by which backend.compile=auto decides.
         """
         self.compiles_with, self.work = compiles_with, work or Workload()
-        self.what, self.cuda_graphs = cfg.compile, cfg.cuda_graphs
+        self.what = cfg.compile
         self.facts, self.cache = facts, cache
         self.is_on = True  # until a first graph of backend.compile=auto fails
         self.is_trial = cfg.compile == AUTO  # until the first micro batch has shown that graphs can be compiled
@@ -68,13 +68,16 @@ class TorchCompiler:
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def compile(self, model: Any, *, machines: int = 1, norms: torch.dtype | None = None, widens: bool = False) -> None:
+    def compile(
+        self, model: Any, *, one_graph: bool = False, norms: torch.dtype | None = None, widens: bool = False
+    ) -> None:
         """Have the model's encoder, or each of its layers, compiled when it is first called with a shape.
 
-        `norms`: the type that norms return; `widens`: it is fp32 while products return 16 bits.
+        `one_graph`: whether backend.compile=auto may make one graph of an encoder to relieve the host; `norms`: the
+        dtype that norms return; `widens`: it is fp32 while products return 16 bits.
         """
         if self.what == AUTO:
-            self.what = way_of(model, self.work, machines=machines)
+            self.what = way_of(model, self.work, one_graph=one_graph)
             part = "the encoder as one graph" if self.what == "model" else "each layer"
             logger.info(
                 f"backend.compile=auto compiles {part} (backend.compile={self.what}): about "
@@ -83,7 +86,7 @@ class TorchCompiler:
             )
         if self.cache is not None:
             weights = {name: list(weight.shape) for name, weight in model.named_parameters()}
-            kind = {"compile": self.what, "cuda_graphs": self.cuda_graphs, "norms": str(norms)}
+            kind = {"compile": self.what, "norms": str(norms)}
             self.cache.load({**self.facts, **kind, "weights": weights})
         if self.what == "model":
             self.graphs_per_length += model.compile_encoder(self.optimised)
@@ -124,8 +127,7 @@ class TorchCompiler:
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile one graph; torch calls this for each."""
         self.compiled += 1
-        options = {"config_patches": {"triton.cudagraphs": True}} if self.cuda_graphs else {}
-        built: Callable[..., Any] = lookup_backend(self.compiles_with)(graph, inputs, **options)
+        built: Callable[..., Any] = lookup_backend(self.compiles_with)(graph, inputs)
         return built
 
     # ---- what it took ----------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
     if isinstance(cfg, DataParallelConfig) and cfg.shard_optimizer and backend.world.size > 1:
         check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
         return ShardedOptimizer(optim, backend, *args, **options)
+    if backend.captures:
+        from train.parallel.captured import Captured  # late: it imports this module
+
+        return Captured(optim, backend, *args, **options)
     return DataParallel(optim, backend, *args, **options)
 
 

@@ -28,7 +28,7 @@ from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
 from train.parallel.precision import AUTOCAST, norms_of, pick_precision
 from train.parallel.rendezvous import join
-from train.system import caches, machine, rank_setup
+from train.system import caches, imported, machine, rank_setup
 from train.system.console import without_stdout
 from train.system.folders import is_s3, local_path
 
@@ -72,7 +72,9 @@ class DDP(Backend):
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
         self.workload = work or Workload()
-        check(is_cuda or not cfg.cuda_graphs, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
+        self.captures = captures_steps(cfg, self.device, self.precision, world.size) and not collects
+        if self.captures:
+            self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
         if cfg.compile not in ("none", "auto") or (chooses and auto_compile.can_compile()):
             self.compiler = self.open_compiler(cfg, s3 or S3Config(), must_keep=collects)
@@ -130,7 +132,10 @@ class DDP(Backend):
             model.narrow_norms(self.norms)
         if self.compiler is not None:
             widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
-            self.compiler.compile(model, machines=self.world.num_machines, norms=self.norms, widens=widens)
+            if self.device.type == "cuda":
+                model.join_projections()
+            relieves = self.world.num_machines == 1 and not self.captures
+            self.compiler.compile(model, one_graph=relieves, norms=self.norms, widens=widens)
             self.compiler.expect(lengths)
             self.compiles = self.compiler.what
         if self.recomputes:
@@ -189,9 +194,16 @@ class DDP(Backend):
         self.scaler.unscale_(optimizer)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        self.update(optimizer, norm)
+        self.end_step()
+
+    def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, *, keeps_gradients: bool = False) -> None:
+        """Do the device's part of a step. Gradients are then freed, or zero at the same place in memory."""
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
         self.skips.see(norm, overflowed=self._rescale())
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not keeps_gradients)
+
+    def end_step(self) -> None:
         if self.compiler is not None:
             self.compiler.budget.check()
 
@@ -312,6 +324,18 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
         f"start torchrun with --nproc-per-node={count}",
     )
     return torch.device("cuda", local_rank)
+
+
+def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
+    """Return whether steps run as CUDA graphs, see `captured`. Raises InputError if cfg asks for it and they cannot."""
+    wanted = cfg.cuda_graphs is True
+    check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
+    check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true is for one rank, not {num_ranks}; leave it out")
+    is_scaled = precision == "fp16"
+    check(not (is_scaled and wanted), "backend.cuda_graphs=true is not for backend.precision=fp16; leave it out")
+    is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
+    # Numbers of Python that change from step to step would stay as they were recorded: users' code may have some.
+    return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
 
 
 def pci_address(device: torch.device) -> str | None:

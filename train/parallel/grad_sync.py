@@ -34,7 +34,8 @@ class GradSync:
 
     def begin(self, count: float) -> None:
         """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
-        self.count = torch.tensor([float(count)]).to(self.device)
+        # A blocking copy would wait for the previous step.
+        self.count = torch.tensor([float(count)]).to(self.device, non_blocking=True)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro batch, forward and backward. `is_last`: it is the last of this step."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def build(cfg: OptimConfig, groups: list[Group], _: dict[str, bool]) -> torch.optim.Optimizer:
+def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> torch.optim.Optimizer:
     """Return LAMB, without a trust ratio for biases and normalisation weights."""
     import torch
 
@@ -20,7 +20,8 @@ def build(cfg: OptimConfig, groups: list[Group], _: dict[str, bool]) -> torch.op
 
     groups = [{**group, "trust_ratio": group["params"][0].ndim >= 2} for group in groups]
     device = groups[0]["params"][0].device
-    if device.type not in ("cpu", CUDA):  # other devices compile a number into the update, once for each value
+    # Other devices compile a number into the update, once for each value; a CUDA graph would keep the first.
+    if device.type not in ("cpu", CUDA) or options.get("capturable"):
         groups = [{**group, "lr": torch.tensor([cfg.lr]).to(device)} for group in groups]
     optimizer = Lamb(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps)
     add_moments(optimizer, "exp_avg", "exp_avg_sq")

@@ -75,7 +75,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         value = lr * group["lr_factor"]
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].copy_(torch.tensor([value]))
+            group["lr"].copy_(torch.tensor([value]), non_blocking=group["lr"].is_cuda)
         else:
             group["lr"] = value
 

@@ -201,7 +201,8 @@ class PipelineSync(GradSync):
     def begin(self, count: float) -> None:
         # All ranks of a pipeline have the same rows. The count is float64, like the norms by which gradients are
         # clipped.
-        self.count = torch.tensor([count if self.counts else 0.0], dtype=torch.float64).to(self.device)
+        count = count if self.counts else 0.0
+        self.count = torch.tensor([count], dtype=torch.float64).to(self.device, non_blocking=True)
         self.adding = dist.all_reduce(self.count, async_op=True)
 
     @torch.no_grad()

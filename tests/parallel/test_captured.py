@@ -1,0 +1,158 @@
+"""Steps as CUDA graphs train as steps that are sent kernel by kernel. On a CPU a recording is replayed by a call.
+
+Like CUDA's, such a recording is of one function and one shape, and reads its inputs from the memory that it was
+recorded with.
+"""
+
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from finetuning import tuned
+from forks import DEVICE
+from rejections import rejects
+from run_results import assert_same_run, losses
+from running import train_config
+
+from train import loop
+from train.config import BackendConfig
+from train.parallel import captured, ddp
+from train.run.stopping import StopRequest
+from train.system import imported
+
+OFF = "backend.cuda_graphs=false"
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The functions that were recorded, with the shapes of their inputs."""
+    seen, record = [], captured.Graphs.record
+
+    def seeing(self, function, inputs):
+        seen.append((function.__name__, {name: tuple(value.shape) for name, value in inputs.items()}))
+        return record(self, function, inputs) if DEVICE == "cuda" else partial(function, inputs)
+
+    monkeypatch.setattr(captured.Graphs, "record", seeing)
+    if DEVICE != "cuda":
+        monkeypatch.setattr(ddp, "captures_steps", lambda cfg, *_: cfg.cuda_graphs is not False)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    return seen
+
+
+def train(folder, prepared, *settings):
+    loop.run(train_config(folder, prepared, "backend=ddp", *settings), StopRequest())
+    return folder
+
+
+def log(folder):
+    return (folder / "log" / "rank_0000.txt").read_text()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize(("micro", "functions"), [(8, ["_step"]), (2, ["_micro_batch", "_update"])])
+def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
+    recorded, prepared, tmp_path, optimizer, micro, functions
+):
+    settings = [f"micro_batch_size={micro}", f"optim={optimizer}"]
+    plain = train(tmp_path / "plain", prepared, *settings, OFF)
+    assert not recorded
+    run = train(tmp_path / "run", prepared, *settings)
+    assert [name for name, _ in recorded] == functions
+    assert_same_run(run, plain)
+    asked = StopRequest()
+    asked.ask("SIGTERM")
+    cfg = train_config(tmp_path / "cut", prepared, "backend=ddp", *settings)
+    loop.run(cfg, asked)
+    loop.run(cfg, StopRequest())
+    assert losses(tmp_path / "cut") == losses(run)
+
+
+def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folder, tmp_path):
+    rows = [(f"ba na {'ba ' * size}", label) for size in (2, 20) for label in ("good", "bad")] * 20
+    for part in ("train", "dev"):
+        (tmp_path / f"{part}.csv").write_text(
+            "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows])
+        )
+    settings = ["task=classify", "data=records", f"data.path={tmp_path}", "data.train=train.csv", "backend=ddp"]
+    settings += ["data.validation=dev.csv", "model.num_layers=1", "data.lengths=[16]", "seq_len=32", "max_steps=16"]
+    plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
+    run = tuned(tmp_path / "run", tokenizer_folder, *settings)
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    assert {shapes["input_ids"][1] for _, shapes in recorded} == {16, 32} and len(recorded) <= 3  # one without a mask
+
+
+def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_path, monkeypatch):
+    plain = train(tmp_path / "plain", prepared, OFF)
+    if DEVICE == "cuda":
+        reads = float
+    else:
+
+        def reads(_norm):
+            warnings.warn(captured.WAITS, stacklevel=1)
+
+    update = ddp.DDP.update
+    monkeypatch.setattr(
+        ddp.DDP, "update", lambda self, opt, norm, **rest: (reads(norm), update(self, opt, norm, **rest))
+    )
+    run = train(tmp_path / "run", prepared)
+    assert not recorded and losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    assert "steps are sent kernel by kernel, as they wait for the GPU at" in log(run)
+    assert "test_captured.py" in log(run)
+
+
+def test_a_recording_that_fails_costs_nothing_but_speed(recorded, prepared, tmp_path, monkeypatch):
+    plain = train(tmp_path / "plain", prepared, OFF)
+
+    def fails(self, function, inputs):
+        recorded.append(function.__name__)
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(captured.Graphs, "record", fails)
+    run = train(tmp_path / "run", prepared)
+    assert recorded == ["_step"] and losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    assert "cannot be recorded (RuntimeError: operation not permitted)" in log(run)
+
+
+def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkeypatch):
+    engines, init = [], captured.Captured.__init__
+
+    def kept(self, *args, **options):
+        init(self, *args, **options)
+        engines.append(self)
+
+    monkeypatch.setattr(captured.Captured, "__init__", kept)
+    train(tmp_path / "run", prepared)
+    (engine,) = engines
+    state = engine.state()
+    assert engine.graphs.recorded
+    engine.load(state["model"], state["optimizer"])
+    assert not engine.graphs.recorded
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "precision", "ranks", "captures"),
+    [
+        ({}, "cuda", "bf16", 1, True),
+        ({}, "cuda", "fp32", 1, True),
+        ({}, "cpu", "bf16", 1, False),
+        ({}, "cuda", "bf16", 2, False),
+        ({}, "cuda", "fp16", 1, False),
+        ({"activation_checkpointing": True}, "cuda", "bf16", 1, False),
+        ({"cuda_graphs": False}, "cuda", "bf16", 1, False),
+        ({"cuda_graphs": True}, "cpu", "bf16", 1, "needs a CUDA device"),
+        ({"cuda_graphs": True}, "cuda", "bf16", 2, "is for one rank, not 2"),
+        ({"cuda_graphs": True}, "cuda", "fp16", 1, "is not for backend.precision=fp16"),
+    ],
+)
+def test_who_captures(monkeypatch, settings, device, precision, ranks, captures):
+    asked = BackendConfig(**settings), torch.device(device), precision, ranks
+    if isinstance(captures, str):
+        rejects(captures, ddp.captures_steps, *asked)
+        return
+    assert ddp.captures_steps(*asked) is captures
+    monkeypatch.setitem(imported.IMPORTED, "focal.py", SimpleNamespace())  # numbers there may change from step to step
+    assert ddp.captures_steps(*asked) is False
+    assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16", 1)
