@@ -184,8 +184,19 @@ def time_text(run: Run, baseline: Run) -> str:
     if whole is None:
         return ""
     compiles = any(each.summary["compile_s"] for each in (run, baseline))
-    aside = f" ({factor(without)} without compiling)" if compiles and without is not None else ""
+    aside = f" ({factor(without)} without compiling{repaid_text(run, baseline)})" if compiles and without else ""
     return f" in {factor(whole)} times the billable time{aside}"
+
+
+def repaid_text(run: Run, baseline: Run) -> str:
+    """Return the number of steps after which faster steps have repaid the compiling; "" if they are not faster."""
+    ours, theirs = run.summary, baseline.summary
+    known = [each[key] for each in (ours, theirs) for key in ("train_s", "steps", "compile_s")]
+    if None in known or not all((ours["steps"], theirs["steps"])) or ours["examples"] != theirs["examples"]:
+        return ""
+    saved_s = theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]  # in each step
+    spent_s = ours["compile_s"] - theirs["compile_s"]
+    return f", which {spent_s / saved_s:,.0f} steps repaid" if saved_s > 0 and spent_s > 0 else ""
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
