@@ -1,4 +1,4 @@
-"""baretrain: the training side. Start at `train/loop.py`."""
+"""The training side of baretrain. Start reading at `train/loop.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __version__ = "0.1.0"
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report the error that ends the program."""
-    # One line is enough for Ctrl-C, even while torch is being imported, and for a missing package.
+    # Ctrl-C (even while torch is being imported) and a missing package get one line instead of a traceback.
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):
-        how = "use .venv/bin/python, or first `source .venv/bin/activate` (make setup makes it)"
+        how = "use .venv/bin/python, or first `source .venv/bin/activate` (make setup creates .venv)"
         print(f"error: {sys.executable} has no module {missing}: {how}", file=sys.stderr)
     elif not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
@@ -23,9 +23,9 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def begin() -> None:
-    """Prepare this process for a command, before torch is imported: its last words, and OpenMP threads that sleep soon.
+    """Prepare this process for a command before torch is imported: install `show`, and let idle OpenMP threads sleep.
 
-    Idle threads of GNU OpenMP spin 300,000 times by default and take the processors from others: two runs on two cores
+    Idle threads of GNU OpenMP spin 300,000 times by default and keep cores from other processes: two runs on two cores
     fell to a third of their speed (benchmarks/notes.md). https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     sys.excepthook = show
@@ -33,5 +33,5 @@ def begin() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-if sys.argv[:1] == ["-m"]:  # a command is about to begin: importing the package elsewhere changes nothing
+if sys.argv[:1] == ["-m"]:  # python -m is about to run a command; a plain import of the package changes nothing
     begin()

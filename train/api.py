@@ -1,7 +1,8 @@
 """The commands as functions, for notebooks and other programs: `from train import api`.
 
-Each call is a process of its own, which keeps signals, exits and torch's state to itself. Its output appears here
-as it comes. InputError is what the command rejects, in its one line; Failure is that it failed.
+Each call runs the command in a separate process, so that its signals, exits and torch state do not affect the caller.
+The command's output is printed here as it appears. A call raises InputError if the command rejects its input, and
+Failure if the command fails. The text of the error is the reason that the command printed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from train.system.imported import FLAG
 from train.system.outcome import read_outcome
 from train.system.torchrun import REJECTION
 
-LINES = 1000  # of what a process prints, among which the one is searched that says why it failed
+LINES = 1000  # the most lines of output to keep, in which the reason of a failure is looked for
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 
@@ -40,16 +41,16 @@ class Result:
     """A run that ended without a failure."""
 
     run_dir: str
-    outcome: str  # done, or stopped: then the same call resumes it
+    outcome: str  # "done" or "stopped"; the same call resumes a stopped run
     step: int
-    metrics: list[dict[str, float]]  # a row for each evaluation, for pandas.DataFrame(result.metrics)
+    metrics: list[dict[str, float]]  # one row per evaluation, for pandas.DataFrame(result.metrics)
     export: str | None  # the folder for from_pretrained; None if there is none
 
 
 def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = ()) -> Result:
-    """Train or resume a run, as `python -m train` with these settings, under torchrun if there are several ranks.
+    """Train or resume a run as `python -m train` does with these settings, under torchrun if `ranks` is above 1.
 
-    A KeyboardInterrupt, which is raised again, stops it with a checkpoint. `imports`: files for --import.
+    A KeyboardInterrupt stops the run with a checkpoint and is raised again. `imports` are files for --import.
     """
     arguments = [*flags(imports), *listed(settings)]
     cfg = composed("train", arguments)
@@ -58,7 +59,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
     before = read_outcome(folder)
     code, said = call("train", arguments, ranks=ranks)
     now = read_outcome(folder)
-    ended = now if now != before else {}  # torchrun has one exit code for a stop and for a failure
+    ended = now if now != before else {}  # torchrun's exit code is the same for a stop and a failure
     if code != DONE and ended.get("outcome") != "stopped":
         raise Failure(str(ended.get("reason") or said))
     evaluations = [
@@ -71,7 +72,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 
 def prepare(settings: Sequence[str]) -> str:
-    """Prepare a corpus, as `python -m train.prepare`. Returns the location of the shards, for data.path."""
+    """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
     done("train.prepare", listed(settings))
     return str(composed("train.prepare", settings)["output"])
 
@@ -83,9 +84,10 @@ def predict(
     options: Sequence[str] = (),
     imports: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return the answer of a run, a folder of transformers or a model of the Hub to each row, as `train.predict` does.
+    """Return a model's answer to each row, as `train.predict` does.
 
-    A row is a text, or holds its values by column; a path is that of a file of rows. `options`: further flags.
+    `model` is a run, a folder in the format of transformers, or a Hub id. A row is a text or a mapping from column to
+    value; `rows` may also be the path of a file. `options` are further flags.
     """
     if not isinstance(rows, Path) and not rows:
         return []
@@ -122,13 +124,13 @@ def flags(imports: Sequence[str]) -> list[str]:
 
 
 def listed(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values. Raises InputError if they are one text, whose letters would each be a value."""
+    """Return the values. Raises InputError if they are a single string, whose letters would each become a value."""
     check(not isinstance(values, str), f"{values!r} must be a list of texts, such as [{values!r}]")
     return values
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return all settings of a command."""
+    """Return all settings of a command with these arguments."""
     command = [sys.executable, "-m", module, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -145,7 +147,7 @@ def done(module: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
 
 
 def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
-    """Run a command and show what it prints. Returns its exit code and, in a line, why it failed."""
+    """Run a command and print its output. Returns its exit code and a line that says why it failed."""
     with TemporaryDirectory() as logs:
         torchrun = ["-m", "train.system.local_torchrun", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
         command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", module, *arguments]
@@ -155,20 +157,20 @@ def call(module: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str
         try:
             show(process, said)
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)  # a notebook's kernel alone may have got it
+            process.send_signal(signal.SIGINT)  # an interrupted notebook signals only its kernel
             show(process, said)
             raise
         finally:
             if process.poll() is None:
                 process.terminate()
             process.wait()
-        for path in Path(logs).rglob(REJECTION):  # torchrun's own exit code is 1 whatever came
+        for path in Path(logs).rglob(REJECTION):  # torchrun returns 1 for every failure
             judged(REJECTED, path.read_text(errors="replace"))
         return process.returncode, judged(process.returncode, "".join(said))
 
 
 def show(process: subprocess.Popen[bytes], said: deque[str]) -> None:
-    """Print the lines of a process until it ends, and keep the last ones."""
+    """Print the lines of a process until it ends, and append them to `said`."""
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line.decode(errors="replace"))
@@ -176,7 +178,7 @@ def show(process: subprocess.Popen[bytes], said: deque[str]) -> None:
 
 
 def judged(code: int, said: str) -> str:
-    """Return the last line in which a command said what is wrong. Raises InputError with it if it was rejected."""
+    """Return the last error line of a command's output. Raises InputError with this line if `code` is REJECTED."""
     errors = re.findall(r"^error: (.*)$", said, re.M)
     reason = (errors or said.strip().splitlines() or [f"exit code {code}"])[-1]
     if code == REJECTED:

@@ -13,29 +13,29 @@ import sys
 import train
 
 COMMANDS = {
-    "train": "one training run; ranks: torchrun --standalone --no-python --nproc-per-node=N baretrain train ...",
-    "prepare": "a corpus becomes shards to pretrain on",
-    "records": "what labelled examples are: classes, lengths, bad rows",
-    "shards": "look into prepared shards, and verify them",
-    "convert": "packed sequences of others to shards",
-    "report": "one page on one run or more",
+    "train": "train a model; on N ranks: torchrun --standalone --no-python --nproc-per-node=N baretrain train ...",
+    "prepare": "turn a corpus into shards for pretraining",
+    "records": "describe labelled examples: classes, lengths, bad rows",
+    "shards": "show or verify prepared shards",
+    "convert": "convert sequences that other tools have packed to shards",
+    "report": "write a page about one or more runs",
     "compare": "run variants of an experiment and compare them",
-    "bench": "how fast a run would be here",
+    "bench": "measure how fast a run would be on this machine",
     "precompile": "compile the graphs of a run before it starts",
-    "doctor": "is this machine fit to train?",
-    "checkpoints": "list, verify, prune, export the checkpoints of a run",
-    "evaluate": "metrics of a run or another model on labelled rows, on any number of ranks",
-    "predict": "ask the model of a run",
-    "hub": "push a run to the Hugging Face hub",
+    "doctor": "check whether this machine can train",
+    "checkpoints": "list, verify, prune or export the checkpoints of a run",
+    "evaluate": "compute the metrics of a run or another model on labelled rows, on any number of ranks",
+    "predict": "apply the model of a run to new rows",
+    "hub": "push a run to the Hugging Face Hub",
     "launch": "plan and start runs on Slurm, EC2 or this machine",
     "ami": "build machine images",
-    "settings": "every setting of every command, with its default and meaning",
+    "settings": "print every setting of every command, with its default and meaning",
 }
 PACKAGES = ("train", "launch", "ami")
 
 
 def main() -> int:
-    """Run the command that the first argument names; its --help says more."""
+    """Run the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name == "--version":
         print(f"baretrain {train.__version__}")
@@ -46,10 +46,10 @@ def main() -> int:
         print("\nbaretrain COMMAND --help says more. python -m train.COMMAND is the same.")
         return 0
     if name not in COMMANDS:
-        print(f"error: there is no command {name}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: there is no command {name}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     train.begin()
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # for Python processes that are started: no module of this folder
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Python in child processes imports nothing from this folder
     module = name if name in PACKAGES else f"train.{name}"
     sys.argv[:2] = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

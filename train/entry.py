@@ -1,4 +1,4 @@
-"""The way from the command line of `python -m train` to the exit code: settings, training, the end of torchrun."""
+"""The entry point of `python -m train`, from the command line to the exit code and the end of torchrun."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ USED += ("data.num_workers", "export", "s3.endpoint")
 
 
 def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool = False) -> int:
-    """Run as the command line says; `collects`: only run each graph once. Returns the exit code."""
+    """Run the command line and return the exit code. With `collects`, run each graph only once."""
     parser = cli.settings_parser(
         "train",
         TrainConfig,
-        "Train a model: one run, alone or as one rank of torchrun. The same command resumes it where it stopped.",
+        "Train a model, alone or as one rank of torchrun. The same command resumes a run where it stopped.",
         examples=(
             "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
             "torchrun --standalone --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
@@ -52,24 +52,25 @@ def run_command_line(arguments: Sequence[str] | None = None, *, collects: bool =
 
 
 def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
-    """Train until the run ends or fails. Returns the exit code; InputErrors pass to the command line."""
+    """Train until the run ends or fails, and return the exit code. Does not catch InputError."""
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
-        if is_first("over"):  # the others do not end torchrun before the line is printed
-            print(f"not started again: it {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
+        if is_first("over"):  # only the rank that prints the line ends torchrun
+            print(f"not started again: outcome {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
             end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
-        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # torch takes seconds to import
+        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # before torch, which takes seconds to import
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # until `loop.run` has imported the task
-    # transformers imports accelerate if it finds it, and accelerate torch_xla, unless this variable forbids it: that
-    # takes two seconds for nothing, and comes before the backend has set the variables that torch_xla reads.
+    # Without this variable transformers imports accelerate, if installed, and accelerate imports torch_xla. That wastes
+    # two seconds, and happens before the backend has set the variables that torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with StopRequest() as stop:
-        # Late: importing torch takes seconds, and rejections come before. `loop.run` obeys a signal of that time.
+        # Imported late: torch takes seconds, and wrong settings have been rejected by now. `loop.run` obeys a signal
+        # that arrives during the import.
         from train import loop
         from train.parallel.ranks import AGREED
         from train.run.attempt import ENDS, kind_of
@@ -91,7 +92,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
             if not may_continue(kind_of(error), ""):
                 end_torchrun()
             if launch.world_size > 1 and not is_agreed:
-                leave_at_once(cli.FAILED)  # waiting for the others could hang; torchrun ends them
+                leave_at_once(cli.FAILED)  # waiting for the other ranks could hang; torchrun ends them
             return cli.FAILED
     if reason in ENDS:
         flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []

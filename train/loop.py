@@ -1,4 +1,4 @@
-"""The training loop. It works through three interfaces, task, backend and engine, and never asks which they are."""
+"""The training loop. It uses task, backend and engine through their interfaces only, and never asks for their type."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
 OnLine = Callable[[Recorder, str, dict[str, Any]], None]
-MOST_NAMED = 3  # ranks named that were asked to stop
+MOST_NAMED = 3  # the most ranks that the log names as asked to stop
 
 
 def run(
@@ -50,18 +50,18 @@ def run(
 ) -> tuple[str, int]:
     """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
 
-    Everything that can be rejected is rejected before a device opens. Returns why it ended (done, early_stop or the
-    request to stop) and the step.
+    Settings and data are checked before a device opens. Returns why the run ended ("done", "early_stop" or the request
+    to stop) and the step.
 
-    For a measurement, which saves nothing, `on_line` takes the lines instead of metrics.jsonl: the recorder, the kind
-    and the fields of each, the first of kind "start". With `collects` each graph runs once for train.precompile: no
-    number is checked, and nothing is saved.
+    A measurement passes `on_line`, which gets each line instead of metrics.jsonl: the recorder, the line's kind and its
+    fields. The first line has the kind "start". With `collects`, each graph runs once for train.precompile, and numbers
+    are not checked. In both cases nothing is saved.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         check_attention(cfg)
         if cfg.hub.push_to is not None:
-            from train.observe.push import check_push  # late: only some runs need the report, which the card is made of
+            from train.observe.push import check_push  # late: imports the report's code, which few runs need
 
             check_push(cfg)
         saves = on_line is None and not collects
@@ -71,7 +71,7 @@ def run(
         check_layers(cfg)
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id, task.lengths)
-    search_as_usual()  # all is imported
+    search_as_usual()  # all modules are imported
     folder = RunFolder(cfg.run_dir, cfg.s3, ttl_s=cfg.lease.ttl_s)
     with begin(Attempt(cfg, plan, task, folder, identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
@@ -84,7 +84,7 @@ def run(
         try:
             reason, step = fit(attempt, backend, on_line)
         except AGREED as error:
-            failure = error.with_traceback(None)  # the traceback holds the model
+            failure = error.with_traceback(None)  # the traceback keeps the model alive
         backend.close()  # the objects of `fit` have been freed
         if failure is not None:
             raise failure
@@ -93,11 +93,11 @@ def run(
 
 
 def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str, int]:
-    """Build the objects of the loop, resume from the newest checkpoint, train, export. Returns as `run` does."""
+    """Build model and engine, resume from the newest checkpoint, train and export. Returns what `run` returns."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
     if cfg.data.verify:
-        world.run_on_local_rank0(task.verify_data)  # without a heartbeat: a hang is ended
+        world.run_on_local_rank0(task.verify_data)  # no heartbeats: the watchdog ends a hang
     world.agree(lambda: check_same_code(world.gather(imported.identity())))
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
@@ -121,23 +121,23 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         is_first_on_machine=world.local_rank == 0,
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
-    flops = cache(partial(task.flops_per_example, model))  # counting layers takes as long as sending some kernels
-    with data.prefetcher or nullcontext():  # until the samples of the export have been read
+    flops = cache(partial(task.flops_per_example, model))  # cached: counting takes as long as launching a few kernels
+    with data.prefetcher or nullcontext():  # the export still reads samples through it
         with (
             monitor,
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
             checkpoints.saving(metrics),
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            if metrics.progress.step == 0:  # stopped before its baseline was evaluated, which the next start owes
+            if metrics.progress.step == 0:  # stopped before the baseline evaluation, which the checkpoint says is due
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
-            has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not again after a finished run
+            has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # false for a finished run
             if has_measured and not backend.collects:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         if reason in ENDS:
             checkpoints.remove_leftovers()
-        watch.phase("export", is_start=True)  # the others wait for rank 0
+        watch.phase("export", is_start=True)  # the other ranks wait for rank 0
         if cfg.export and reason in ENDS:
             engine.gather_full_model()
             world.run_on_rank0(lambda: export(attempt, checkpoints, model), watch.heartbeat)
@@ -152,17 +152,17 @@ def train(
     metrics: Recorder,
     checkpoints: CheckpointManager,
 ) -> str:
-    """Train until the last step, an early stop, or a request to stop. Returns which one it was, the same on all ranks.
+    """Train until the last step, an early stop or a request to stop. Returns the reason, the same on all ranks.
 
-    A step's batches are drawn, and the votes on it are cast, a step ahead: no rank waits for one that cannot continue.
+    Ranks draw a step's batches and vote on the step one step ahead. So no rank waits for a rank that cannot continue.
     """
     cfg, plan, watch, votes = attempt.cfg, attempt.plan, attempt.watch, Votes(backend.world, attempt.stop)
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if progress.owes_evaluation:  # it was stopped; the checkpoint of this step records that it is due
+        if progress.owes_evaluation:  # stopped meanwhile; the checkpoint of this step says that it is due
             return who_asked(attempt, votes)
-        if is_over(attempt, progress):  # otherwise the next start would evaluate once more
+        if is_over(attempt, progress):  # without this checkpoint the next start would evaluate again
             checkpoints.save(score, is_last=True)
     batches = [] if is_over(attempt, progress) else draw_first(attempt, data, metrics, votes)
     while not is_over(attempt, progress):
@@ -173,7 +173,7 @@ def train(
         following, failure = ([], None) if is_last else data.draw()
         metrics.data_ready()
         checkpoints.report()
-        votes.cast(failure or checkpoints.failure)  # on the step after this one
+        votes.cast(failure or checkpoints.failure)  # whether to continue after this step
 
         seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
         watch.phase("step", step=progress.step, is_start=metrics.is_first or metrics.is_new(seq_len))
@@ -183,7 +183,7 @@ def train(
             watch.heartbeat()
             engine.forward_backward(batch, is_last=number == len(batches))
         grad_norm = engine.reduce_and_clip()  # on the device, like the losses
-        engine.optimizer_step(grad_norm)  # changes nothing unless the norm is finite
+        engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
 
         watch.phase("agree", step=progress.step, is_start=metrics.is_first)
         vote = votes.count()
@@ -211,7 +211,7 @@ def num_lengths(task: Task) -> int:
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
-    """Return the facts by which backend.compile=auto decides. A part of a run counts as a long one."""
+    """Return the work by which backend.compile=auto decides. Unless `is_whole`, a run counts as unlimited."""
     if not isinstance(cfg.parallel, DataParallelConfig):
         return Workload()
     passes = plan.total_steps * plan.accumulation // num_lengths(task)
@@ -219,7 +219,7 @@ def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Wor
 
 
 def draw_first(attempt: Attempt, data: TrainData, metrics: Recorder, votes: Votes) -> list[Batch]:
-    """Draw and vote on the micro batches of a step that were not drawn ahead."""
+    """Draw the micro batches of a step that were not drawn one step ahead, and vote on the step."""
     attempt.watch.phase("data", step=metrics.progress.step, is_start=True)
     began_s = time.perf_counter()
     batches, failure = data.draw()
@@ -243,7 +243,7 @@ def due(step: int, every: int | None, total: int) -> bool:
 
 
 def who_asked(attempt: Attempt, votes: Votes) -> str:
-    """Return why the run stops, the same on all ranks; the log names the ranks that were asked."""
+    """Return why the run stops, the same on all ranks, and log the ranks that were asked to stop."""
     asked = votes.reasons()
     attempt.asked = "; ".join(f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED])
     attempt.kind = asked[0][2]
@@ -291,7 +291,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
     if left := task.train_rows % plan.global_batch_size:
         logger.info(
             f"an epoch is {plan.steps_per_epoch:,} steps: {left:,} of {task.train_rows:,} rows do not fill a batch and "
-            "are left out of it, others in the next epoch"
+            "are left out; each epoch leaves out different rows"
         )
     if memory is not None:
         logger.info(memory)
@@ -300,8 +300,8 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
 def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | None:
     """Return a note on the memory that a rank needs; None for a model whose sizes are unknown.
 
-    Raises InputError if the ranks of this machine, whose device it is, cannot have it: at least the estimate without
-    the parts that only CPUs keep.
+    If the device is the CPU, raises InputError if this machine has less memory than its ranks need. The need is
+    estimated without the parts that only a CPU keeps (see `on_cpu`).
     """
     cfg, plan, seq_len, num_ranks = attempt.cfg, attempt.plan, attempt.task.seq_len, backend.world.local_size
     if (shape := shape_of_model(model)) is None:
@@ -327,8 +327,8 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
 
 def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
-    """Export weights and tokenizer for transformers, samples of answers, and the card; to the Hub, if asked for."""
-    from train.observe import card  # late: the report is not a part of a run
+    """Export weights and tokenizer for transformers, samples and the model card. Push them to the Hub if asked to."""
+    from train.observe import card  # late: imports the report's code, which training does not need
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
     step = checkpoints.restore_best() if cfg.best.export else checkpoints.recorder.progress.step

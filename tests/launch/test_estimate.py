@@ -229,7 +229,7 @@ def test_a_folder_that_is_no_run_is_rejected(tmp_path):
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
     rejects("the size of its model is unknown", read_calibration, where, S3Config())
     (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")
-    rejects("nothing in a run's file is looked up", read_calibration, where, S3Config())
+    rejects("references in a run's file are not resolved", read_calibration, where, S3Config())
 
 
 FIELDS = st.sampled_from(["examples", "train_s", "tokens", "world_size", "precision", "backend", "kind", "attempt"])

@@ -290,7 +290,7 @@ def test_nothing_in_the_configuration_of_a_run_is_looked_up(tmp_path, monkeypatc
     assert checkpoints.main([str(run), "export", str(tmp_path / "out")]) == 2
     assert predict.main([str(run), "--text", "x"]) == 2
     errors = capsys.readouterr().err
-    assert errors.count("nothing in a run's file is looked up") == 2 and "hf_secret" not in errors
+    assert errors.count("references in a run's file are not resolved") == 2 and "hf_secret" not in errors
 
 
 def test_the_configuration_of_a_run_decides_on_no_server_and_no_place_to_write_to(tmp_path):

@@ -130,8 +130,8 @@ def test_by_default_lengths_keep_padding_low_or_are_few_graphs(make, monkeypatch
     assert padding_share(rows, task.lengths) < max(0.1, padding_share(rows, every) + 0.02)
     assert padding_share(rows, [*shorter[1:], task.lengths[-1]]) > 0.1  # none is superfluous
     lengths = ", ".join(map(str, shorter))
-    said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto), of which in training "
-    assert task.summary() == f"{said}{padding_share(rows, task.lengths):.1%} are padding"
+    said = f"batches of {lengths} or {task.lengths[-1]} tokens (data.lengths=auto); in training "
+    assert task.summary() == f"{said}{padding_share(rows, task.lengths):.1%} of the tokens are padding"
 
 
 def test_what_lies_behind_the_end_is_said(make):

@@ -146,4 +146,4 @@ def test_a_run_is_whole_without_its_samples(run_dir, prepared, capsys, monkeypat
     monkeypatch.setattr(samples, "write", fail)
     train_here(run_dir, prepared, "max_steps=7")
     assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "done"
-    assert "no samples of the model's answers are written" in capsys.readouterr().err
+    assert "could not write samples of the model's answers" in capsys.readouterr().err

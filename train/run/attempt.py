@@ -31,7 +31,7 @@ from train.tasks import Task
 
 logger = logging.getLogger("train")
 KILLED_LOADER = "killed by signal: Killed"
-FULL_SHARED_MEMORY = "killed by signal: Bus error"  # of a loader that touched a missing page of /dev/shm
+FULL_SHARED_MEMORY = "killed by signal: Bus error"  # a loader touched a page that a full /dev/shm lacks
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
@@ -50,7 +50,7 @@ KINDS: dict[type[BaseException], str] = {
 
 @dataclass
 class Attempt:
-    """The parts and the state of one attempt."""
+    """The parts and the state of an attempt."""
 
     cfg: TrainConfig
     plan: Plan
@@ -58,20 +58,20 @@ class Attempt:
     folder: RunFolder
     identity: dict[str, Any]
     stop: StopRequest
-    saves: bool = True  # if not, the ranks may have separate run folders
+    saves: bool = True  # False: nothing is saved, and the ranks may have separate run folders
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
-    checkpoint: int | None = None  # the newest that is committed, on rank 0
+    checkpoint: int | None = None  # the step of the newest committed checkpoint, on rank 0
     asked: str = ""  # the requests to stop, with their ranks
-    kind: str = ""  # kind of the first of them
+    kind: str = ""  # the kind of the first request
     is_described: bool = False  # whether the run has described itself in its folder
 
     def __post_init__(self) -> None:
         self.watch = Watchdog(self.cfg.watchdog, self.folder)
 
     def joined(self, world: World) -> None:
-        """Exchange facts between ranks; every rank calls it."""
-        # Rank 0 tells who owns the folder and how the last attempt ended, and the ranks of this machine their
-        # processes.
+        """Exchange facts between ranks. Every rank must call this."""
+        # Rank 0 sends the owner of the folder and the outcome of the last attempt. The ranks of a machine send each
+        # other their process ids, for the watchdog.
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
         everyone = world.all_gather_object((self.folder.previous, self.folder.ownership.owner or "", here))
@@ -80,10 +80,10 @@ class Attempt:
             self.folder.ownership.follow(owner if self.saves else "")
         first = world.rank - world.local_rank
         peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise in other containers perhaps
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # otherwise they may be in other containers
 
     def sees_owner(self) -> bool:
-        """Return whether this rank sees the lease of rank 0, as it does if they share the folder."""
+        """Return whether this rank sees the lease of rank 0, which it does if they share the folder."""
         try:
             self.folder.ownership.check()
         except LeaseLost:
@@ -95,16 +95,16 @@ class Attempt:
 
 
 def started_ago_s() -> float:
-    """Return the age of the command that started the run: torchrun's, since its restarts belong to one start."""
+    """Return the age in seconds of this process, or of its torchrun, whose restarts all belong to one start."""
     return age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
 @contextmanager
 def begin(attempt: Attempt) -> Iterator[Attempt]:
-    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does.
+    """Take the run folder, start the watchdog and the notices, and record the failure if the attempt fails.
 
-    A start that is rejected before the run has described itself leaves nothing. Raises InputError if another job has
-    the folder.
+    An attempt that is rejected before the run has described itself leaves no files. Raises InputError if another job
+    owns the folder.
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
@@ -128,7 +128,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
                 folder.take_back()
                 folder.ownership.is_withdrawn = True
                 raise
-            if kind in OUT_OF_MEMORY:  # not a mistake of the program: one line says what to change
+            if kind in OUT_OF_MEMORY:  # not a bug: one line says which settings to change
                 memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
                 record_failure(memory, attempt)
                 raise memory from error
@@ -137,7 +137,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
 
 
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
-    """Record that the run did not fail; all ranks call it. Raises LeaseLost if another job has the folder."""
+    """Record that the run did not fail. All ranks call this. Raises LeaseLost if another job has taken the folder."""
     folder = attempt.folder
     folder.ownership.check()
     folder.exit_file(reason, step)
@@ -149,16 +149,16 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
         folder.outcome(outcome, is_of_all=True)
         if attempt.has_stop_file():
             with suppress(NotPermitted):
-                folder.folder.remove(STOP_FILE)  # it was obeyed: the same command resumes the run
+                folder.folder.remove(STOP_FILE)  # obeyed; left here, it would stop the next start too
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
-    """Record that the run failed. Of several ranks, the outcome of the one that failed first is kept."""
+    """Record that the run failed. If several ranks fail, the outcome of the first is kept."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
     ownership = attempt.folder.ownership
-    if isinstance(error, LeaseLost):  # perhaps another rank has lost it
+    if isinstance(error, LeaseLost):  # another rank may have noticed it
         ownership.lost = ownership.lost or str(error)
-    if ownership.lost or ownership.owner is None:  # the folder is another job's, or may be
+    if ownership.lost or ownership.owner is None:  # another job owns the folder, or may own it
         return
     if kind == "refused":
         outcome, reason = "refused", f"rejected: {error}"
@@ -175,7 +175,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
 
 
 class OutOfMemory(Failure):
-    """An error for lack of memory, with the settings to lower; `kind` names the memory."""
+    """A failure for lack of memory. Its text names the settings to lower, its `kind` the memory that ran out."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -183,7 +183,7 @@ class OutOfMemory(Failure):
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the short name of a failure, by which launchers judge it."""
+    """Return the short name of a failure, by which launchers decide whether to start the run again."""
     if isinstance(error, OutOfMemory):
         return error.kind
     kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
@@ -198,7 +198,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
-    """Return the reason of a failure for lack of memory, with the peak and the settings to lower."""
+    """Return the reason of a failure for lack of memory, with the peak memory and the settings to lower."""
     first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
     if kind == "out_of_shared_memory":
         return f"out of shared memory: {first_line.partition('. ')[0]}: /dev/shm is full; {LARGER}"

@@ -1,4 +1,4 @@
-"""The use of checkpoints by a run: it resumes from the newest, saves, rolls back to one, and exports the best."""
+"""The checkpoints of a run, which resumes from the newest, saves, rolls back, and exports the best."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from train.run.attempt import Attempt
 
 logger = logging.getLogger("train")
-PATIENCE_S = 300.0  # the time in which the last save is retried while S3 does not answer
-MAX_ROLLBACKS = 2  # the run ends the next time: other data has not helped twice
+PATIENCE_S = 300.0  # seconds for which the last save is retried while S3 does not answer
+MAX_ROLLBACKS = 2  # instead of a third rollback the run fails, since other data has not helped twice
 
 
 class CheckpointManager:
-    """The checkpoints of one attempt. All ranks call `resume`, then the others inside `saving`, at the same steps."""
+    """The checkpoints of an attempt. All ranks call `resume`, then other methods inside `saving`, at the same steps."""
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
         self.attempt, self.backend, self.engine = attempt, backend, engine
@@ -46,10 +46,10 @@ class CheckpointManager:
     # ---- before the loop -----------------------------------------------------------------------------------------
 
     def resume(self) -> Progress:
-        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if any; return the progress.
+        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if any. Returns the progress.
 
-        Leftovers of killed attempts are removed first. Raises NoneValid on all ranks if the metrics name a checkpoint
-        and there is none.
+        Files that killed attempts left are removed first. Raises NoneValid on all ranks if there is no checkpoint, but
+        metrics.jsonl says that one was saved.
         """
 
         def tidy() -> None:
@@ -84,8 +84,8 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
-        """Continue the metrics where the checkpoint left them, and save concurrently with the block."""
-        # A pending save is waited for at its end, unless the run has to leave immediately.
+        """Continue the metrics where the checkpoint left them, and run a thread that saves during the block."""
+        # The end of the block waits for a pending save, unless a second signal ends the run (SystemExit).
         self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
         world_size, name, fence = self.world.size, self.backend.name, ownership.number
         draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
@@ -112,14 +112,14 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Restore each rank's sums; if the number of ranks has changed, rank 0 takes all of them."""
-        # Rank 0 always takes labels and tokens, which are saved as sums over the ranks.
+        """Restore each rank's sums for the next metrics line. If the rank count has changed, rank 0 takes the total."""
+        # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always takes them.
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
             sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
         own = ranks[rank]
-        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # it was saved with skipped steps
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # the sums include skipped steps
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
@@ -136,7 +136,7 @@ class CheckpointManager:
         return self.saver.failure or self.attempt.folder.ownership.failure
 
     def report(self) -> None:
-        """Report saves that have ended and, once the first step is done, the cost of a fault."""
+        """Report saves that have ended and, after the first step, the cost of the fault that ended the last attempt."""
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
             since_s = time.time() - self.lost.last_sign_unix_s
@@ -154,17 +154,18 @@ class CheckpointManager:
         return saves
 
     def is_due(self) -> bool:
-        """Return whether to save after this step, which is not the last."""
-        # The first step after a rollback is saved too, to keep the rollback and the new position in the data.
+        """Return whether to save after this step. The last step is saved without asking."""
+        # The first step after a rollback is saved too, so that a restart knows the rollback and the data's position.
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
         return progress.step % cfg.every == 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
-        """Begin to save this step. `metric` is the score of its evaluation, if there was one.
+        """Start to save this step. `metric` is the score of its evaluation, or None without one.
 
-        The last save waits for the previous one, and so does that of the best evaluation if it will be exported.
+        If the previous save is slow, the step may be left out. The last step, and the best one if it will be exported,
+        wait for the previous save instead.
         """
         progress, window = self.recorder.progress, self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
@@ -180,10 +181,10 @@ class CheckpointManager:
             self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
 
     def roll_back(self) -> Progress:
-        """Restore weights, optimizer and step of the newest checkpoint; the data continues from its present position.
+        """Restore weights, optimizer and step of the newest checkpoint. The data continues at its current position.
 
-        If the last rollback was to that checkpoint, the previous one is taken. Raises FloatingPointError if there is no
-        checkpoint, or this happened too often.
+        If the last rollback was to the same checkpoint, the one before it is taken. Raises FloatingPointError if there
+        is no checkpoint, or after MAX_ROLLBACKS rollbacks.
         """
         now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
@@ -225,15 +226,14 @@ class CheckpointManager:
     def finish(self) -> None:
         """Wait until the last save is committed.
 
-        Raises SavesFail on all ranks if it failed, and LeaseLost if the run folder was lost since the votes were last
-        counted.
+        Raises SavesFail on all ranks if this save failed, and LeaseLost if the run folder was lost after the last vote.
         """
         self.saver.wait(self.on_wait)
         lost = self.attempt.folder.ownership.failure
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
         failure = None
-        for saved in self._report_saves()[-1:]:  # earlier ones were only alarms
+        for saved in self._report_saves()[-1:]:  # failures of earlier saves were reported as alarms
             if saved.failure is not None and not saved.num_bytes:
                 failure = f"saving step {saved.step}: {saved.failure}; {self.saver.newest_text}"
         failure = self.world.broadcast(failure)
@@ -241,7 +241,7 @@ class CheckpointManager:
             raise SavesFail(failure)
 
     def facts(self) -> dict[str, Any]:
-        """Return fields of the summary, on rank 0: the cost of saves and faults, and how often to save."""
+        """Return fields of the summary (none unless rank 0): the cost of saves and faults, and how often to save."""
         stalls_s = self.saver.stalls_s
         if self.world.rank != 0 or not stalls_s:
             return {}
@@ -255,21 +255,21 @@ class CheckpointManager:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove leftovers of earlier owners' saves, also of one that may only be silent."""
-        # Once the run is done no other attempt does, and no step of theirs comes after the last one.
+        """Remove files of unfinished saves by earlier owners, even by an owner that may still be alive."""
+        # The run is done: no later attempt would remove them, and no earlier owner can save a later step.
         if self.world.rank == 0:
             try:
                 self.attempt.folder.ownership.check()
                 self.store.remove_uncommitted(range(self.attempt.folder.ownership.number))
             except NotPermitted:
-                pass  # the start has reported this
+                pass  # reported at the start
             except (InputError, Failure) as error:
-                logger.warning("files of unfinished saves stay in %s: %s", self.store.location, error)
+                logger.warning("could not remove the files of unfinished saves in %s: %s", self.store.location, error)
 
     def restore_best(self) -> int:
-        """Give the model of rank 0 the weights of the best evaluation, once training has ended; return their step.
+        """Load the weights of the best evaluation into rank 0's model after training, and return their step.
 
-        If these were not saved or are damaged, the best checkpoint among the others is taken.
+        If they were not saved or are damaged, the best of the other checkpoints is loaded.
         """
         progress, manifests = self.recorder.progress, self.store.look_at_all()[0]
         while (step := best(manifests)) is not None:
@@ -289,7 +289,7 @@ class CheckpointManager:
                 weights, own = read_weights(path, manifests[step]), self.engine.model.state_dict()
                 if own.keys() != weights.keys():
                     raise LookupError(f"weights with different names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
-                for name, value in own.items():  # an engine may have hooks on `load_state_dict`
+                for name, value in own.items():  # not by load_state_dict: an engine may have hooks on it
                     value.copy_(weights[name])
             self.store.release(path)
             return step
@@ -297,6 +297,6 @@ class CheckpointManager:
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
-    """Return how long the last save is retried: at most the time that this attempt may take."""
+    """Return the seconds for which the last save is retried: PATIENCE_S, or what max_run_s leaves if that is less."""
     left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
     return max(0.0, min(PATIENCE_S, left_s))

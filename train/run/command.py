@@ -1,4 +1,4 @@
-"""Parts that all commands share: exit codes, flags with --help and --version, one-line errors. No Hydra, no torch."""
+"""Parts that all commands share: exit codes, flags, one-line errors. This module imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REJECTED: 
 
 
 class Once(argparse.Action):
-    """A flag that has one value. argparse itself keeps the last of several and says nothing."""
+    """A flag that may be given once. argparse alone silently keeps the last of several values."""
 
     is_given = False
 
@@ -39,7 +39,7 @@ class Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command's flags, which cannot be abbreviated; it raises InputError if they are wrong."""
+    """The parser of a command's flags, which cannot be abbreviated. It raises InputError if a flag is wrong."""
 
     def __init__(self, *, details: Callable[[], str] | None = None, **options: Any) -> None:
         """Make a parser; `details` returns the last part of --help."""
@@ -58,11 +58,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_flag(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return a function that reads a flag's number by the rules of settings."""
+    """Return a function that parses a flag's number by the same rules as a setting's."""
 
     def read(text: str) -> float:
-        value = kind(text)  # `kind` would also read the digits of other alphabets
-        if not text.isascii() or not abs(value) < LARGEST:  # NaN is below nothing
+        value = kind(text)  # `kind` also accepts digits of other alphabets
+        if not text.isascii() or not abs(value) < LARGEST:  # rejects NaN too
             raise argparse.ArgumentTypeError(f"{text} must be a finite number in the digits 0 to 9, below 2^63")
         return value
 
@@ -78,11 +78,10 @@ def command_parser(
     settings: Callable[[], str] | None = None,
     imports: bool = False,
 ) -> Parser:
-    """Make a parser whose --help has the purpose, examples, flags, `settings` and exit codes.
+    """Make a parser whose --help shows the purpose, examples, flags, settings and exit codes.
 
-    With `imports` it has the flag --import.
-
-    An example holds the arguments of the command, or a whole command line that begins with torchrun.
+    An example is the arguments of the command, or a whole command line that begins with torchrun. `settings` returns
+    the help on settings. With `imports` the parser has the flag --import.
     """
     prog = f"python -m {name}"
     shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
@@ -101,25 +100,25 @@ def command_parser(
 
 
 class Import(argparse.Action):
-    """The flag --import, which acts when it is read: options and further flags may be of the file that it names."""
+    """The flag --import. It imports the file as soon as it is parsed, since the file may define what is given later."""
 
     def __call__(self, _parser: object, _namespace: object, value: Any, _flag: object = None) -> None:
-        from train.run.own import take  # late: few commands have the flag, and fewer command lines
+        from train.run.own import take  # late: few command lines have this flag
 
         take(value)
 
 
 def add_import_flag(parser: argparse.ArgumentParser) -> None:
-    text = "your own tasks, optimizers and schedules (CONTRIBUTING.md); it may be given several times"
+    text = "file with your own tasks, optimizers or schedules (CONTRIBUTING.md); may be given several times"
     parser.add_argument(imported.FLAG, dest=argparse.SUPPRESS, action=Import, metavar="FILE.py", help=text)
 
 
 def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
-    """Add the flags that `s3_of` reads and, if the command `caches` files, --cache-dir."""
-    parser.add_argument("--endpoint", metavar="URL", help="of an S3-compatible server")
-    parser.add_argument("--region", help="of the bucket")
-    parser.add_argument("--profile", help="of ~/.aws: the credentials to use")
-    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
+    """Add the flags that `s3_of` reads and, with `caches`, --cache-dir."""
+    parser.add_argument("--endpoint", metavar="URL", help="address of an S3-compatible server")
+    parser.add_argument("--region", help="region of the bucket")
+    parser.add_argument("--profile", help="profile in ~/.aws whose credentials are used")
+    parser.add_argument("--path-style", action="store_true", help="put the bucket in the path, not in the host name")
     if caches:
         parser.add_argument(
             "--cache-dir", metavar="FOLDER", help="folder for local copies of files in S3 (data.cache_dir)"
@@ -127,7 +126,7 @@ def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> Non
 
 
 def s3_of(options: argparse.Namespace) -> S3Config:
-    """Return the settings in the flags of `add_s3_flags`."""
+    """Return the S3 settings given by the flags of `add_s3_flags`."""
     return S3Config(
         endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
     )
@@ -136,7 +135,7 @@ def s3_of(options: argparse.Namespace) -> S3Config:
 def run_flags(
     parser: Parser, arguments: Sequence[str] | None, action: Callable[[argparse.Namespace, S3Config], int]
 ) -> int:
-    """Read the flags, those of S3 among them, and act; return the exit code."""
+    """Parse the flags, call `action` with them and the S3 settings, and return the exit code."""
 
     def act() -> int:
         options = parser.parse_args(arguments)
@@ -151,14 +150,14 @@ def guarded(
     after_rejection: Callable[[str], object] = leave_rejection,
     interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
-    """Act and return the exit code.
+    """Call `act` and return the exit code.
 
-    An error is printed as one line on standard error, after a traceback if it is a mistake of the program; one of a
-    machine's ranks prints it. `after_rejection` is called with the reason of a rejection, and by default leaves it for
-    the program that started torchrun; `interrupted` is the line and the exit code after Ctrl-C.
+    One rank of each machine prints an error as one line on standard error, after a traceback if the error is a bug.
+    `after_rejection` is called with the reason of a rejection. By default it leaves the reason for the program that
+    started torchrun. `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # standard error does too; the C locale has only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on standard error: the C locale has only ASCII
     line, code = "", DONE
     use_console("stderr")
     try:
@@ -172,21 +171,21 @@ def guarded(
     except KeyboardInterrupt:
         line, code = interrupted
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_unread():  # such as `| head`, which needs no more
-            code = code or UNREAD  # an error of the command counts more: `checkpoints verify | head`
+        if isinstance(error, BrokenPipeError) and is_unread():  # such as `| head`, which has read enough
+            code = code or UNREAD  # an error code of the command wins: `checkpoints verify | head`
         else:
             line, code = f"error: {explained(error)}", FAILED
         drop_unwritten()
     except Exception as error:
-        if str(error).lstrip().startswith("Invalid log settings"):  # torch's message when it is imported
+        if str(error).lstrip().startswith("Invalid log settings"):  # torch raises this while it is imported
             line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no log of torch; unset it", REJECTED
         else:
             traceback.print_exc()
-            whose = imported.blamed(error) or "this is a mistake of the program, please report it"
+            whose = imported.blamed(error) or "this is a bug, please report it"
             line = f"error: {type(error).__name__}: {error}; {whose}"
             code = FAILED
     if line and not is_reported():
-        with suppress(OSError, ValueError):  # standard error may be full, or closed
+        with suppress(OSError, ValueError):  # standard error may be closed, or on a full disk
             print(printable(line), file=sys.stderr, flush=True)
     if code == REJECTED:
         after_rejection(printable(line).removeprefix("error: "))
@@ -204,13 +203,13 @@ def drop_unwritten() -> None:
 def is_unread() -> bool:
     """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
-    with suppress(OSError, ValueError):  # standard output is not a file
+    with suppress(OSError, ValueError):  # standard output may not be a file
         poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def check_encoding(arguments: Sequence[str]) -> None:
-    """Raise InputError if an argument is not text in this locale, so that no file could record it."""
+    """Raise InputError if an argument is not text in this locale: it could not be written to a file."""
     for argument in arguments:
         try:
             argument.encode()
@@ -219,13 +218,13 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text as one line without control characters, which file names may have, and passwords of URLs."""
+    """Return the text as one line, without control characters (file names may have some) and passwords in URLs."""
     line = re.sub(r"://\S*@", "://...@", " ".join(text.split()))  # user:password@ of a URL
     line = re.sub(r"(endpoint=[^\s?#]*)[?#]\S*", r"\1?...", line)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def explained(error: OSError) -> str:
-    """Return the message of an error of the operating system, with its path."""
+    """Return the message of an operating system error, with its path."""
     path, reason = error.filename2 or error.filename, error.strerror or str(error) or type(error).__name__
     return reason if path is None else f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason

@@ -57,7 +57,7 @@ from train.tasks import TASKS, spec_of
 __all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
 
 Schema = tuple[str, str, type]  # (group, name, dataclass) of a group's options
-SCHEMAS: list[Schema] = [  # without tasks and optimizers, see `schemas`
+SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
@@ -67,24 +67,24 @@ SCHEMAS: list[Schema] = [  # without tasks and optimizers, see `schemas`
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
-CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds another
+CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # files in conf/; `launch` adds its own
 
-NAME = re.compile(r"\w[\w./]*")  # of a setting
+NAME = re.compile(r"\w[\w./]*")  # the name of a setting
 
 Config = TypeVar("Config")
 
 
 def schemas() -> list[Schema]:
-    """Return all schemas of options, those of the user's own tasks and optimizers too."""
+    """Return the schemas of all options, including those of the user's own tasks and optimizers."""
     tasks: list[Schema] = [("task", kind, spec.settings) for kind, spec in TASKS.items()]
     return [*tasks, *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()), *SCHEMAS]
 
 
 @functools.cache
 def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...]) -> None:
-    """Register the dataclasses with Hydra; `conf/*.yaml` name them in their defaults lists.
+    """Register the dataclasses with Hydra, so that defaults lists in `conf/*.yaml` can name them.
 
-    One that no file there names is an option itself.
+    A dataclass in OWN_OPTIONS, which no file names, is registered as an option itself.
     """
     store = ConfigStore.instance()
     for schema, file in configs:
@@ -102,13 +102,13 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Compose `conf/train.yaml`, or the file of another schema, with the overrides and check every value.
 
-    Raises InputError, one line, if a key or option is unknown, or a value missing, impossible or of a wrong type.
+    Raises InputError with one line if a key or option is unknown, or a value is missing, impossible or of a wrong type.
     """
     return checked(compose_config(schema, overrides), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
-    """Return the device and the machine of a run, from some or all of its overrides: other settings may be missing."""
+    """Return a run's backend and instance settings. Other settings may be missing from the overrides."""
     composed = compose_config(TrainConfig, overrides)
     check_what_is_set(composed, TrainConfig, overrides)
     backend, instance = OmegaConf.to_object(composed.backend), OmegaConf.to_object(composed.instance)
@@ -119,14 +119,14 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """Convert settings to dataclasses. Raises InputError if one is missing or impossible."""
     try:
-        plain = OmegaConf.to_container(composed)  # ${oc.env:...} is not looked up: config.yaml would keep its value
+        plain = OmegaConf.to_container(composed)  # not resolved: config.yaml would store the value of ${oc.env:...}
         assert isinstance(plain, dict)
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(config, TrainConfig):  # the tables have the task and the optimizer, with settings of their kind
+    if isinstance(config, TrainConfig):  # task and optimizer must be in their tables, with settings of the right class
         spec_of(config.task)
         check_optimizer(config.optim)
     return config
@@ -144,7 +144,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     for override in overrides:
         check_override(schema, override)
     listed = groups(CONFIGS[schema])
-    # Hydra has no value for "no option of this group", which is a default here.
+    # Hydra cannot express "no option of this group". It is the default of such groups, so group=null is left out.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
         with initialize_config_module("conf", version_base="1.3"), words_as_text():
@@ -194,7 +194,7 @@ def check_override(schema: type, override: str) -> None:
 
 
 def spelling(key: str, equals: str, value: str) -> str:
-    """Return a hint on how Hydra reads text that it does not read as key=value."""
+    """Return a hint on how to write an override that Hydra does not read as key=value."""
     name = key.strip()
     if not equals:
         return f"write {name}=..." if NAME.fullmatch(name) else "quote special characters, as in 'key=\"a (b)\"'"
@@ -209,14 +209,14 @@ def spelling(key: str, equals: str, value: str) -> str:
 
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that follow from the overrides even if a recipe differs; see `train.run.precedence`."""
+    """Return the settings that the overrides imply, to replace those of a recipe; see `train.run.precedence`."""
     parse = OverridesParser.create().parse_override
     given = {override.partition("=")[0]: parse(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))
 
 
 def close_to(name: str, keys: Sequence[str]) -> str:
-    """Return a hint for an unknown name: the known key with the closest last word, preferably of the same section."""
+    """Return a hint for an unknown name: the known key with the closest last word, preferably in the same section."""
     section, _, word = name.rpartition(".")
     last = {key.rpartition(".")[2]: key for key in sorted(keys, key=lambda key: key.rpartition(".")[0] == section)}
     close = difflib.get_close_matches(word, list(last), n=1)
@@ -227,7 +227,7 @@ KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or f
 
 
 def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
-    """Return one line for the user, from the several of an error of Hydra or OmegaConf."""
+    """Return a one-line message for the user from an error of Hydra or OmegaConf that has several lines."""
     while isinstance(cause := error.__cause__, HydraException) or getattr(cause, "full_key", None) is not None:
         assert cause is not None  # under a debugger OmegaConf adds another cause, which names no setting
         error = cause
@@ -240,7 +240,7 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         name, keys = full_key.rsplit(".", 1)[-1], known_keys(schema)
         if name in {key.rpartition(".")[2] for key in keys}:
             group = full_key.rpartition(".")[0]
-            where = f"of the {group} chosen here" if group else "by itself but one of a group"
+            where = f"of the {group} chosen here" if group else "at the top level but in a group"
             options = ((f"{kind}={option}", fields(node)) for kind, option, node in schemas() if kind == group)
             others = " or ".join(option for option, settings in options if name in {each.name for each in settings})
             return (
@@ -262,13 +262,13 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
 
 
 def is_of(override: str, full_key: str) -> bool:
-    """Return whether an override sets `full_key`, a part of it, or the section or list that holds it."""
+    """Return whether an override sets `full_key`, a part of it, or the section or list that contains it."""
     key = override.partition("=")[0]
     return full_key == key or full_key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{full_key}.")
 
 
 def known_keys(schema: type) -> list[str]:
-    """Return all settings of the schema, also those of its groups' options, for "did you mean"."""
+    """Return the keys of all settings of the schema, including its groups' options, for "did you mean"."""
     sections: list[tuple[str, Any]] = [(item.name, item.default_factory) for item in fields(schema)]
     sections += [(group, kind) for group, _, kind in schemas() if group in {name for name, _ in sections}]
     inner = [f"{name}.{item.name}" for name, kind in sections if is_dataclass(kind) for item in fields(kind)]
@@ -278,9 +278,9 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(
     name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
 ) -> Parser:
-    """Make the parser of a command that takes settings; its --help explains those in `keys`.
+    """Make the parser of a command that takes settings. Its --help explains the settings in `keys`.
 
-    `model`: the help of an argument MODEL in front of them; empty: there is none.
+    `model` is the help text of an argument MODEL before the settings; "" means that there is no such argument.
     """
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
@@ -302,9 +302,10 @@ def run(
     given: Sequence[str] | Callable[[Namespace], Sequence[str]] = (),
     after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
-    """Read the command line, which precedes the overrides `given`, check it and act; return the exit code.
+    """Read and check the command line, call `action` with the settings, and return the exit code.
 
-    The reason of a rejection is printed and then passed to `after_rejection`. `given` may follow from the flags.
+    `given` are further overrides, or a function from the flags to them; the command line wins over them. The reason of
+    a rejection is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:
@@ -322,7 +323,7 @@ def run(
             try:
                 cfg = load_config(schema, overrides)
             except InputError:
-                check_imports(overrides)  # what is not known may be in a file that was imported when the run began
+                check_imports(overrides)  # the unknown name may be in a file that the run's first start imported
                 raise
             return action(cfg)
         composed = compose_config(schema, overrides)
@@ -336,11 +337,11 @@ def run(
 
 
 def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
-    """Run the checks of a run on settings that may still lack some values."""
+    """Check settings as a run does, except that values may be missing."""
     filled = copy.deepcopy(composed)
     try:
         for key in OmegaConf.missing_keys(filled):
-            with suppress(ValidationError):  # a missing number stays missing, and is rejected
+            with suppress(ValidationError):  # a number cannot take this text and stays missing
                 OmegaConf.update(filled, key, "not-set")
     except OmegaConfBaseException as error:
         raise InputError(explain(error, schema, overrides)) from error

@@ -1,10 +1,10 @@
-"""Evaluations, whose numbers are the same on any number of ranks: each example is counted once.
+"""Evaluations, whose metrics are the same on any number of ranks, since each example is counted once.
 
-Ranks compute statistics of each row; rank 0 puts them in the order of the data and computes the metrics in float64
-(`eval_metrics` of the task). A masked language model hides the tokens by the epoch EVAL_EPOCH
-(train/data/batches/loader.py), whatever the step. Numbers are equal to the bit only for the same eval_batch_size, since
-a product may add up in another order in a batch of another size; by default it is the micro batch, which may follow
-from the number of ranks (train/config/plan.py).
+Ranks compute statistics for each row. Rank 0 puts the rows in the order of the data and computes the metrics in float64
+(`eval_metrics` of the task). A masked language model masks the same tokens at every step, those of the epoch EVAL_EPOCH
+(train/data/batches/loader.py). Metrics are bit-identical only for the same eval_batch_size: at a different batch size
+matrix products may add in a different order. The default is the micro batch size, which may depend on the number of
+ranks (train/config/plan.py).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig.
+    """Evaluate and record the metrics. Returns the score by best.metric (lower is better), or None at step 0.
 
-    Returns None if a rank is asked to stop meanwhile: then the run owes the evaluation.
+    Also returns None if a rank is asked to stop meanwhile. The run then owes the evaluation.
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
@@ -53,12 +53,12 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     metrics, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
     best, step = attempt.cfg.best, recorder.progress.step
-    if step == 0:  # a baseline is never the best: there is no checkpoint of it, and no patience begins with it
+    if step == 0:  # a baseline is never the best: it has no checkpoint, and patience does not start with it
         return None
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
 
-        def write() -> str | None:  # returns a failure: a full disk is no reason to stop training
+        def write() -> str | None:  # returns a failure, since a full disk must not stop training
             try:
                 attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
             except (InputError, Unreachable, OSError) as error:
@@ -67,24 +67,24 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
 
         failure = backend.world.run_on_rank0(write, attempt.watch.heartbeat)
         if failure is not None:
-            recorder.alarm(f"the predictions of this evaluation are not written: {failure}")
+            recorder.alarm(f"could not write the predictions of this evaluation: {failure}")
     return score
 
 
 def write_samples(attempt: Attempt, step: int) -> None:
-    """Write some validation examples with the answers of the model exported at `step`; on rank 0."""
-    # The run is complete without them, and has ended: a failure is one line of the log.
+    """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
+    # The run has ended and is complete without samples, so a failure is only logged.
     folder, most = attempt.folder, attempt.cfg.samples
     try:
         answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
     except (InputError, Unreachable, OSError) as error:
-        logger.warning("no samples of the model's answers are written: %s", error)
+        logger.warning("could not write samples of the model's answers: %s", error)
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation without training."""
+    """The result of an evaluation without training."""
 
     metrics: dict[str, float]
     rows: int
@@ -97,10 +97,10 @@ class Evaluated:
 def evaluate_alone(
     cfg: TrainConfig, stop: StopRequest, *, run: Folder | None, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated:
-    """Evaluate the model that training would begin with, whose weights `load` may replace, as training evaluates.
+    """Evaluate, as training does, the model that training would start from. `load` may replace its weights.
 
-    Every rank calls it, with an empty cfg.run_dir of its own. `run`: the folder of the run that trained it, and `step`
-    that of its weights. Raises StoppedEarly if a rank is asked to stop.
+    Every rank calls this with a separate, empty cfg.run_dir. `run` is the folder of the run that trained the model, and
+    `step` the step of its weights. Raises StoppedEarly if a rank is asked to stop.
     """
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
@@ -127,7 +127,7 @@ def evaluate_alone(
 def evaluate_model(
     attempt: Attempt, backend: Backend, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated | None:
-    """Build the model and evaluate it. None if a rank is asked to stop."""
+    """Build the model and evaluate it. Returns None if a rank is asked to stop."""
     cfg, task, world = attempt.cfg, attempt.task, backend.world
     world.run_on_local_rank0(task.verify_data)
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
@@ -141,7 +141,7 @@ def evaluate_model(
         load(model)
         return model
 
-    torch.manual_seed(cfg.seed)  # what a checkpoint lacks is the same on every rank
+    torch.manual_seed(cfg.seed)  # weights that a checkpoint lacks are the same on every rank
     model = world.agree(build)
     lengths = 1 if task.buckets is None else len(task.buckets.lengths)
     engine = build_engine(cfg.parallel, cfg.optim, backend, model, task.loss, accumulation=1, lengths=lengths)
@@ -156,10 +156,10 @@ def evaluate_model(
 def measure(
     attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool
 ) -> tuple[dict[str, float], np.ndarray] | None:
-    """Return metrics over the validation data on all ranks, and on rank 0 their statistics [examples, n].
+    """Return the metrics of the validation data on all ranks, and on rank 0 the statistics [examples, n] behind them.
 
-    Returns None if a rank is asked to stop, and if only the graph is wanted: a batch for each rank, whose numbers mean
-    nothing.
+    Returns None if a rank is asked to stop. Also returns None if the backend only collects graphs: then each rank runs
+    one batch, whose numbers are meaningless.
     """
     plan, task = attempt.plan, attempt.task
     batch_size = plan.eval_batch_size
@@ -173,12 +173,12 @@ def measure(
         pin_memory=False,
         multi_batch=None if task.buckets is None else 1,  # batches that are drawn together have one shape
     )
-    statistics = []  # left on the device until the end, so that it never waits for the host
+    statistics = []  # kept on the device until the end, so that the device never waits for the host
     num_done = 0
     engine.model.eval()
     try:
         for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
-            attempt.watch.phase("evaluate", is_start=is_first)  # the first one compiles
+            attempt.watch.phase("evaluate", is_start=is_first)  # the first batch compiles
             with torch.no_grad():
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
             if own is not None:
@@ -186,23 +186,23 @@ def measure(
             num_done += 1
     finally:
         engine.model.train()
-    if num_done < len(order):  # the ranks have equally many
+    if num_done < len(order):  # all ranks have the same number of batches
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     gathered = backend.world.gather((engine.data_rank, rows))
     if backend.collects:
         return None
     by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
-    # It is on the host, in the order of the data: the same numbers on any number of ranks.
+    # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
     merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
     return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.heartbeat), merged
 
 
 def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:
-    """Yield the single batches, until a rank is asked to stop.
+    """Yield single batches until a rank is asked to stop.
 
-    Each is drawn while the ranks vote on the previous one: no rank computes alone while another has failed to draw,
-    which all ranks raise.
+    The ranks vote on a batch before they compute it. If a rank fails to draw a batch, all ranks raise its failure, and
+    none waits for that rank in a collective.
     """
     batch, failure = draw(batches)
     votes.cast(failure)

@@ -1,4 +1,4 @@
-"""The data that the training loop consumes: its order, the position in it, and the micro batches."""
+"""The data that the training loop consumes: its order, the run's position in it, and the micro batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.parallel.ranks import World
 
 logger = logging.getLogger("train")
-MICRO_BATCHES_AHEAD = 4  # kept ready by a loader process: no step waits, and more would only take memory
+MICRO_BATCHES_AHEAD = 4  # batches that a loader process keeps ready; more would only take memory
 HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's loader sends 4 together)
 
 
@@ -46,7 +46,7 @@ def check_same_code(imports: list[dict[str, str]]) -> None:
 
 
 class TrainData:
-    """The micro batches of this rank for each step from the run's position. The `prefetcher` fetches shards."""
+    """A rank's micro batches for each step from the run's position on. The `prefetcher` fetches shards."""
 
     def __init__(
         self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
@@ -64,7 +64,7 @@ class TrainData:
             "prefetch": MICRO_BATCHES_AHEAD,
             "multi_batch": multi_batch if task.buckets is None else 1,  # batches that are drawn together have one shape
         }
-        shortest = task.seq_len if task.buckets is None else 1  # with buckets, only the least length is known
+        shortest = task.seq_len if task.buckets is None else 1  # with buckets, a batch's length is unknown here
         world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
         micro_batches = Batches(
             task.train_data(),
@@ -80,17 +80,17 @@ class TrainData:
             self.prefetcher.consumed(examples)
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
-        """Return the next step's micro batches, on the device, as the function `draw` does."""
+        """Return the next step's micro batches on the device, or a failure; see the function `draw`."""
         return draw(self.steps)
 
 
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """Return this rank's order of the data, from the run's position. A new run fits its windows into the caches.
+    """Return this rank's order of the data from the run's position on. A new run chooses windows that fit the caches.
 
-    The position is `examples`, `lanes` and `window_shards` of the progress, which train/checkpoints/loader.py:load has
-    read; with batches of several lengths, it is `examples` alone.
+    The position is `examples`, `lanes` and `window_shards` of `progress`, which train/checkpoints/loader.py:load has
+    read. With batches of several lengths it is `examples` alone.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
     machines = [data_ranks[first : first + world.local_size] for first in range(0, world.size, world.local_size)]
@@ -106,7 +106,7 @@ def train_order(
     }
     if task.buckets is not None:
         return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
-    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may change the batch
+    if progress.lanes is None or plan.global_batch_size % progress.lanes:  # a forced resume may change the batch size
         order = choose_windows(task, world, place)
     else:
         order = ShardSampler(task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place)
@@ -117,7 +117,7 @@ def train_order(
 
 
 def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSampler:
-    """Return the order of a new run: one lane per shard at most, fewer if a machine's cache is too small for them."""
+    """Return the order of a new run: at most one lane per shard, and fewer if a machine's cache is too small."""
     most = min(len(task.shard_rows), WINDOW_SHARDS)
     while True:
         lanes = lanes_of(place["global_batch_size"], most)
@@ -132,7 +132,7 @@ def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSamp
 
 
 def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
-    """Return the next batches ([] at the end), or the failure to draw them, which the other ranks must learn."""
+    """Return the next batches ([] at the end) and the failure to draw them, if any, for the vote of all ranks."""
     try:
         batches = next(steps, [])
     except InputError as error:
@@ -141,7 +141,7 @@ def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
 
 
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
-    """Return this rank's batches of an evaluation. `collects`: one per length and rank, to collect graphs."""
+    """Return this rank's batches of an evaluation; with `collects` only one per length and rank, to collect graphs."""
     rank, size = engine.data_rank, engine.data_size
     if task.buckets is None:
         return EvalOrder(task.eval_rows, batch_size, rank, size, 1 if collects else None)

@@ -1,4 +1,4 @@
-"""The cost of faults and saves to a run, and how often to save, from metrics.jsonl. It imports no torch."""
+"""The cost of a run's faults and saves, and how often to save, computed from metrics.jsonl. It imports no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Lost:
 def lost(
     run: Folder, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
 ) -> Lost | None:
-    """Return the cost of the fault that ended the attempt before `attempt`, which begins at `step`.
+    """Return the cost of the fault that ended the previous attempt, given that `attempt` starts at `step`.
 
-    Returns None if there was none or it ended without a fault. `outcome` is that attempt's, empty if it left none; its
-    `last_lease` holds the step of its last heartbeat. At least the steps between were lost: the last ones may have left
-    no trace. Only their lines are read.
+    Returns None if there was no previous attempt, or it ended without a fault. `outcome` is the outcome of the previous
+    attempt, {} if it left none, and `last_lease` has the step of its last heartbeat. The count of lost steps is a lower
+    bound, since the last steps may have left no trace. Only the previous attempt's lines are read.
     """
     lines = (line for line in read_back(run) if line["attempt"] < attempt)
     newest = next(lines, None)
@@ -71,9 +71,9 @@ def facts(
 def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: float, save_s: float = 0.0) -> float:
     """Return the seconds between two saves: sqrt(2 * stall * mean time to failure).
 
-    This is the first order of J. T. Daly, "A higher order estimate of the optimum checkpoint interval", FGCS 22 (2006),
-    after J. W. Young, CACM 17 (1974). It is at most `max_loss_s`, also without a fault so far, and at least the time of
-    a save.
+    This is the first-order formula in J. T. Daly, "A higher order estimate of the optimum checkpoint interval", FGCS 22
+    (2006), after J. W. Young, CACM 17 (1974). The result is at most `max_loss_s`, also if there was no fault so far
+    (`mttf_s` None), and at least `save_s`.
     """
     best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)
     return max(save_s, min(best_s, max_loss_s))

@@ -1,4 +1,4 @@
-"""Help on settings: the comments of train/config, and the groups and options of conf/. No Hydra here."""
+"""Help on settings, from the comments in train/config and the groups and options in conf/. It imports no Hydra."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from omegaconf import MISSING
 
 from train.config.checks import LIMITS
 
-OWN_OPTIONS: dict[tuple[str, str], type] = {}  # by group and name: settings that no file in conf/ chooses
+OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of options without a file in conf/
 WIDTH = 110  # columns
 TYPES: dict[object, str] = {
     bool: "true or false",
@@ -38,14 +38,14 @@ def settings_help(schema: type, name: str, keys: Sequence[str]) -> str:
     for key in keys:
         item, meaning = explained_field(schema, key)
         lines += hanging(f"{key}={shown_default(item)}", meaning, indent=34)
-    lines += ["", "groups, each with the option taken by default and all options (group=option; see conf/):"]
+    lines += ["", "groups, each with its default option and all options (group=option; see conf/):"]
     for group, (default, options) in groups(name).items():
         lines += hanging(f"{group}={default or 'null'}", " | ".join(options), indent=34)
     return "\n".join(lines)
 
 
 def hanging(head: str, text: str, *, indent: int) -> list[str]:
-    """Return lines of a hanging indent: `head`, and `text` in a column at its right."""
+    """Return lines with a hanging indent: `head` on the left, `text` in a column on the right."""
     if len(head) > WIDTH - indent:
         above = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
         return [*above, *hanging("", text, indent=indent)]
@@ -58,7 +58,7 @@ def hanging(head: str, text: str, *, indent: int) -> list[str]:
 
 
 def explained_field(schema: type, key: str) -> tuple[Field, str]:
-    """Return the field at "checkpoint.every", in the section's class or one that extends it, and its comment."""
+    """Return the field and the comment of a key such as "checkpoint.every". A subclass of the section may define it."""
     *path, name = key.split(".")
     for part in path:
         schema = typing.get_type_hints(schema)[part]
@@ -74,7 +74,7 @@ def comment(kind: type, name: str) -> str:
 
 
 def shown_default(item: Field) -> str:
-    """Return the default in the form of the command line; dots for a setting without one."""
+    """Return the default in the form of the command line; "..." for a setting without a default."""
     if callable(item.default_factory):
         return plain(item.default_factory())
     value = item.default
@@ -113,9 +113,10 @@ def allowed(item: Field) -> str:
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Return the comments of a dataclass's fields, inherited ones too. Each begins at its field and continues below.
+    """Return the comments of a dataclass's fields, including inherited fields.
 
-    A field that is defined again without a comment keeps that of the base class.
+    A comment begins on its field's line and may continue below. A field that is defined again without a comment keeps
+    the comment of the base class.
     """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -136,7 +137,7 @@ def comments(kind: type) -> dict[str, str]:
 
 @functools.cache
 def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
-    """Return groups of conf/`name`.yaml, each with its default option (None: no option) and all options."""
+    """Return the groups of conf/`name`.yaml, each with its default option (None: no option) and all options."""
     folder = resources.files("conf")
     listed = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
     options_of = {}
@@ -152,15 +153,15 @@ def groups(name: str) -> dict[str, tuple[str | None, list[str]]]:
 
 
 def add_option(group: str, name: str, settings: type) -> None:
-    """Make an option known, with its settings, that has no file in conf/."""
+    """Add an option that has no file in conf/, with its settings."""
     OWN_OPTIONS[group, name] = settings
     groups.cache_clear()
 
 
 def option_values(group: str, option: str) -> dict[str, Any]:
-    """Return the settings in the file of an option, without those of the options that it extends.
+    """Return the settings in the file of an option, without the settings that it inherits from other options.
 
-    For an option without a file, they are the defaults that its class itself defines.
+    For an option without a file, returns the defaults that its class itself defines.
     """
     if (own := OWN_OPTIONS.get((group, option))) is not None:
         named = {item.name: item.default for item in fields(own) if item.name in inspect.get_annotations(own)}
@@ -174,7 +175,7 @@ def option_values(group: str, option: str) -> dict[str, Any]:
 def words_as_text() -> Iterator[None]:
     """Make YAML read `no`, `off`, `yes` and `on` as words in this block, as the command line does.
 
-    A label or a language may have such a name. Settings that are true or false accept the words, too.
+    A label or a language may be one of these words. Settings that are true or false still accept them.
     """
     known = yaml.SafeLoader.yaml_implicit_resolvers
     truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
@@ -189,7 +190,7 @@ def words_as_text() -> Iterator[None]:
 
 
 def option_help(group: str, option: str) -> str:
-    """Return the first sentence of an option's file; for a machine type without a comment, its devices."""
+    """Return the first sentence of the comment in an option's file; for an instance without a comment, its devices."""
     text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     words = " ".join(line.removeprefix("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))

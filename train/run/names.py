@@ -1,4 +1,4 @@
-"""Settings that hold the user's names: labels, columns' values, files."""
+"""Settings whose values are the user's names: labels, values of columns, files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LABELS = "data.labels"
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Split overrides into those that Hydra reads and the settings that hold the user's names.
 
-    Such names may have any character, and Hydra's grammar accepts neither {-1: neg} nor [don't]. A value that begins
-    with ~ is quoted for Hydra.
+    The user's names may have any character, but Hydra's grammar accepts neither {-1: neg} nor [don't]. A value for
+    Hydra that begins with ~ is quoted.
     """
     for_hydra: list[str] = []
     users_own: dict[str, Any] = {}
@@ -36,18 +36,18 @@ def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def quoted(text: str) -> str:
-    """Quote a value of an override so that it is read as this text, whatever it holds but references (${...})."""
+    """Quote the value of an override, so that Hydra reads all of it as text except references (${...})."""
     return QuotedString(text, Quote.double).with_quotes()
 
 
 def own_table(key: str, text: str) -> dict[str, str | None]:
-    """Parse a table of names as Hydra does, or else as YAML, whose plain scalars may have more characters."""
+    """Parse a table of names as Hydra does or, if that fails, as YAML, whose plain scalars allow more characters."""
     value: Any
     try:
         value = OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException:
         value = as_written(text)
-    check(isinstance(value, dict), f"{key}={text}: {key} is a table, as {{a: b, c: d}}")
+    check(isinstance(value, dict), f"{key}={text}: {key} must be a table, such as {{a: b, c: d}}")
     return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
 
 
@@ -55,12 +55,12 @@ def own_list(key: str, text: str) -> list[str]:
     """Parse a list of names, each taken literally: [no, null, 1e3] holds these three words."""
     value = as_written(text)
     ok = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    check(ok, f"{key}={text}: {key} is a list, such as [a, b]")
+    check(ok, f"{key}={text}: {key} must be a list, such as [a, b]")
     return value
 
 
 def as_written(text: str) -> Any:
-    """Return the content of YAML, with scalars as texts; None if it is invalid."""
+    """Parse YAML with every scalar as text. Returns None if the YAML is invalid."""
     try:
         return yaml.BaseLoader(text).get_single_data()
     except yaml.YAMLError:

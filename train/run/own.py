@@ -1,6 +1,6 @@
-"""The user's own tasks, optimizers and schedules: a file that `--import` names adds its tables to the program's.
+"""The user's own tasks, optimizers and schedules: a file named by `--import` adds its tables to the program's tables.
 
-It imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from train.system.folders import LocalFolder, is_s3, local_path
 from train.system.identity import find_identity
 from train.tasks import TASKS, TaskSpec
 
-# By the name of a table: the program's, the type of an entry, and what the command line chooses it by.
+# For each table name: the program's table, the type of its entries, and the key that chooses an entry.
 TABLES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "TASKS": (TASKS, TaskSpec, "task"),
     "OPTIMIZERS": (OPTIMIZERS, OptimizerSpec, "optim"),
@@ -27,9 +27,9 @@ TABLES: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 def take(given: str) -> None:
-    """Import a file, unless it was imported, and add what its tables hold.
+    """Import a file, unless it was imported before, and add the entries of its tables.
 
-    Raises InputError if it has no table, or if an entry is wrong or its name is taken.
+    Raises InputError if the file has no table, or if an entry is wrong or its name is taken.
     """
     module = imported.load(given)
     own = {name: vars(module)[name] for name in TABLES if name in vars(module)}
@@ -41,9 +41,9 @@ def take(given: str) -> None:
         for name, entry in entries.items():
             if known.get(name) is entry:  # this file was imported before
                 continue
-            check(bool(re.fullmatch(r"[a-z]\w*", str(name))), f"{where}: {name!r} must be a small letter, then a word")
+            check(bool(re.fullmatch(r"[a-z]\w*", str(name))), f"{where}: {name!r} must be a word that begins with a-z")
             check(isinstance(entry, kind), f"{where}: {name} must be a {kind.__name__}, and is {entry!r}")
-            check(name not in known, f"{where}: {key}={name} is there already; choose another name")
+            check(name not in known, f"{where}: {key}={name} exists already; choose another name")
             if not callable(entry):
                 check_name(entry, key, name, where)
                 add_option(key, name, entry.settings)
@@ -51,16 +51,16 @@ def take(given: str) -> None:
 
 
 def check_name(spec: Any, group: str, name: str, where: str) -> None:
-    """Raise InputError unless the settings of a task or an optimizer name it."""
+    """Raise InputError unless the settings of a task or an optimizer have its name as `kind` or `name`."""
     field = "kind" if group == "task" else "name"
     named = getattr(spec.settings, field, None)
     check(named == name, f"{where}: {spec.settings.__name__} must have {field}: str = {name!r}, and has {named!r}")
 
 
 def check_imports(overrides: Sequence[str]) -> None:
-    """Raise InputError if the run folder that overrides name was written with files that are not imported.
+    """Raise InputError if the run in the overrides' run_dir used --import files that are not imported now.
 
-    A folder in S3 is not read.
+    A run folder in S3 is not read.
     """
     run_dir = [each.removeprefix("run_dir=").strip("'\"") for each in overrides if each.startswith("run_dir=")]
     if run_dir and not is_s3(run_dir[-1]):

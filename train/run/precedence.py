@@ -1,4 +1,4 @@
-"""The precedence of typed settings over a recipe (experiment=...) even if another key chooses the same thing."""
+"""The precedence of typed settings over a recipe (experiment=...) that chooses the same thing by another key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.run.help import option_values
 LENGTHS = ("max_steps", "max_examples", "max_epochs")
 SIZES = ("vocab_size", "max_positions", "embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range"))
-# For a setting that the user types, these choose the same thing, and a recipe may have set them.
+# For each setting that the user may type: other settings that choose the same thing, which a recipe may have set.
 REPLACED: dict[str, tuple[str, ...]] = {
     "model.init_from": ("model.pretrained", *OF_NEW_MODEL),
     "model.pretrained": ("model.init_from", *OF_NEW_MODEL),
@@ -25,21 +25,21 @@ REPLACED: dict[str, tuple[str, ...]] = {
     "validation_fraction": ("corpus.validation",),
     **{key: tuple(other for other in LENGTHS if other != key) for key in LENGTHS},
 }
-TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # if typed together with the setting that replaces them, both count
+TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # may be typed together with the setting that replaces them
 
 
 def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
-    """Return the settings that follow from the given ones even if a recipe differs.
+    """Return further settings that the given ones imply, to replace those of a recipe.
 
-    An option of a group wins over the recipe's values, and a setting over those in REPLACED. Raises InputError if two
-    are given that choose the same thing.
+    The values of a given option replace the recipe's, and a given setting resets those that REPLACED lists for it.
+    Raises InputError if two given settings choose the same thing.
     """
     typed = {key: value for key, value in given.items() if value is not None}
     chosen: dict[str, Any] = {}
     for group in (key for key in typed if key in groups and key != "experiment"):
         chosen |= flatten(option_values(group, typed[group]), f"{group}.")
     values = {key: value for key, value in chosen.items() if key not in given} if "experiment" in typed else {}
-    tables = {key.rpartition(".")[0] for key in typed}  # given as such: corpus.validation={path: user/set}
+    tables = {key.rpartition(".")[0] for key in typed}  # given as tables: corpus.validation={path: user/set}
     for key, others in REPLACED.items():
         for other in others if key in typed or key in chosen else ():
             are_both = key in typed and other in {*typed, *tables} and other not in TOGETHER
@@ -57,7 +57,7 @@ def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError if a number has digits that only Python reads, not 0 to 9. `given`: each override's value."""
+    """Raise InputError if a number has other digits than 0 to 9, which Python reads too. `given`: value by override."""
     for override, values in given.items():
         for name, value in leaves(values, override.partition("=")[0]):
             is_number = isinstance(OmegaConf.select(composed, name), int | float)

@@ -1,4 +1,4 @@
-"""The messages of a rejected rank to those who do not see its exit code. No torch until then."""
+"""The messages of a rejected rank to programs that do not see its exit code. Only a rejection imports torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from train.system.launched import launched
 from train.system.torchrun import leave_rejection
 
 logger = logging.getLogger("train")
-INFORM_S = 60.0  # the time that a rejected first machine waits for machines that come later
+INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines that join later
 
 
 def inform_others(rejection: str) -> None:
-    """Tell torchrun's starter, and ranks elsewhere, that this rank is rejected; torchrun ends those of this machine."""
+    """Tell the program that started torchrun, and other machines, that this rank is rejected.
+
+    Torchrun ends the other ranks of this machine.
+    """
     leave_rejection(rejection)
-    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be the reason
+    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was rejected
         launch = launched()
         if launch.is_one_machine:
             return
         try:
             from train.parallel import rendezvous  # late: torch takes seconds to import
         except ImportError as error:
-            logger.warning("the other machines do not learn of it: %s", error)
+            logger.warning("the other machines are not told of the rejection: %s", error)
             return
         rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S)

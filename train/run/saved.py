@@ -18,24 +18,24 @@ from train.tasks import TASKS
 
 
 def read_config(folder: Folder) -> TrainConfig:
-    """Return the configuration that a run was last started with. Raises InputError if this version reads none.
+    """Return the configuration that a run was last started with. Raises InputError if this version cannot read it.
 
-    Others may have written it, so nothing in it is looked up (`${oc.env:...}`), and it does not decide which server is
-    asked with this machine's credentials, nor where anything is written: `s3`, `data.cache_dir` and `hub` are the
-    defaults, `run_dir` is the folder that was read. It may name sources: data, and weights by a path or Hub id.
+    Others may have written the file. So references (`${oc.env:...}`) are rejected, and the file can choose neither the
+    server that gets this machine's credentials nor a place to write to: `s3`, `data.cache_dir` and `hub` are reset to
+    their defaults, and `run_dir` to the folder that was read. The file may name data, and weights by a path or Hub id.
     """
     config_path = f"{folder.location}/config.yaml"
     try:
         plain = read_yaml(folder.read("config.yaml"))
         is_plain = "${" not in json.dumps(plain)
-        check(is_plain, f"{config_path} refers to something by ${{...}}: nothing in a run's file is looked up")
+        check(is_plain, f"{config_path} has a reference ${{...}}: references in a run's file are not resolved")
         saved = OmegaConf.create(plain)
         schema = OmegaConf.structured(TrainConfig)
         task = TASKS[saved.task.kind].settings
         schema.task, schema.data = task, task.learns_from
         schema.optim = OPTIMIZERS[saved.optim.name].settings
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[saved.parallel.name]
-        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}  # all other names have the settings of each
+        kinds = {kind.name: kind for kind in (XLAConfig, NeuronConfig)}  # other backends share BackendConfig
         schema.backend = kinds.get(saved.backend.name, BackendConfig)
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:
@@ -45,7 +45,7 @@ def read_config(folder: Folder) -> TrainConfig:
     except InputError:
         raise
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
-        imported.check_repeated(find_identity(folder) or {}, folder.location)  # which may have the task
+        imported.check_repeated(find_identity(folder) or {}, folder.location)  # files that may define the task
         raise InputError(f"{config_path} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
     assert isinstance(config, TrainConfig)
     config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None

@@ -1,23 +1,24 @@
-"""From a request to stop to the exit code.
+"""The way from a request to stop to the exit code.
 
-    1. A signal (`StopRequest.handle`), a notice of EC2, the file STOP or the clock (`Notices`) leaves a request. During
-       the start, where there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.
-    2. `Votes.cast` posts it before a step, `Votes.count` reads it after the step: all ranks see it at the same one.
+    1. A signal (`StopRequest.handle`), a notice from EC2, the file STOP or the clock (`Notices`) records a request.
+       During the start, where there is nothing to save (`nothing_to_save`), a signal raises StoppedEarly instead.
+    2. `Votes.cast` sends it before a step, `Votes.count` reads it after the step: all ranks see it after the same step.
     3. `train.loop` names the ranks (`who_asked`), saves with `is_last=True` and waits until the save is committed.
-    4. `attempt.record_end` writes exit records and outcome.json. Launchers read these: torchrun makes 1 of every code.
-    5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), and for StoppedEarly too.
+    4. `attempt.record_end` writes exit records and outcome.json, which launchers read, since torchrun returns 1 for
+       every exit code but 0.
+    5. `train.entry.attempt` returns 75 (`STOPPED` of train/run/command.py), also after StoppedEarly.
 
-A second signal skips 2 to 4: `handle` raises SystemExit(128 + its number), and `train.entry` leaves with that code
-immediately. While the main thread is in a call that runs no Python handler, the thread `listen` leaves with that code
-after GRACE_S: at a second signal and, inside `nothing_to_save` (a library opens a device or joins ranks), at the first.
+A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
+with that code. If the main thread is in a call that runs no Python handler, the thread of `listen` exits with that code
+after GRACE_S: on a second signal or, inside `nothing_to_save` (a library opens a device or joins ranks), on the first.
 When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). This module imports no torch.
 
-EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
+EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):
 
-- spot/instance-action: this spot instance will be taken back, announced two minutes ahead at best.
-- events/maintenance/scheduled: a stop or retirement for good, announced days ahead; obeyed shortly before it begins.
-  Reboots are left to the SIGTERM that they begin with: the machine comes back, and a run that is restarted on it
-  before the reboot would leave again and again.
+- spot/instance-action: EC2 will take this spot instance back, at best two minutes after the notice.
+- events/maintenance/scheduled: EC2 will stop or retire the instance for good. It says so days ahead, and the run stops
+  shortly before. The notice of a reboot is ignored, and the run stops on the reboot's SIGTERM. Otherwise a run that is
+  restarted on the machine before the reboot would stop again and again.
 """
 
 from __future__ import annotations
@@ -48,38 +49,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 
-GRACE_S = 5.0  # after a second signal, for the main thread to leave by itself
-REPEAT_S = 2.0  # torchrun repeats the Ctrl-C that the terminal has sent: within this time it is the same request
+GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
+REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
-BLOCK_MARGIN_S = 60  # in addition to the save: for the steps in which the ranks agree, and for clocks that differ
-EVENT_LEAD_S = 120  # before a scheduled stop; the same as after a spot notice
+BLOCK_MARGIN_S = 60  # seconds besides the save, for the steps in which the ranks agree, and for clocks that differ
+EVENT_LEAD_S = 120  # seconds before a scheduled stop at which the run leaves; a spot notice leaves two minutes too
 FOR_GOOD = ("instance-stop", "instance-retirement")
-POLL_S = 5.0  # AWS recommends it; a spot notice comes two minutes before the end
-CLOSE_S = 5.0  # for the last request; a thread that S3 holds longer ends with the process
+POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
+CLOSE_S = 5.0  # seconds to wait for a thread's last request; a thread that waits longer for S3 ends with the process
 
 
 class StoppedEarly(BaseException):
-    """An error because a signal came while there was nothing to save: the same command continues the run."""
+    """A stop by a signal that came while there was nothing to save. The same command starts the run again."""
 
 
 class StopRequest:
-    """A context that catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP.
+    """A context manager that catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP.
 
-    The second signal ends the process immediately, and the first one raises StoppedEarly inside `nothing_to_save`;
-    while the main thread is in a call that runs no Python handler, a thread ends the process instead.
+    The second signal ends the process immediately. Inside `nothing_to_save`, the first signal raises StoppedEarly. If
+    the main thread is in a call that runs no Python handler, a thread ends the process instead.
 
-    Other threads call `ask`. A signal after that counts as the first: EC2, Slurm and torchrun send SIGTERM after a
-    notice, and the run must not leave without the checkpoint that it stops for.
+    Other threads call `ask`. A signal after `ask` still counts as the first: EC2, Slurm and torchrun send SIGTERM after
+    a notice, and the run must not exit before it has saved the checkpoint for which it stops.
     """
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # leave at the next step, with a checkpoint
+        self.reason: str | None = None  # the reason to leave at the next step with a checkpoint; None: no request
         self.kind = ""  # an identifier of the reason, for programs; empty if the reason itself is one
-        self.save_s = 0.0  # duration of the last save
-        self.signal: str | None = None  # the first one's name
-        self.at_s = 0.0  # when it came
+        self.save_s = 0.0  # the duration of the last save
+        self.signal: str | None = None  # the name of the first signal
+        self.at_s = 0.0  # the time.monotonic() of the first signal
         self.has_nothing_to_save = False
-        self.lock = threading.RLock()  # not a Lock: a signal may interrupt this very thread while it holds it
+        self.lock = threading.RLock()  # not a Lock: a signal handler may run in the thread that holds it
 
     def __enter__(self) -> StopRequest:
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -95,11 +96,11 @@ class StopRequest:
         for number, handler in self.before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.fd_before)
-        self.sender.close()  # this ends the thread
+        self.sender.close()  # this ends the thread of `listen`
 
     @contextmanager
     def nothing_to_save(self) -> Iterator[None]:
-        """Raise StoppedEarly immediately on the first signal inside the block, or on entering after one."""
+        """Raise StoppedEarly on the first signal inside the block, or on entry if a signal came earlier."""
         self.has_nothing_to_save = True
         try:
             if self.signal is not None:
@@ -109,7 +110,7 @@ class StopRequest:
             self.has_nothing_to_save = False
 
     def listen(self) -> None:
-        """End the process if the main thread does not. Python's C handler writes each signal's number in any case."""
+        """End the process if the main thread does not. Python's C handler writes each signal's number to the socket."""
         first_s: float | None = None
         with self.receiver:
             while number := self.receiver.recv(1):
@@ -124,7 +125,7 @@ class StopRequest:
                 first_s = first_s or now_s
 
     def ask(self, reason: str, *, kind: str = "") -> None:
-        """Have the run leave at the next step. The first reason counts. May be called from any thread."""
+        """Ask the run to leave at the next step. Only the first reason counts. Any thread may call this."""
         with self.lock:
             if self.reason is None:
                 self.reason, self.kind = reason, kind
@@ -132,7 +133,7 @@ class StopRequest:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.signal is not None and now_s - self.at_s > REPEAT_S:
-            sys.exit(128 + number)  # published files stay valid: they are renamed once they are complete
+            sys.exit(128 + number)  # safe: files get their names when they are complete
         if self.signal is None:
             self.signal, self.at_s = signal.Signals(number).name, now_s
             self.ask(self.signal)
@@ -144,24 +145,24 @@ class StopRequest:
 
 
 class Notices:
-    """Threads that ask `stop` to leave, a context of local rank 0 of each machine.
+    """Threads that look for notices and pass them to `stop`; a context manager for local rank 0 of each machine.
 
-    Each source has a separate thread, which asks immediately and then every POLL_S: S3 may take minutes to answer
-    whether a file exists, and a spot notice leaves two. A source that fails is reported once and asked again. Before a
-    known end, `stop.save_s`, the time of the last save, is reserved. Raises InputError if a capacity block has no time
-    left or an address is invalid.
+    Each source of notices has a separate thread, which looks immediately and then every POLL_S: S3 may take minutes to
+    answer whether a file exists, but a spot notice leaves only two. A source that fails is reported once and asked
+    again. The run leaves earlier than a known end, by the duration of the last save (`stop.save_s`). Raises InputError
+    if a capacity block has no time left or an address is invalid.
     """
 
     def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:
-        """Watch for requests; `began_s` is of time.monotonic()."""
+        """Prepare the threads. The attempt began at `began_s` of time.monotonic()."""
         self.cfg, self.max_run_s = cfg.preempt, cfg.max_run_s
         self.stop, self.has_stop_file, self.began_s = stop, has_stop_file, began_s
         end = self.cfg.block_end
         self.block_end = None if end is None else datetime.fromisoformat(end.replace("Z", "+00:00"))
         check(
             self.block_end is None or now() < self.block_leave_at(self.block_end),
-            f"preempt.block_end={end} leaves no time: EC2 ends the instances of a block 30 minutes before, "
-            f"and it is {as_text(now())}; give the end of a later block, or null",
+            f"preempt.block_end={end} leaves no time: EC2 ends a block's instances 30 minutes before "
+            f"the block's end, and it is {as_text(now())}; give the end of a later block, or null",
         )
         self.sources: dict[str, Callable[[], None]] = {"clock": self.look_at_clock, "stop file": self.look_for_file}
         if watches_metadata(os.environ):
@@ -225,7 +226,7 @@ class Notices:
 
 
 def watches_metadata(environ: Mapping[str, str]) -> bool:
-    """Return whether to ask EC2's metadata: on EC2, unless the variables of the AWS tools say otherwise."""
+    """Return whether to look for notices in EC2's metadata: on EC2, unless AWS's variables decide otherwise."""
     if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2()
@@ -233,8 +234,8 @@ def watches_metadata(environ: Mapping[str, str]) -> bool:
 
 def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
     """Return whether this is an EC2 instance."""
-    # On Nitro, as on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect whether
-    # a host is an EC2 instance").
+    # On Nitro, that is on Trainium and all newer types, the asset tag is the instance's id (EC2 user guide, "Detect
+    # whether a host is an EC2 instance").
     return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
 
 
@@ -246,7 +247,7 @@ def field(notice: Any, name: str) -> str:
 
 
 def now() -> datetime:
-    """Return the time by the wall clock, since ends of blocks and events are dates."""
+    """Return the wall-clock time, with which the dates of blocks and events are compared."""
     return datetime.now(UTC)
 
 
@@ -258,17 +259,17 @@ def as_text(at: datetime) -> str:
 
 
 class Counted(NamedTuple):
-    """Numbers of ranks."""
+    """The counts of ranks that voted to stop, and of ranks that reported a failure."""
 
     stops: float
     failures: float
 
 
 class Votes:
-    """The votes of the ranks on the run after a step: stop, or a failure.
+    """The ranks' votes on whether the run stops or fails after a step.
 
-    No step waits for them: a vote travels while the devices work (benchmarks/ranks.py). Every rank calls each method at
-    the same steps.
+    No step waits for the votes, which are sent while the devices compute (benchmarks/ranks.py). Every rank calls each
+    method at the same steps.
     """
 
     def __init__(self, world: World, stop: StopRequest) -> None:
@@ -278,21 +279,21 @@ class Votes:
         self.counted = Counted(0, 0)
 
     def cast(self, failure: Exception | None) -> None:
-        """Post this rank's vote; `failure`: the reason why the run cannot continue after the step that begins now."""
+        """Send this rank's vote. A `failure` is why the run cannot continue after the step that begins now."""
         self.failure = failure
         self.counting = self.world.begin_sum([self.stop.reason is not None, failure is not None])
 
     def count(self) -> Counted:
-        """Return the votes that were cast before the step."""
+        """Return the count of the votes that were cast before the step."""
         self.counted = Counted(*self.counting())
         return self.counted
 
     def raise_failure(self) -> None:
-        """Raise on all ranks the failure of one of them, if the last count has one."""
+        """Raise one rank's failure on all ranks, if the last count has a failure."""
         if self.counted.failures:
             self.world.raise_failure(self.failure)
 
     def reasons(self) -> list[tuple[int, str, str, str]]:
-        """Return rank, reason, its kind and the host of each rank that was asked to stop."""
+        """Return (rank, reason, kind of the reason, host) for each rank that was asked to stop."""
         answers = enumerate(self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node())))
         return [(rank, reason, kind, host) for rank, (reason, kind, host) in answers if reason is not None]

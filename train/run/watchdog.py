@@ -1,10 +1,10 @@
 """The watchdog of a rank: it ends a process that makes no progress, so that torchrun can start the run again.
 
-In each rank, a thread looks at all ranks of the machine: each has a time limit for its next heartbeat. Ranks wait for
+In each rank, a thread watches all ranks of the machine: each has a time limit for its next heartbeat. Ranks wait for
 each other in every step, so the run is stuck when all local ranks at the lowest step have exceeded their limits. Then
 `outcome.json` names the least advanced rank. The thread also reports ranks that ended without an exit record.
 
-The thread cannot run while another one holds Python's global lock. So heartbeats also arm a timer of `faulthandler`,
+The thread cannot run while another thread holds Python's global lock. So heartbeats also arm a timer of `faulthandler`,
 whose C thread dumps the stacks to standard error and exits. Only Linux is supported. This module does not import torch.
 """
 
@@ -35,12 +35,12 @@ from train.system.processes import ENDED_STATES, read_process
 from train.system.run_folder import RunFolder
 
 STDERR = 2
-PERIOD_S = 1.0  # between two checks; a tenth of the shorter limit if that is less
-MARGIN_PERIODS = 10  # from a rank's limit to the timer in C, so that the thread can report first
-OTHERS_PERIODS = 3  # before this rank exits: torchrun then kills the others, which must have written their stacks
+PERIOD_S = 1.0  # seconds between two checks, or a tenth of the shorter limit if that is less
+MARGIN_PERIODS = 10  # periods from a rank's limit to the end of the C timer, so that the thread can report first
+OTHERS_PERIODS = 3  # periods before this rank exits and torchrun kills the other ranks, which write their stacks first
 LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
-OOM_LOOKS = 60  # counts of kills to keep: the kernel counts a kill long before a large process has ended
-PEER_ENDS_S = 2.0  # from a broken collective to the end of the process that broke it
+OOM_LOOKS = 60  # kill counts to keep: the kernel counts a kill long before a large process has ended
+PEER_ENDS_S = 2.0  # seconds after a collective has broken in which the process that broke it may still exist
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
 
 logger = logging.getLogger("train")
@@ -52,7 +52,7 @@ class Heartbeat(ctypes.Structure):
     _fields_ = (
         ("at_s", ctypes.c_double),  # by time.monotonic(), which all processes of a machine share
         ("limit_s", ctypes.c_double),
-        ("step", ctypes.c_int64),  # -1: none
+        ("step", ctypes.c_int64),  # -1: the phase belongs to no step
         ("count", ctypes.c_int64),  # heartbeats in this step
         ("phase", ctypes.c_char * 40),
     )
@@ -70,29 +70,29 @@ class Peer(NamedTuple):
     """Another rank of this machine."""
 
     pid: int
-    started: int  # see Process
-    memory: mmap.mmap | None  # holds its heartbeat; None if this process may not read it
+    started: int  # the process's start time, see Process
+    memory: mmap.mmap | None  # has the rank's heartbeat; None if this process may not read it
 
 
 class Watchdog:
     """The heartbeats of this rank, and the thread that checks the heartbeats of all ranks of the machine.
 
-    Use it as a context, after `RunFolder.open`, which removes the exit records of the previous attempt.
+    Use it as a context manager, after `RunFolder.open`, which removes the exit records of the previous attempt.
     """
 
     def __init__(self, cfg: WatchdogConfig, folder: RunFolder, *, oom_counter: Path | None = None) -> None:
         self.cfg, self.folder, self.rank = cfg, folder, launched().rank
-        self.own = Heartbeat()  # private unless the watchdog is open
-        self.handle = -1  # of the shared memory
+        self.own = Heartbeat()  # in private memory until the watchdog opens
+        self.handle = -1  # the file descriptor of the shared memory
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.is_start = True  # the phase has the time limit of a start
-        self.rearm_s = 0.0  # arming the timer in C takes 0.1 ms, so heartbeats before this time do not
-        self.armed_s = 0.0  # the limit that it was armed with
-        self.compiles: Callable[[], bool] = lambda: False  # whether a rank is compiling, perhaps this one
+        self.rearm_s = 0.0  # heartbeats before this time do not arm the C timer again, which takes 0.1 ms
+        self.armed_s = 0.0  # the limit with which the C timer was armed
+        self.compiles: Callable[[], bool] = lambda: False  # returns whether this or another rank is compiling
         self.is_compiling = False  # a rank compiles, so this phase has the time limit of a start
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
-        self.suspects: dict[int, float] = {}  # the last heartbeats of ranks that were late at the last look
+        self.suspects: dict[int, float] = {}  # times of the heartbeats that were late at the last check
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = deque([count_oom_kills(self.oom_counter)], maxlen=OOM_LOOKS)
         self.closed = threading.Event()
@@ -122,7 +122,7 @@ class Watchdog:
         os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
-        """Begin a phase; this is a heartbeat. `is_start`: the limit is `watchdog.start_s`, to join, load or compile."""
+        """Begin a phase; this is a heartbeat. `is_start` sets the limit watchdog.start_s, to join, load or compile."""
         number = -1 if step is None else step
         self.own.at_s = time.monotonic()  # first, since the next limit may be shorter
         if number != self.own.step:
@@ -134,17 +134,16 @@ class Watchdog:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Record progress: a micro batch, a batch of an evaluation, a file of a checkpoint."""
+        """Record progress, such as a micro batch, a batch of an evaluation or a file of a checkpoint."""
         self.own.at_s = now_s = time.monotonic()
         self.own.count += 1
         if now_s >= self.rearm_s and self.is_open:
             self.arm()
 
     def joined(self, peers: Mapping[int, tuple[int, int, int]]) -> None:
-        """Take note that all ranks have joined.
+        """Begin to watch the other ranks of this machine, which have joined.
 
-        `peers` are the other ranks of this machine: the process id and start of each, see Process, and the `handle` of
-        its watchdog.
+        `peers` has for each of these ranks its process id, its start time (see Process) and its watchdog's `handle`.
         """
         for rank, (pid, started, handle) in peers.items():
             memory = None
@@ -153,7 +152,7 @@ class Watchdog:
             self.peers[rank] = Peer(pid, started, memory)
 
     def arm(self) -> None:
-        """Make the timer in C end this process unless it is armed again in time."""
+        """Make the C timer end this process unless it is armed again in time."""
         self.rearm_s, self.armed_s = time.monotonic() + self.period_s, self.limit_s
         faulthandler.dump_traceback_later(self.limit_s + MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
 
@@ -172,10 +171,10 @@ class Watchdog:
             if stuck is not None and self.is_open:
                 self.end(stuck)
             if self.own.age_s > self.own.limit_s and self.is_open:
-                self.arm()  # this rank waits for another one that still has time
+                self.arm()  # not stuck: this rank waits for a rank that still has time
 
     def allow_compiling(self) -> None:
-        """Give this rank the time of a start while a rank compiles, and that of a step afterwards."""
+        """Give this rank the time limit of a start while any rank compiles, and the limit of a step afterwards."""
         before = self.is_compiling
         self.is_compiling = not self.is_start and self.own.age_s > self.cfg.step_s / 2 and self.compiles()
         if before and not self.is_compiling:
@@ -185,15 +184,16 @@ class Watchdog:
             self.arm()
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """Return the present heartbeats of this machine's ranks."""
+        """Return the current heartbeats of this machine's ranks."""
         memories = {self.rank: self.own, **{rank: peer.memory for rank, peer in list(self.peers.items())}}
         return {rank: Heartbeat.from_buffer_copy(each) for rank, each in memories.items() if each is not None}
 
     def find_stuck(self) -> int | None:
-        """Return the rank that is stuck, or None: a stopped one if there is one, else the least advanced.
+        """Return the stuck rank, or None if no rank is stuck.
 
         The run is stuck if two checks in a row find the same late heartbeats for all ranks at the lowest step. A single
-        check could coincide with the writing of a heartbeat.
+        check could read a heartbeat that is just being written. The result is one of these ranks: a stopped rank
+        (SIGSTOP) if there is one, otherwise the least advanced.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -205,15 +205,15 @@ class Watchdog:
         return min(behind, key=lambda rank: (not self.is_stopped(rank), behind[rank].count, behind[rank].at_s))
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether another rank of this machine is stopped (SIGSTOP), and so cannot exit by itself."""
+        """Return whether another rank of this machine is stopped (SIGSTOP) and thus cannot exit."""
         peer = self.peers.get(rank)
         process = read_process(peer.pid) if peer is not None else None
         return process is not None and process.state == "T"
 
     def end(self, stuck: int) -> None:
-        """Report which rank is stuck, kill ranks that are stopped and cannot exit themselves, and exit."""
+        """Report which rank is stuck, kill ranks that are stopped (SIGSTOP), and exit."""
         self.is_open = False  # a heartbeat may no longer arm the timer
-        # The timer is needed here too: the file system of the run folder may also hang.
+        # The timer guards this report: the file system of the run folder may hang too.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
         ranks = self.heartbeats()
         last, is_alike = ranks[stuck], len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
@@ -249,9 +249,9 @@ class Watchdog:
     def report(
         self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
     ) -> None:
-        """Write the outcome, with the step of `last`, an exit record for each of `ranks`, and this process's stacks.
+        """Write the outcome with the step of `last`, exit records for `ranks`, and this process's stacks if wanted.
 
-        The first rank that records the failure prints it. Nothing is written to a folder of another job.
+        The first rank that records the failure also prints it. Nothing is written if another job owns the folder.
         """
         is_first, step = True, last.step if last.step >= 0 else None
         with self.folder.logging_failures():

@@ -1,7 +1,7 @@
 """The table of tasks.
 
-A task is a package of this folder with a SPEC and its line in TASKS. The table is read to compose a configuration,
-without torch: the module that computes is imported when a run has the task.
+A task is a package in this folder that defines SPEC, and a line in TASKS. The table is read without torch, to compose a
+configuration. A task's module that imports torch is imported only when a run has the task.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TASKS: dict[str, TaskSpec] = {
 
 
 def spec_of(cfg: TaskConfig) -> TaskSpec:
-    """Return the entry of a task. Raises InputError if there is none, or the settings are another task's."""
+    """Return the entry of a task. Raises InputError if there is none, or if the settings belong to another task."""
     check_choice("task.kind", cfg.kind, tuple(TASKS))
     spec = TASKS[cfg.kind]
     check(type(cfg) is spec.settings, f"task.kind={cfg.kind} does not match the settings of task; use task={cfg.kind}")
@@ -36,20 +36,20 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
 
 
 def metric_of(kind: str, name: str, splits: Iterable[str] = ()) -> Metric:
-    """Return a kind's declaration of a metric, whose name splits may prefix; without one it has no direction."""
+    """Return how a task declares a metric, whose name may begin with a split. An undeclared metric has no direction."""
     declared = {metric.name: metric for metric in TASKS[kind].metrics} if kind in TASKS else {}
     names = [name, *(name.removeprefix(f"{split}_") for split in splits)]
     return next((replace(declared[each], name=name) for each in names if each in declared), Metric(name, None))
 
 
 def best_metric(cfg: TrainConfig) -> Metric:
-    """Return the task's declaration of best.metric."""
+    """Return how the run's task declares best.metric."""
     splits = cfg.data.more_validation if isinstance(cfg.data, RecordsConfig) else ()
     return metric_of(cfg.task.kind, cfg.best.metric, splits)
 
 
 def class_of(spec: TaskSpec) -> Any:
-    """Return the class that computes."""
+    """Return the class of a task. This imports torch."""
     module, _, name = spec.module.partition(":")
     return getattr(import_module(module), name or "TASK")
 

@@ -1,6 +1,6 @@
-"""Parts that the tasks share which learn from records: static batches from prepared tables, and evaluations.
+"""Code shared by the tasks that learn from records: static batches from prepared tables, and evaluations.
 
-Evaluations of several splits run one after the other.
+An evaluation goes through several splits one after the other.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-Run = tuple[TrainConfig, Folder]  # settings and folder
-Entry = dict[str, Any]  # a row of input by its columns, or a prediction
+Run = tuple[TrainConfig, Folder]  # the settings and the folder of a run
+Entry = dict[str, Any]  # a row of input by column, or a prediction
 Results = tuple[dict[str, bytes], dict[str, Any]]  # files for predictions/ and further entries of evaluation.json
-CANDIDATES = 4  # answered examples for each sample that is shown
-MOST_CHARS_READ = 20_000  # of all texts together, to limit the time
+CANDIDATES = 4  # examples that the model answers for each sample that is shown
+MOST_CHARS_READ = 20_000  # characters of all these examples together, to limit the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -58,17 +58,17 @@ def mean_loss(statistics: np.ndarray) -> float:
 
 
 def table_of(names: Sequence[str], scores: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
-    """Return by name the results of scikit-learn or seqeval for each: precision, recall, F1 and support."""
+    """Return precision, recall, F1 and support by name, from the arrays of scikit-learn or seqeval."""
     rows = zip(names, *(kind.tolist() for kind in scores), strict=True)
     return {name: dict(zip(("precision", "recall", "f1", "support"), values, strict=True)) for name, *values in rows}
 
 
 @dataclass(frozen=True)
 class Split:
-    """The used part of a table of validation data."""
+    """A split of the validation data, or the part of it that is used."""
 
-    name: str  # of its tables
-    prefix: str  # of its metrics: none for "validation"
+    name: str  # the name of its tables
+    prefix: str  # the prefix of its metrics; "" for "validation"
     features: Dataset
     first: int  # its first row in the statistics of an evaluation
 
@@ -77,24 +77,24 @@ class Split:
 
 
 class TextTask(Task):
-    """A model with a head that learns from and answers rows of texts, in a run as in train.predict."""
+    """A task on rows of texts, whose model has a head. It serves both runs and train.predict."""
 
-    columns: Mapping[str, str]  # of the features, by the inputs of a batch
-    eval_columns: Mapping[str, str] = {}  # those that only statistics need
-    metric_names: tuple[str, ...]  # of an evaluation of one split
-    csv_columns: list[str]  # of predictions
+    columns: Mapping[str, str]  # the column of the features for each input of a batch
+    eval_columns: Mapping[str, str] = {}  # further columns, which only statistics need
+    metric_names: tuple[str, ...]  # the metrics of one split
+    csv_columns: list[str]  # the columns of predictions in a CSV file
     featurizer: Featurizer
-    shortest: int = 8  # the least tokens of a batch
+    shortest: int = 8  # the shortest length of a batch, in tokens
     lengths: tuple[int, ...]
 
     def __init__(self, cfg: Any, sizes: Sizes) -> None:
         """Set the task's settings `cfg` and the sizes."""
         self.cfg, self.sizes = cfg, sizes
-        self.labels: list[str] = []  # in the order of their numbers; the run's, or the trained model's
+        self.labels: list[str] = []  # the labels of the run or of the trained model, by index
 
     @property
     def outputs(self) -> Sequence[str]:
-        """Return the names of the outputs of the head, in their order."""
+        """Return the names of the head's outputs in order."""
         return self.labels
 
     def build_model(self) -> PaddedEncoder:
@@ -102,14 +102,14 @@ class TextTask(Task):
         return build_with_head(spec.head, model, labels=names, problem_type=spec.problem_type, **self.sizes.fit)
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
-        """Return features as batches, with further inputs by the columns that hold them."""
+        """Return features as rows for batches. `columns` names the features' column for each further batch input."""
         pad_id = self.sizes.tokenizer.pad_token_id
         return TokenRows(features, pad_id=pad_id, lengths=self.sizes.lengths, columns=columns)
 
-    # ---- learning: what a task of its own has ----------------------------------------------------------------------
+    # ---- learning: methods that each task defines ------------------------------------------------------------------
 
     def begin(self, train_table: TokenRows) -> None:
-        """Take facts for the loss from the training data."""
+        """Compute what the loss needs from the training data, such as class weights."""
         return
 
     @abstractmethod
@@ -118,49 +118,49 @@ class TextTask(Task):
 
     @abstractmethod
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the values for metrics and predictions of each row of a batch, [B, n] float32."""
+        """Return for each row of a batch the values that metrics and predictions need, [B, n] float32."""
 
     @abstractmethod
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
-        """Return the metrics of the features of some examples, by `metric_names`."""
+        """Return the metrics in `metric_names` of a split's features."""
 
     @abstractmethod
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
         """Return files and entries that the best evaluation writes in addition to its metrics."""
 
-    # ---- predictions: what a task of its own has -------------------------------------------------------------------
+    # ---- predictions: methods that each task defines ---------------------------------------------------------------
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         """Return the labels of a trained model. Raises InputError if the task cannot use them."""
         return []
 
     def settings_of_outputs(self) -> dict[str, Any]:
-        """Return the settings that say what the outputs of a trained model mean, once `labels_of` has read it."""
+        """Return the settings that name the outputs of a trained model. Call `labels_of` first, which reads them."""
         return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        """Take facts for predictions: how rows are read, the model's run if any, and flags of TaskSpec.options."""
+        """Prepare for predictions. `data` says how rows are read; `options` has the flags of TaskSpec.options."""
         return
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
-        """Return the row that the flags' texts stand for, by column."""
+        """Return a row from the texts that flags give, by column."""
         return dict(texts)
 
     @abstractmethod
     def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
-        """Yield a line for each row."""
+        """Yield the prediction for each row, which becomes a line of output."""
 
     @abstractmethod
     def known(self, row: Entry, prediction: Entry) -> tuple[Any, Any] | None:
-        """Return the right answer of a row that has one, and the model's."""
+        """Return a row's right answer and the model's answer; None if the row has no right answer."""
 
     @abstractmethod
     def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
-        """Return the metrics of the answers from `known` for some rows."""
+        """Return the metrics of right and predicted answers, as `known` returns them."""
 
     @abstractmethod
     def sample(self, row: Entry, prediction: Entry) -> Sample:
-        """Return a row whose right answer is known and the prediction for it, for the report."""
+        """Return a sample for the report, from a row whose right answer is known and its prediction."""
 
     # ---- a run -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class TextTask(Task):
         self.train_table = self.token_rows(self.tables.features(learnt), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
-        if len(self.lengths) > 1:  # one length is a plain order
+        if len(self.lengths) > 1:  # a single length needs no buckets
             is_mixed = self.data.lengths == "auto" and not compiles_each_length(cfg.backend, cfg.instance)
             of_rows = self.train_table.bucket_of, self.eval_table.bucket_of
             self.buckets = Buckets(self.lengths, *of_rows, is_mixed=is_mixed)
@@ -206,9 +206,9 @@ class TextTask(Task):
             self.begin(self.train_table)
 
     def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the facts on the data, with the share of padding of this run's lengths.
+        """Return facts about the data, with the share of padding at this run's batch lengths.
 
-        `learnt`: the tokens of each training row, by the split.
+        `learnt` has the token counts of the training rows, by split.
         """
         facts, used = self.tables.facts, learnt
         used |= {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
@@ -220,11 +220,11 @@ class TextTask(Task):
 
     def summary(self) -> str:
         lengths = " or ".join(filter(None, [", ".join(map(str, self.lengths[:-1])), str(self.seq_len)]))
-        line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}), of which in training "
-        return "; ".join([f"{line}{self.facts['padding_share']:.1%} are padding", *self.cut_rows()])
+        line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); in training "
+        return "; ".join([f"{line}{self.facts['padding_share']:.1%} of the tokens are padding", *self.cut_rows()])
 
     def cut_rows(self) -> Iterator[str]:
-        """Say of each split how many rows are cut, if any is."""
+        """Yield a line for each split that has truncated rows."""
         for name, facts in self.details["splits"].items():
             of_split = {key: facts[key] for key in ("rows", "tokens", "notes")}
             if words := cut_words(**of_split, seq_len=self.sizes.seq_len):
@@ -250,7 +250,7 @@ class TextTask(Task):
         return self.statistics(logits_of(model, inputs), inputs)
 
     def metrics_of(self, split: Split, rows: np.ndarray) -> dict[str, float]:
-        """Return the metrics of a split, from the statistics of all."""
+        """Return the metrics of a split, from the statistics of all splits."""
         return self.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
@@ -258,7 +258,7 @@ class TextTask(Task):
         return {f"{split.prefix}{name}": value for split, items in values for name, value in items}
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        # It writes predictions/ and, last, evaluation.json.
+        # The files in predictions/ are written first, evaluation.json last.
         splits = {}
         for split in self.splits:
             examples = self.tables.examples(split.name)
@@ -269,7 +269,7 @@ class TextTask(Task):
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        # It writes model/: tokenizer and config.json, so that a checkpoint can be exported without the data.
+        # With tokenizer and config.json in model/, a checkpoint can be exported without the data.
         assert isinstance(model, PaddedEncoder)
         for path in sorted((self.tables.folder / "tokenizer").iterdir()):
             folder.write(f"model/{path.name}", path.read_bytes())
@@ -281,13 +281,13 @@ class TextTask(Task):
         shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        # They are answered as by `python -m train.predict`.
+        # The model answers them as in `python -m train.predict`.
         predictor = Predictor(str(export), self.data, run=(self.run_cfg, run), seq_len=self.run_cfg.seq_len)
         examples, target = self.tables.examples("validation"), self.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=self.labels))
         if not rows:
             return []
-        predictor.load()  # on the CPU in float32: the run's backend has the devices and their graphs
+        predictor.load()  # on the CPU in float32: the run's backend still holds the devices
         pairs = zip(rows, predictor.predict(rows, batch_size=8), strict=True)
         return mixed([predictor.task.sample(*pair) for pair in pairs], most)
 
@@ -301,7 +301,7 @@ def shares(facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
-    """Say how well the tokenizer reads the texts. Raises InputError if it cannot."""
+    """Yield remarks on how well the tokenizer reads the texts. Raises InputError if it cannot read them."""
     if capitals := unused_capitals(tokenizer):
         yield f"warning: tokenizer {tokenizer.name_or_path} {capitals}"
     for split, entry in facts["splits"].items():
@@ -310,13 +310,13 @@ def remarks(tokenizer: PreTrainedTokenizerFast, facts: Facts) -> Iterator[str]:
 
 
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:
-    """Return the example of each of the features."""
+    """Return the example of each feature."""
     return examples.select(column(features, "row"))
 
 
 def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
-    """Return the rows of `features`, ascending, of examples drawn by the seed: at most `most` rows."""
-    # There is at least one example. `split` is the number of the table.
+    """Draw examples by the seed and return their rows in `features`, ascending: at most `most` rows."""
+    # At least one example is drawn, even if it has more rows. `split` is the index of the table.
     owners = column(features, "row")
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
     order = np.argsort(hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples))), kind="stable")
@@ -328,7 +328,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows of the whole table, as `train.data.records.raw.read_texts` does, without those that are too long."""
+    """Yield rows from all over the table in the form of `train.data.records.raw.read_texts`, up to MOST_CHARS_READ."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
@@ -341,7 +341,7 @@ def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[st
 
 
 def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
-    """Return the first `most` samples, up to half of them wrong ones if there are, in their order."""
+    """Return at most `most` samples in order, half of them with wrong answers if there are enough of both."""
     is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
     num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
     chosen = [*np.flatnonzero(~is_right)[:num_wrong], *np.flatnonzero(is_right)[: most - num_wrong]]

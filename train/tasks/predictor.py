@@ -1,6 +1,6 @@
-"""Predictions of a trained model for new rows, which are read as in an evaluation of its run.
+"""Predictions of a trained model for new rows, which are tokenized as in the evaluations of its run.
 
-Rows are those of `train.data.records.raw.read_texts`. One process, on the CPU or a CUDA device.
+Rows come from `train.data.records.raw.read_texts`. One process predicts, on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from train.system.folders import Folder
     from train.tasks.finetune import TextTask
 
-TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times the memory
+TOKENISED_TOGETHER = 500  # rows; tokens take ten times the memory until they are in an Arrow table
 CPU = torch.device("cpu")
 
 
 class Predictor:
-    """A model with a head, in the format of transformers or of the Hub, and its task."""
+    """A trained model with a head, and its task."""
 
     def __init__(
         self, source: str, data: RecordsConfig, *, run: tuple[TrainConfig, Folder] | None, seq_len: int | None
     ) -> None:
         """Read all but the weights. Raises InputError if no task suits the model.
 
-        `source` is a folder in the format of transformers, or a Hub id; `data` tells how rows are read. `run` has
-        settings and folder of the run that trained the model, if one did. `seq_len`: None: the run's, or the longest.
+        `source` is a folder in the format of transformers, or a Hub id. `data` says how rows are read. `run` is the
+        run that trained the model, if any. `seq_len` None takes the run's, or without a run the model's longest.
         """
         self.source, self.data, self.run = source, data, run
         task = None
         if run is not None:
             task, seq_len = run[0].task, seq_len or run[0].seq_len
-        most = None if run is None else MOST_TOKENS  # texts are cut as the run cut them
+        most = None if run is None else MOST_TOKENS  # the run cuts texts at this length too
         sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
-        only_number = "regression" if sizes.config.num_labels == 1 else None  # as transformers takes a single output
+        only_number = "regression" if sizes.config.num_labels == 1 else None  # so transformers reads a single output
         task = task or default_task(source, names, getattr(sizes.config, "problem_type", None) or only_number)
         self.spec = spec = spec_of(task)
         check(spec.head in names, f"{source}: the run's task is {task.kind}, but the model is a {names}")
         self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.featurizer.labels = self.task.labels_of(source, sizes.config)
         self.num_rows, self.has_target = 0, False
-        self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; rows cut and tokens lost, as Featurizer's notes
-        self.known: list[tuple[Any, Any]] = []  # the right answers of rows that have one, and the model's
+        self.num_tokens, self.cut = 0, Counter[str]()  # tokens read; truncated rows and lost tokens by name
+        self.known: list[tuple[Any, Any]] = []  # right answer and model's answer of rows that have both
 
     def load(
         self,
@@ -64,7 +64,7 @@ class Predictor:
         device: torch.device = CPU,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Read the weights. `options`: the values of the flags that the task's TaskSpec.options names."""
+        """Read the weights. `options` has the values of the flags in the task's TaskSpec.options."""
         task, seq_len = self.task, self.task.sizes.seq_len
         task.use(self.data, self.run, options or dict.fromkeys(self.spec.options))
         model = task.build_model()
@@ -78,7 +78,7 @@ class Predictor:
     def predict(
         self, rows: list[dict[str, Any]], *, batch_size: int, on_batch: Callable[[int], Any] = lambda _: None
     ) -> list[dict[str, Any]]:
-        """Return the model's answer to each row, in order. `on_batch` gets the number of sequences read."""
+        """Return the model's answer to each row, in order. `on_batch` is called with each batch's sequence count."""
         features, tokens_cut = self.features(rows)
         statistics = self.statistics(features, batch_size, on_batch)
         check(bool(np.isfinite(statistics).all()), f"{self.source} computes NaN: its weights are damaged")
@@ -93,7 +93,7 @@ class Predictor:
         return [{**answer, "tokens_cut": tokens} if tokens else answer for answer, tokens in lost]
 
     def features(self, rows: list[dict[str, Any]]) -> tuple[Dataset, np.ndarray]:
-        """Return the features of rows, and the number of tokens [rows] of each that are after seq_len."""
+        """Return the features of rows, and how many tokens after seq_len were cut from each row, [rows]."""
         featurizer, parts, tokens_cut = self.task.featurizer, [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
@@ -105,7 +105,10 @@ class Predictor:
 
     @torch.inference_mode()
     def statistics(self, features: Dataset, batch_size: int, on_batch: Callable[[int], Any]) -> np.ndarray:
-        """Return [rows, n] float32. The longest are read first: little padding, and too large ones fail immediately."""
+        """Return the task's statistics [rows, n] float32.
+
+        The longest rows come first: batches have little padding, and one too large for the memory fails immediately.
+        """
         table = self.task.token_rows(features, {**self.task.columns, **self.task.eval_columns})
         order = np.argsort(-table.row_lengths, kind="stable")
         batches = []
@@ -123,7 +126,7 @@ class Predictor:
         return result
 
     def cut_rows(self) -> str:
-        """Return a line on the rows so far that were cut; "" if none was."""
+        """Return a line on the rows that were truncated so far; "" if there are none."""
         seq_len = self.task.sizes.seq_len
         return cut_words(rows=self.num_rows, tokens=self.num_tokens, notes=self.cut, seq_len=seq_len)
 
@@ -140,9 +143,9 @@ class Predictor:
 
 
 def default_task(source: str, architectures: str, problem_type: str | None) -> TaskConfig:
-    """Return the settings of the first task in the table whose head a model without a run has.
+    """Return the settings of the first task in the table that has the head of a model without a run.
 
-    It is one for the model's problem if there is such a task. Raises InputError if there is none.
+    A task for the model's problem type is preferred. Raises InputError if no task has the head.
     """
     specs = [spec for spec in TASKS.values() if spec.inputs]
     fitting = [spec for spec in specs if spec.head in architectures]

@@ -1,4 +1,4 @@
-"""The facts about a task that need no torch, and the interface between the loop and the task of a run."""
+"""The facts about a task that need no torch (TaskSpec), and the interface between loop and task (Task)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of an evaluation, as the task that computes it declares it."""
+    """A metric of an evaluation, declared by the task that computes it."""
 
     name: str
-    higher_is_better: bool | None = True  # None: no task declares it, and nothing is called the best by it
-    hub_name: str = ""  # its id on the Hub; "": its name
+    higher_is_better: bool | None = True  # None: undeclared, so that no value is called the best
+    hub_name: str = ""  # the metric's id on the Hub; "": the same as `name`
     is_shown_beside: bool = True  # a report's card may show it with the headline metric
 
     @property
     def sign(self) -> int:
-        """Return 1 if higher values are better, -1 if lower ones are, 0 if that is not known."""
+        """Return 1 if higher values are better, -1 if lower values are, 0 if this is unknown."""
         return 0 if self.higher_is_better is None else 1 if self.higher_is_better else -1
 
     @property
@@ -51,10 +51,10 @@ class TaskSpec:
     """A task's entry in `train.tasks.TASKS`, which can be read without torch."""
 
     settings: type[TaskConfig]  # its `learns_from` says which data the task reads
-    module: str  # its TASK is the class of the task, which imports torch; or module:Class
+    module: str  # the module that imports torch and whose TASK is the task's class; or module:Class
     head: str  # transformers loads an export as AutoModelFor<head>
     problem_type: str = "single_label_classification"  # transformers' name, for a SequenceClassification head
-    metrics: tuple[Metric, ...]  # of evaluations; a report leads with the first that a run has
+    metrics: tuple[Metric, ...]  # the metrics of evaluations; a report leads with the first that a run has
 
     # These are for a model card.
     pipeline: str  # transformers' pipeline that runs an export
@@ -62,44 +62,44 @@ class TaskSpec:
     example: str  # the arguments of the pipeline, as Python code
     card_settings: tuple[tuple[str, str], ...] = ()  # name and key of the task's settings that the card lists
 
-    # These are for `python -m train.predict`. A run and a row of input hold the same columns.
-    does: str = ""  # as in "labels texts": it follows the name of the model in a message
+    # These are for `python -m train.predict`, whose rows have the same columns as the run's data.
+    does: str = ""  # the words after the model's name in a message, such as "labels texts"
     inputs: Mapping[str, str] = field(default_factory=dict)  # columns of ColumnsConfig that the model reads, each with
     # the help text of its flag; empty: its models do not predict
-    optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it learnt with them
+    optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it has them
     options: Mapping[str, str] = field(default_factory=dict)  # further flags that take a number, with their help
 
 
 class Task(ABC):
-    """The batches of a run, the loss as a sum, and the numbers of an evaluation."""
+    """The task of a run: its batches, the loss as a sum, and the metrics of an evaluation."""
 
-    shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
-    train_rows: int  # their sum
+    shard_rows: Sequence[int]  # training examples in each shard; data without shards counts as one shard
+    train_rows: int  # the sum of shard_rows
     eval_rows: int
     seq_len: int  # tokens of the longest batches
-    lengths: Sequence[int] | None = None  # of batches, in tokens, ascending; None: the data has one
+    lengths: Sequence[int] | None = None  # the lengths of batches in tokens, ascending; None: seq_len is the only one
     buckets: Buckets | None = None  # assigns lengths to examples, if there are several
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
-    facts: dict[str, float]  # of the data, for metrics and report
-    remarks: Sequence[str] = ()  # on the data, for the log
-    details: dict[str, Any] = {}  # of the data, for run_dir/data.json; empty: no such file
+    facts: dict[str, float]  # facts about the data, for metrics and report
+    remarks: Sequence[str] = ()  # remarks on the data, for the log
+    details: dict[str, Any] = {}  # details of the data, for run_dir/data.json; empty: the file is not written
 
     @classmethod
     def of_run(cls, cfg: TrainConfig) -> Task:
-        """Return the task of a run, its data opened and checked. Raises InputError if it cannot learn from it."""
-        return cls(cfg)  # type: ignore[call-arg]  # a task without other users takes the settings of the run
+        """Return the task of a run, its data opened and checked. Raises InputError if it cannot learn from the data."""
+        return cls(cfg)  # type: ignore[call-arg]  # a task without an `of_run` takes the settings of the run
 
     def summary(self) -> str:
-        """Return a line for the log on how the data becomes batches; empty if there is nothing to say."""
+        """Return a line for the log on how the data becomes batches, or ""."""
         return ""
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums, unless opening did. Raises InputError, which names damaged files."""
+        """Compare the data with its checksums, unless opening it did so. Raises InputError that names damaged files."""
         return
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Prepare to evaluate what this run has learnt, without training. Raises InputError if the folder is bad."""
+        """Prepare to evaluate without training. Raises InputError if the folder of the model's `run` is damaged."""
         return
 
     def window_shards(self, order: ShardSampler) -> int:
@@ -107,11 +107,11 @@ class Task(ABC):
         return order.window_shards
 
     def eval_shards(self, ranks: Sequence[int], world_size: int) -> list[int]:
-        """Return the validation shards that a machine of these data ranks reads; none of data that is not sharded."""
+        """Return the validation shards that the machine with these data ranks reads; [] if the data has no shards."""
         return []
 
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Begin to fetch the data of `order`; None if this rank need not. Raises InputError if it cannot."""
+        """Start to fetch the data of `order`; None if this rank need not fetch. Raises InputError if it cannot."""
         return None
 
     @abstractmethod
@@ -124,26 +124,26 @@ class Task(ABC):
 
     @abstractmethod
     def eval_data(self) -> Drawable:
-        """Return the validation examples, with those of further splits after them."""
+        """Return the validation examples, followed by the examples of further splits."""
 
     @abstractmethod
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the loss [] summed over the labels of a micro batch; the engine divides by the global count."""
 
     def compile_loss(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """Replace the loss of logits by `compiled(loss)`, if logits are so many that it takes time."""
+        """Replace the function from logits to loss by `compiled(loss)`, if the logits are large enough to take time."""
         return
 
     @abstractmethod
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the values [B, n] float32 of each example of a batch that the metrics need."""
+        """Return for each example of a batch the values that the metrics need, [B, n] float32."""
 
     @abstractmethod
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
         """Return metrics by their usual names, from the statistics [eval_rows, n] in the order of the data."""
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Write predictions and tables of an evaluation that is better than all before, if there are any; rank 0."""
+        """Write predictions and tables of the best evaluation so far, if the task has any. Only rank 0 calls this."""
         return
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
@@ -151,7 +151,7 @@ class Task(ABC):
         return None
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """Write to the run folder the files that exports of its checkpoints need instead of the data; rank 0."""
+        """Write the files with which a checkpoint can be exported without the data. Only rank 0 calls this."""
         return
 
     @abstractmethod
@@ -159,5 +159,5 @@ class Task(ABC):
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        """Return at most `most` validation examples, in little time, with the exported model's answers; rank 0."""
+        """Return quickly up to `most` validation examples with the exported model's answers. Only rank 0 calls this."""
         return []

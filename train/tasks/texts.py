@@ -1,4 +1,4 @@
-"""The sizes of model and batches of the tasks that read texts."""
+"""The sizes of the model and of the batches, for tasks that read texts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from train.data.records.tables import Tables
 
-MOST_TOKENS = 512  # of a sequence if seq_len is not set; attention over more costs much, and few texts need it
-MOST_PADDING = 0.1  # share of the computed tokens that data.lengths=auto accepts
-MOST_LENGTHS = 128  # different lengths of batches that are not compiled
-EAGER_CPU_STEP = 8  # tokens; kernels of GPUs prefer multiples of STEP
+MOST_TOKENS = 512  # the longest sequence if seq_len is not set; longer attention costs much, and few texts need it
+MOST_PADDING = 0.1  # the share of padding in the computed tokens that data.lengths=auto accepts
+MOST_LENGTHS = 128  # the most different lengths of batches without compilation
+EAGER_CPU_STEP = 8  # tokens between lengths on CPUs without compilation; GPU kernels prefer multiples of STEP
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model that is to be built, its tokenizer, and the lengths that batches are padded to."""
+    """The sizes of a model to be built, its tokenizer, and the lengths that batches are padded to."""
 
-    model: ModelConfig  # its weights and tokenizer are on this machine or at the Hub
+    model: ModelConfig  # its weights and tokenizer are on this machine or on the Hub
     tokenizer: PreTrainedTokenizerFast
     seq_len: int  # tokens after which texts are cut
-    lengths: tuple[int, ...] = ()  # tokens, ascending; known with the data
+    lengths: tuple[int, ...] = ()  # tokens, ascending; set when the data is opened
 
     @staticmethod
     def of(cfg: TrainConfig) -> Sizes:
@@ -46,11 +46,14 @@ class Sizes:
 
     @staticmethod
     def read(model: ModelConfig, seq_len: int | None, *, most: int | None = None) -> Sizes:
-        """Return sizes without lengths, up to `seq_len` or `most` tokens. Raises InputError if the tokenizer is bad."""
+        """Return sizes without lengths. `seq_len` None takes the smaller of `most` and what the model allows.
+
+        Raises InputError if the tokenizer is bad.
+        """
         sizes = Sizes(model, task_tokenizer(model), 0)
         limits = [limit for limit in (most_positions(sizes.config), most) if limit]
         if not (seq_len or limits):
-            raise InputError(f"{sizes.config.model_type} sets no longest sequence: set seq_len")
+            raise InputError(f"{sizes.config.model_type} does not limit the sequence length: set seq_len")
         return replace(sizes, seq_len=seq_len or min(limits))
 
     @property
@@ -60,14 +63,14 @@ class Sizes:
 
     @property
     def fit(self) -> dict[str, int]:
-        """The arguments of the functions of train.models.heads."""
+        """The size arguments of the functions in train.models.heads."""
         return {"vocab_size": len(self.tokenizer), "pad_id": self.tokenizer.pad_token_id, "seq_len": self.seq_len}
 
 
 def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest: int) -> tuple[int, ...]:
     """Return the lengths that the batches of a run are padded to, from its data, settings and kind of device.
 
-    `seq_len`: tokens after which texts are cut. `shortest`: the least tokens of a batch.
+    Texts are cut after `seq_len` tokens. `shortest` is the shortest length allowed, in tokens.
     """
     assert isinstance(cfg.data, RecordsConfig)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)
@@ -79,12 +82,12 @@ def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest
     if not is_compiled:
         step = max(step, -(-longest // MOST_LENGTHS))
     most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
-    rows = tables.lengths(next(iter(tables.facts["splits"])))  # of training, where there is any
+    rows = tables.lengths(next(iter(tables.facts["splits"])))  # training rows, if there are any
     return tuple(best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING))
 
 
 def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return `lengths` and seq_len as the last one. Raises InputError if one is longer."""
+    """Return `lengths` with seq_len as the last length. Raises InputError if a length is above seq_len."""
     longest = max(lengths, default=0)
     check(longest <= seq_len, f"data.lengths has {longest}, which is more than seq_len={seq_len}")
     return (*(length for length in lengths if length < seq_len), seq_len)

@@ -1,4 +1,4 @@
-"""The highest of some scores, on any device."""
+"""The k highest scores, computed with operations that every device supports."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def topk(scores: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
-    """Return the k highest of the last dimension [..., N] of float32 scores, and their indices, [..., k] float32.
+    """Return the k highest scores of the last dimension of [..., N], and their indices, both [..., k] float32.
 
-    The highest comes first, and of equal ones that with the lower index; the index of NaN is N. Trainium's compiler
-    takes neither topk, which XLA makes a sort (NCC_EVRF029), nor argmax, a reduction of two tensors at the same time
-    (NCC_ISPP027).
+    Higher scores come first; of equal scores the lower index comes first. The index of NaN is N. Trainium's compiler
+    supports neither topk, which XLA turns into a sort (NCC_EVRF029), nor argmax, which reduces two tensors at the same
+    time (NCC_ISPP027).
     """
     indices = torch.arange(scores.size(-1), dtype=torch.float32, device=scores.device)
     found: list[tuple[Tensor, Tensor]] = []

@@ -15,8 +15,8 @@ class ClassifyConfig(TaskConfig):
     """Classification: one label for a text or a pair of texts."""
 
     kind: str = "classify"
-    class_weights: Any = None  # The weight of an error for each label in order, such as [1,5,0.5]; balanced takes
-    # rows / (labels * rows of the label) of the training data, None the same for all.
+    class_weights: Any = None  # The weights of errors, one for each label in order, such as [1,5,0.5]; balanced takes
+    # rows / (labels * rows of the label) from the training data, None weights all labels alike.
     label_smoothing: float = setting(0.0, least=0, below=1)  # The share of the target that is spread over all labels.
 
     def __post_init__(self) -> None:
@@ -26,7 +26,7 @@ class ClassifyConfig(TaskConfig):
         check(ok, f"task.class_weights={self.class_weights} must be balanced, or numbers above 0, such as [1,5,0.5]")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        return HeadSize(labels=labels or 2)  # one more costs 6 x hidden size FLOPs
+        return HeadSize(labels=labels or 2)  # each further label costs 6 x hidden size FLOPs
 
 
 SPEC = TaskSpec(
@@ -38,7 +38,7 @@ SPEC = TaskSpec(
         Metric("f1_weighted", hub_name="f1"),
         Metric("accuracy"),
         Metric("matthews_correlation"),
-        Metric("f1"),  # of the second label, where there are two
+        Metric("f1"),  # F1 of the second label, if there are two labels
         LOSS,
     ),
     pipeline="text-classification",
@@ -49,6 +49,6 @@ SPEC = TaskSpec(
         ("Class weights", "task.class_weights"),
     ),
     does="labels texts",
-    inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
+    inputs={"text": "text to label", "text_pair": "second text, for a model of pairs"},
     optional=("text_pair",),
 )

@@ -47,7 +47,7 @@ CLASSIFY_ROWS = RowKind(
 
 
 class ClassifyFeaturizer(Featurizer):
-    """Texts to tokens, truncated to `seq_len`; in a pair the longer text is truncated."""
+    """Texts as tokens, truncated to `seq_len`. Of a pair, the longer text is truncated."""
 
     kind = CLASSIFY_ROWS
 
@@ -62,7 +62,7 @@ class Classification(TextTask):
     """One of several labels for a text. A prediction has "id", "label" (if known), "prediction", "probabilities"."""
 
     columns = {"labels": "label"}
-    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1, of two labels
+    metric_names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")  # and f1 with two labels
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -81,7 +81,7 @@ class Classification(TextTask):
             self.metrics += tuple(f"{split.prefix}f1" for split in self.splits)
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        # Divided by the sum of the texts' weights ("count") it is torch's weighted mean.
+        # The engine divides this sum by the sum of the texts' weights ("count"). The result is torch's weighted mean.
         if self.weights is not None:
             self.weights = self.weights.to(logits.device)  # moved once
         return F.cross_entropy(
@@ -106,7 +106,7 @@ class Classification(TextTask):
         return scores(truth, predicted, num_labels=len(self.labels))
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # A line for each text, and the tables of each class.
+        # One line per text, and tables per label.
         labels = column(features, "label")
         named = zip(examples_of(examples, features)["id"], labels, strict=True)
         rows = [{"id": name, "label": self.labels[label]} for name, label in named]
@@ -148,12 +148,12 @@ TASK = Classification
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return [rows, C] float64 of logits [rows, C]."""
+    """Return the probabilities [rows, C] float64 for logits [rows, C]."""
     return torch.from_numpy(logits).double().softmax(-1).numpy()
 
 
 def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
-    """Return [C] float32: the weight of an error; None: all the same. `counts` [C]: training rows of each label.
+    """Return the weights of errors, [C] float32; None if all are equal. `counts` [C] has the training rows per label.
 
     Balanced weights are those of scikit-learn's "balanced": rows / (labels * rows of the label).
     """
@@ -172,7 +172,7 @@ def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
 
 
 def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """Return figures of each of `names`, and the confusion matrix: rows are true labels, columns predictions."""
+    """Return precision, recall, F1 and support per label, and the confusion matrix: true labels by predicted labels."""
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     numbers = list(range(len(names)))
@@ -187,16 +187,17 @@ def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> d
 def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[str, float]:
     """Return accuracy, F1 and Matthews' correlation.
 
-    F1 is averaged over the labels that occur in either, as in scikit-learn; one never predicted has 0. With two labels
-    `f1` is the second one's. Matthews' correlation is 0 where only one label is predicted.
+    F1 is averaged over the labels that occur in truth or predictions, as in scikit-learn. A label that is never
+    predicted has an F1 of 0. With two labels, `f1` is that of the second. Matthews' correlation is 0 if only one label
+    is predicted.
     """
-    # The import takes a second, with scipy, for which no first step should wait.
+    # Imported here, since scikit-learn and scipy take a second, for which the first step should not wait.
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
     values = {"accuracy": accuracy_score(truth, predicted)}
     for average in ("macro", "weighted"):
         values[f"f1_{average}"] = f1_score(truth, predicted, average=average, zero_division=0)
-    is_mixed = len(np.unique([truth, predicted])) > 1  # else scikit-learn warns
+    is_mixed = len(np.unique([truth, predicted])) > 1  # otherwise scikit-learn warns
     values["matthews_correlation"] = matthews_corrcoef(truth, predicted) if is_mixed else 0.0
     if num_labels == 2:
         values["f1"] = f1_score(truth, predicted, zero_division=0)

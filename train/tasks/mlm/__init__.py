@@ -15,12 +15,13 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(0.15, above=0, below=1)  # The share of the tokens of a sequence that is predicted,
-    # always the same number: seq_len times mask_rate.
-    eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate of validation; None is mask_rate.
-    max_ngram: int = setting(3, above=0)  # The longest run of units masked together, p(n) ~ 1/n; 1 is BERT's masking.
-    whole_word: bool = False  # Mask whole words as units instead of tokens.
-    sop: bool = False  # Predict the order of two segments, too, with the weight of all predicted tokens.
+    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens that is predicted; every
+    # sequence has the same count of predictions, seq_len times mask_rate.
+    eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate in evaluations; None is mask_rate.
+    max_ngram: int = setting(3, above=0)  # The longest run of tokens (or of whole words) that is masked together; a
+    # run of n has the probability p(n) ~ 1/n, and 1 is BERT's masking.
+    whole_word: bool = False  # Mask whole words instead of tokens.
+    sop: bool = False  # Predict the order of two segments too, whose loss weighs as much as all predicted tokens.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = max(1, round(seq_len * self.mask_rate))
@@ -34,7 +35,7 @@ SPEC = TaskSpec(
     module="train.tasks.mlm.task",
     head="MaskedLM",
     metrics=(
-        # With sentence-order prediction the loss is of both.
+        # With sentence-order prediction, "loss" is the sum of "mlm_loss" and "sop_loss".
         *(replace(LOSS, name=name, hub_name="loss") for name in ("mlm_loss", "loss", "sop_loss")),
         Metric("perplexity", higher_is_better=False),
         *(Metric(name, hub_name="accuracy") for name in ("masked_accuracy", "sop_accuracy")),

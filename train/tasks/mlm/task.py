@@ -2,8 +2,8 @@
 
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
 
-Both objectives are means in the paper, over tokens and over sequences. Sums that are divided once, by the number of
-masked tokens, come to the same if a sequence's order weighs as much as the P tokens that are hidden in it.
+In the paper both losses are means, over tokens and over sequences. Here they are summed, and the sum is divided once by
+the number of masked tokens. The result is the same if the order loss of a sequence is multiplied by P.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from train.tasks.mlm import MLMConfig
 from train.tasks.spec import Task
 from train.tasks.topk import topk
 
-MOST_BLANKS = 4  # in a sample
-TOKENS_BEFORE = 12  # before the first of them
+MOST_BLANKS = 4  # blanks in a sample
+TOKENS_BEFORE = 12  # tokens that a sample shows before its first blank
 SPACE = "\N{OPEN BOX}"
 NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
 
@@ -94,7 +94,7 @@ class MaskedLMTask(Task):
         if self.new_rows:
             names = shortlist(f"{number} {token!r}" for number, token in sorted(self.new_rows.items()))
             grown = f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}"
-            self.remarks.append(f"{grown}; new, each the mean of the others: {names}")
+            self.remarks.append(f"{grown}; new rows, which begin as the mean of the others: {names}")
         self.facts = {
             name: self.manifest.counts.get(name, math.nan) for name in ("unigram_entropy", "neighbour_accuracy")
         }
@@ -109,9 +109,9 @@ class MaskedLMTask(Task):
         self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
 
     def _new_rows(self) -> dict[int, str]:
-        """Return the tokens that were added to the tokenizer of the weights, by their rows.
+        """Return the tokens that the data's tokenizer adds to the tokenizer of the weights, by embedding row.
 
-        Raises InputError if the data has a different tokenizer, or if their rows could not learn.
+        Raises InputError if the two tokenizers differ otherwise, or if the rows of added tokens are frozen.
         """
         model = self.model
         if model.pretrained is None:
@@ -125,7 +125,7 @@ class MaskedLMTask(Task):
             added=[token.content for token in ours.get_added_tokens_decoder().values()],
         )
         frozen = [f"model.{key}" for key in ("freeze_embeddings", "freeze_layers") if getattr(model, key)]
-        says = f"{' and '.join(frozen)}: {len(new)} added tokens have rows to learn, and the embeddings are frozen"
+        says = f"{' and '.join(frozen)}: {len(new)} added tokens have rows to learn, but the embeddings are frozen"
         check(not (new and frozen), says)
         return new
 
@@ -136,7 +136,7 @@ class MaskedLMTask(Task):
         self.verify()
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Have validation data alone verified and brought here, by `verify_data`."""
+        """Make `verify_data` fetch and verify only the validation data."""
         self.open_split, self.verify = self.data.brought, partial(self.data.bring, "validation")
 
     def window_shards(self, order: ShardSampler) -> int:
@@ -176,7 +176,7 @@ class MaskedLMTask(Task):
         return loss if order is None else loss + self.predictions * loss_sum(order, inputs["order"])
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 3]: loss sum, right predictions and all predictions of each sequence; with SOP [B, 6], the same of it.
+        # [B, 3]: loss sum, right predictions and all predictions of each sequence. With SOP [B, 6]: also for the order.
         logits, labels, order = self._logits(model, inputs)
         statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
         if order is not None:
@@ -215,12 +215,12 @@ class MaskedLMTask(Task):
 
     @torch.inference_mode()
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
-        # Validation sequences whose hidden tokens are all masked, on the host.
+        # In these validation sequences every token to predict is masked. The model runs on the host.
         info = self.manifest.tokenizer
         drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
         inputs = {name: tensor[0] for name, tensor in drawn.items()}
         positions, labels = inputs["positions"], inputs["labels"]
-        last = positions.amax(1, keepdim=True)  # for unused slots
+        last = positions.amax(1, keepdim=True)  # unused slots take the last position
         inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
         model = self._model(replace(self.model, pretrained=str(export), attention="auto")).eval()
         shares, guesses = (
@@ -236,12 +236,12 @@ TASK = MaskedLMTask
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over rows with a label."""
-    # Compiled, it never has the logits in float32 in memory.
+    # When compiled, this never stores the logits in float32.
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [N, 3] of logits [N, C] and labels [N]: the loss, if the prediction is right, if a label exists."""
+    """Return [N, 3] for logits [N, C] and labels [N]: loss, 1 if the prediction is right, 1 if there is a label."""
     logits = logits.float()
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     right = topk(logits)[1].squeeze(-1) == labels
@@ -253,20 +253,20 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blank:
-    position: int  # in the sequence
+    position: int  # the index in the sequence
     token: int  # the hidden token
     guesses: list[tuple[int, float]]  # tokens with their probabilities, the highest first
 
 
 def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
-    """Return the blanks of a sequence: positions and tokens [P], the guesses and their probabilities [P, n]."""
+    """Return the blanks of a sequence from its positions and tokens [P], the guesses and their probabilities [P, n]."""
     pairs = (list(zip(*pair, strict=True)) for pair in zip(guesses.tolist(), shares.tolist(), strict=True))
     blanks = zip(positions.tolist(), labels.tolist(), pairs, strict=True)
     return [Blank(*blank) for blank in blanks if blank[1] != IGNORE_INDEX]
 
 
 class Spelling:
-    """Tokens as text, by the tokenizer of a prepared data set."""
+    """The spelling of tokens by the tokenizer of a prepared data set."""
 
     def __init__(self, folder: Path, *, mask_id: int, special_ids: Sequence[int]) -> None:
         self.tokenizer = open_tokenizer(folder)
@@ -275,7 +275,7 @@ class Spelling:
 
     def piece(self, token: int) -> str:
         spelled = self.tokenizer.id_to_token(token) or f"token {token}"
-        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown: a word with a space differs from one without
+        spaces = len(spelled) - len(spelled.lstrip("▁Ġ"))  # shown, since a leading space makes another token
         return excerpt(SPACE * spaces + self.tokenizer.decode([token]).strip() or spelled)
 
     def sample(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> Sample:

@@ -8,7 +8,7 @@ from typing import Any
 from train.config import HeadSize, TaskConfig, check
 from train.tasks.spec import LOSS, Metric, TaskSpec
 
-CHOSEN = ("best", "best_per_label")  # thresholds that follow from the validation data
+CHOSEN = ("best", "best_per_label")  # values of task.threshold that choose it on the validation data
 
 
 def are_numbers(values: Any) -> bool:
@@ -20,10 +20,10 @@ class MultiLabelConfig(TaskConfig):
     """Multi-label classification: any number of labels, or none, for a text or a pair of texts."""
 
     kind: str = "multilabel"
-    positive_weights: Any = None  # The weight of a label that is there, for each label in order, where one that is not
-    # there has 1; balanced takes rows without the label / rows with it, of the training data, None 1.
-    threshold: Any = 0.5  # The probability from which a label is predicted, or a list of one for each label in order.
-    # The validation data chooses it with best (one for all, by micro F1) or best_per_label. The export keeps it.
+    positive_weights: Any = None  # The weights of labels that a text has, one for each label in order; labels that it
+    # lacks weigh 1. With balanced these are rows without the label / rows with it in the training data; None takes 1.
+    threshold: Any = 0.5  # The probability from which a label is predicted, or a list with one for each label in order;
+    # best (one for all, by micro F1) and best_per_label choose it on the validation data. The export keeps it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ SPEC = TaskSpec(
     example='"A text.", top_k=None',
     card_settings=(("Threshold", "task.threshold"), ("Weights of positives", "task.positive_weights")),
     does="labels texts",
-    inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
+    inputs={"text": "text to label", "text_pair": "second text, for a model of pairs"},
     optional=("text_pair",),
     options={"threshold": "probability from which each label is predicted"},
 )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 THRESHOLDS = "label_thresholds"  # a key of config.json: one threshold for each label
-DESCRIBED = "model/config.json"  # of a run: what exports of its checkpoints have
+DESCRIBED = "model/config.json"  # a file of the run, which exports of its checkpoints get as config.json
 USUAL = 0.5
 
 MULTILABEL_ROWS = RowKind(
@@ -45,7 +45,7 @@ MULTILABEL_ROWS = RowKind(
 
 
 class MultiLabelFeaturizer(ClassifyFeaturizer):
-    """Texts to tokens, as a classifier reads them, and 1 for each label that a text has, 0 for each other."""
+    """Texts as tokens, as for a classifier, and labels as 1 (the text has it) or 0."""
 
     kind = MULTILABEL_ROWS
 
@@ -71,7 +71,7 @@ class MultiLabel(TextTask):
     def __init__(self, cfg: MultiLabelConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
         self.featurizer = MultiLabelFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-        self.thresholds: list[float] | None = None  # [C]; None: those of the settings
+        self.thresholds: list[float] | None = None  # [C]; None: the settings' threshold
 
     @property
     def csv_columns(self) -> list[str]:  # type: ignore[override]
@@ -85,7 +85,7 @@ class MultiLabel(TextTask):
     def limits(self) -> list[float]:
         """Return the probability from which each label is predicted, [C].
 
-        In evaluations that choose it, it is USUAL: a score on the rows that chose a threshold is too good.
+        Evaluations that choose a threshold use USUAL: scores on the rows that chose it would be too good.
         """
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
@@ -98,13 +98,13 @@ class MultiLabel(TextTask):
         return model
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        # Divided by texts * labels ("count") it is torch's mean.
+        # The engine divides this sum by texts * labels ("count"). The result is torch's mean.
         if self.weights is not None:
             self.weights = self.weights.to(logits.device)  # moved once
         return losses_of(logits, inputs["labels"], self.weights).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 1 + C]: the loss without weights, the mean of the labels, and logits [B, C].
+        # [B, 1 + C]: the loss without weights as a mean over the labels, and logits [B, C].
         losses = losses_of(logits, inputs["labels"], None).mean(1, keepdim=True)
         return torch.cat([losses, logits.float()], 1)
 
@@ -112,11 +112,11 @@ class MultiLabel(TextTask):
         return {"loss": mean_loss(statistics), **self.score(self.truth(features), probabilities(statistics[:, 1:]))}
 
     def truth(self, features: Dataset) -> np.ndarray:
-        """Return which labels the texts have, [rows, C]."""
+        """Return a mask of the labels that the texts have, [rows, C]."""
         return column(features, "label").reshape(-1, len(self.labels)).astype(bool)
 
     def score(self, truth: Any, predicted: Any) -> dict[str, float]:
-        # The arguments are probabilities. Average precision is the mean over the labels that some text has.
+        # `predicted` has probabilities. Average precision is the mean over the labels that occur.
         from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
         truth, shares = np.asarray(truth, bool), np.asarray(predicted, np.float64)
@@ -131,7 +131,7 @@ class MultiLabel(TextTask):
         }
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # A line for each text, and the scores of each label with the threshold that is best for its F1.
+        # One line per text, and the scores of each label with the threshold that is best for its F1.
         from sklearn.metrics import precision_recall_fscore_support
 
         truth, shares = self.truth(features), probabilities(statistics[:, 1:])
@@ -146,8 +146,8 @@ class MultiLabel(TextTask):
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         assert isinstance(model, PaddedEncoder)
-        self.described = model.network.config  # which exports have
-        if self.cfg.threshold in CHOSEN and folder.size(DESCRIBED) is not None:  # a run that continues
+        self.described = model.network.config  # the config of exports
+        if self.cfg.threshold in CHOSEN and folder.size(DESCRIBED) is not None:  # the run is resumed
             where = f"{folder.location}/{DESCRIBED}"
             with naming(f"{where} is damaged", (BadContent,)):
                 there = read_object(folder.read(DESCRIBED)).get(THRESHOLDS)
@@ -155,7 +155,7 @@ class MultiLabel(TextTask):
         super().describe_model(model, folder)
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Keep the thresholds that are best on the validation data for exports, if they are to be chosen."""
+        """Also write the thresholds that are best on the validation data for exports, if task.threshold asks for it."""
         super().write_evaluation(rows, folder, step=step)
         if self.cfg.threshold in CHOSEN:
             validation = self.splits[0]
@@ -214,7 +214,7 @@ TASK = MultiLabel
 
 
 def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float] | None:
-    """Return the thresholds [C] that a config.json holds, None if it has none. Raises InputError if invalid."""
+    """Check and return the thresholds [C] of a config.json, None if it has none. Raises InputError if invalid."""
     if given is not None:
         check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
         check_each(f"{where}: {THRESHOLDS}", given, labels)
@@ -228,7 +228,7 @@ def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None
 
 
 def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return [B, C] float32; 0 if a row of padding has no target."""
+    """Return the losses [B, C] float32. Rows of padding have no target, and a loss of 0."""
     losses = F.binary_cross_entropy_with_logits(
         logits.float(), targets.nan_to_num(), pos_weight=weights, reduction="none"
     )
@@ -236,12 +236,12 @@ def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return [rows, C] float64 of logits [rows, C]."""
+    """Return the probabilities [rows, C] float64 for logits [rows, C]."""
     return torch.from_numpy(logits).double().sigmoid().numpy()
 
 
 def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -> np.ndarray | None:
-    """Return [C] float32: the weight of a present label; None: that of an absent one. `has_label` [rows, C]."""
+    """Return the weights of labels that a text has, [C] float32; None if all are 1. `has_label` is [rows, C]."""
     if given is None:
         return None
     if given != "balanced":
@@ -249,12 +249,15 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
         return np.array(given, np.float32)
     counts = has_label.sum(0, dtype=np.float64)
     absent = [name for name, count in zip(labels, counts, strict=True) if count in (0, len(has_label))]
-    check(not absent, f"task.positive_weights=balanced: no training row, or each, has the label {shortlist(absent)}")
+    check(not absent, f"task.positive_weights=balanced: no or every training row has the label {shortlist(absent)}")
     return ((len(has_label) - counts) / counts).astype(np.float32)
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 over all thresholds, and its threshold, halfway to the probability below: both [rows]."""
+    """Return the highest F1 over all thresholds, and its threshold, halfway to the next lower probability.
+
+    `truth` and `shares` are [rows].
+    """
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth, shares)
@@ -267,7 +270,7 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
 def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
     """Return the thresholds [C] that are best for F1 on truth and probabilities [rows, C].
 
-    They are those of each label alone, USUAL where no row has it, or one for all.
+    With `each` they are chosen for each label alone, and USUAL if no row has the label. Otherwise they are all equal.
     """
     columns = list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
     limits = [best_threshold(*column)["best_threshold"] if column[0].any() else USUAL for column in columns]

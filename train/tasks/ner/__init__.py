@@ -10,14 +10,14 @@ from train.tasks.spec import LOSS, Metric, TaskSpec
 
 @dataclass(kw_only=True)
 class NERConfig(TaskConfig):
-    """Token classification: a tag for each word, as B-PER where a person's name begins, I-PER in it, O elsewhere."""
+    """Token classification: a tag for each word, such as B-PER where a name begins, I-PER inside it, O elsewhere."""
 
     kind: str = "ner"
-    scheme: str = setting("entities", among=("entities", "none"))  # The form of tags: entities is O, or types behind
-    # B-, I- and the like (IOB2, BIOES, BILOU); none is any tags, as parts of speech, scored by the word.
+    scheme: str = setting("entities", among=("entities", "none"))  # The form of the tags: entities is O, or a type
+    # after B-, I- and the like (IOB2, BIOES, BILOU); none is any other tags, such as parts of speech, scored per word.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
-        return HeadSize(token_labels=labels or 9)  # the number in CoNLL-2003
+        return HeadSize(token_labels=labels or 9)  # the count of tags in CoNLL-2003
 
 
 SPEC = TaskSpec(

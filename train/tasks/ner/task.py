@@ -1,8 +1,8 @@
 """A tag for each word of a sentence: features, loss, metrics and predictions.
 
-Metrics are of seqeval, which follows CoNLL's script conlleval: an entity is right if its first word, its last word and
-its type are. It is imported by the first evaluation: with scikit-learn it takes a second, for which no first step
-should wait. Tags that are no entities (task.scheme=none) are scored as labels of words.
+Metrics come from seqeval, which follows CoNLL's script conlleval: an entity is right if its first word, its last word
+and its type are right. The first evaluation imports seqeval: with scikit-learn this takes a second, for which the first
+step should not wait. Tags that are not entities (task.scheme=none) are scored per word.
 
 Shapes: B sentences, S tokens, M tokens of the longest batches, C tags.
 """
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-BIOES = {"L": "E", "U": "S"}  # BILOU's prefixes that seqeval does not know
+BIOES = {"L": "E", "U": "S"}  # prefixes of BILOU, which seqeval does not know, to those of BIOES
 NAMES = ("precision", "recall", "f1", "accuracy")
-Tags = Sequence[list[str]]  # of the words of each sentence
+Tags = Sequence[list[str]]  # for each sentence, the tags of its words
 
 
 # ---- words to tokens -----------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def read_words(row: Row) -> dict[str, list[str]]:
 
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
-        what = f"the tag {tag[:40]} is neither O nor a type behind B- or I-, as B-PER"
+        what = f"the tag {tag[:40]} is neither O nor a type after B- or I-, such as B-PER"
         raise BadRow(f"{what}; see data.label_map, or set task.scheme=none for tags of another kind")
 
 
@@ -66,16 +66,16 @@ def ner_rows(scheme: str) -> RowKind:
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",
         tokens={
-            "labels": NUMBERS,  # of each token: its word's tag, or IGNORE_INDEX after the first token of a word
-            "words": NUMBERS,  # the numbers of the words that have a label here
+            "labels": NUMBERS,  # for each token the tag of its word, or IGNORE_INDEX after the word's first token
+            "words": NUMBERS,  # the indices of the words that have a label
         },
     )
 
 
 class NERFeaturizer(Featurizer):
-    """Words to tokens, truncated to `seq_len`: the first token of a word has its tag.
+    """Words as tokens, truncated to `seq_len`. The first token of a word has the word's tag.
 
-    Words are joined by spaces, as any tokenizer saw text when its model was trained.
+    Words are joined by spaces, because models were trained on running text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, scheme: str = "entities") -> None:
@@ -99,20 +99,20 @@ class NERFeaturizer(Featurizer):
 
 
 def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the words that have tokens, ascending, and the first token of each.
+    """Return the indices of the words that have tokens, ascending, and the index of each such word's first token.
 
-    Words after the end of a truncated sentence have none, and neither have words whose characters the tokenizer drops.
+    Words that were truncated have no tokens, and neither have words whose characters the tokenizer drops.
     """
     sequences = encoding.sequence_ids
     first = sequences.index(0) if 0 in sequences else 0
     offsets = np.array(encoding.offsets[first : first + sequences.count(0)]).reshape(-1, 2)
     ends = np.cumsum([len(word) + 1 for word in words]) - 1
     begins = ends - [len(word) for word in words]
-    # A token may begin with the space before its word: the first one that ends inside the word counts.
+    # A token may begin with the space before its word, so the first token that ends inside the word counts.
     tokens = np.searchsorted(offsets[:, 1], begins, side="right")
     begins_of_tokens = np.append(offsets[:, 0], np.iinfo(np.int64).max)[tokens]
     read = np.flatnonzero(begins_of_tokens < ends)
-    tokens, kept = np.unique(tokens[read], return_index=True)  # a token of two words belongs to the first one
+    tokens, kept = np.unique(tokens[read], return_index=True)  # a token that spans two words belongs to the first
     return read[kept], tokens + first
 
 
@@ -123,19 +123,19 @@ class TokenClassification(TextTask):
     """A tag for each word.
 
     A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text", "first", "last",
-    "probability"}]}: `first` and `last` are numbers of words, `probability` is their mean.
+    "probability"}]}. `first` and `last` are indices of words, `probability` is the mean over the words.
     """
 
     columns = {"labels": "labels"}
 
     def __init__(self, cfg: NERConfig, sizes: Sizes) -> None:
-        # It raises InputError without the library of the metrics, before anything is read.
+        # Without seqeval, which the metrics need, this raises InputError before anything is read.
         check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
         super().__init__(cfg, sizes)
         self.use_scheme(cfg.scheme)
 
     def use_scheme(self, scheme: str) -> None:
-        """Take tags as entities, or unchanged."""
+        """Set whether tags are entities."""
         self.has_entities = scheme == "entities"
         self.featurizer = NERFeaturizer(self.sizes.tokenizer, seq_len=self.sizes.seq_len, scheme=scheme)
         self.metric_names = ("loss", *(NAMES if self.has_entities else ("accuracy",)))
@@ -157,7 +157,7 @@ class TokenClassification(TextTask):
     def tags(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> tuple[Dataset, list[list[str]], list[list[str]]]:
-        """Return the sentences of the features, the right tags of their words, and the model's."""
+        """Return the sentences of the features, the right tags of their words, and the predicted tags."""
         examples = examples_of(examples, features)
         truth = [[self.labels[number] for number in numbers] for numbers in examples["tags"]]
         return examples, truth, [tags for tags, _ in self.tagged(statistics, features, truth)]
@@ -165,11 +165,11 @@ class TokenClassification(TextTask):
     def tagged(
         self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
-        """Yield tags and probabilities of each sentence's words; without a token a word is in no entity."""
+        """Yield the tags and probabilities of each sentence's words. A word without a token is in no entity."""
         return tagged(rows, features, sentences, self.labels, unread="O" if self.has_entities else "")
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
-        # They are of all entities, whatever their type, and the share of words that are right. No entity: all are 0.
+        # Precision, recall and F1 are over the entities of all types, 0 without entities. Accuracy is over words.
         from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
         if not self.has_entities:
@@ -180,7 +180,7 @@ class TokenClassification(TextTask):
         return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # A line for each sentence, and the table of each type of entity, or of each tag.
+        # One line per sentence, and a table per entity type or per tag.
         examples, truth, predicted = self.tags(examples, features, statistics)
         values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
         lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
@@ -194,7 +194,7 @@ class TokenClassification(TextTask):
         if not any(map(TAG.fullmatch, labels)):
             self.use_scheme("none")
         strange = [label for label in labels if self.has_entities and not TAG.fullmatch(label)]
-        check(not strange, f"{source} must give tags as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
+        check(not strange, f"{source} must give tags such as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
         return labels
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ TASK = TokenClassification
 
 
 def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
-    """Return [B, 1 + 2 * M]: loss, tags of tokens and probabilities, of logits [B, S, C] and labels. M: `longest`."""
+    """Return [B, 1 + 2 * M] for logits [B, S, C]: loss, tag of each token, its probability. M is `longest`."""
     logits = logits.float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
@@ -249,9 +249,9 @@ def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
 def tagged(
     rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]], labels: Sequence[str], unread: str
 ) -> Iterator[tuple[list[str], list[float]]]:
-    """Yield each word's tag and probability, from the statistics [sentences, 1 + 2 * M] of features.
+    """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
 
-    Words without a token have `unread` with a probability of 0. `sentences` has an item for each word of each of them.
+    A word without a token gets the tag `unread` with a probability of 0. `sentences` says how many words each has.
     """
     arrow = features.with_format("arrow")[:]
     every = np.arange(len(features))
@@ -265,7 +265,7 @@ def tagged(
 
 
 def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
-    """Return precision, recall, F1 and support for each type of entity that is in either."""
+    """Return precision, recall, F1 and support for each entity type in truth or predictions."""
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
     types = sorted({kind for tags in (*truth, *predicted) for kind, _, _ in entities(tags)})
@@ -277,7 +277,7 @@ def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
 
 
 def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[str, Any]:
-    """Return precision, recall (the accuracy of its words), F1 and support for each tag, over all words."""
+    """Return precision, recall (the accuracy on the tag's words), F1 and support for each tag, over all words."""
     from sklearn.metrics import precision_recall_fscore_support
 
     flat = [[tag for tags in sentences for tag in tags] for sentences in (truth, predicted)]

@@ -14,15 +14,15 @@ class QAConfig(TaskConfig):
 
     kind: str = "qa"
     stride: int = setting(128, above=0)  # The number of tokens that two neighbouring windows of a context share.
-    max_question_tokens: int = setting(64, above=0)  # The length at which questions are cut; cut ones are counted.
-    max_answer_tokens: int = setting(30, above=0)  # The length of the longest answer that the model may give.
+    max_question_tokens: int = setting(64, above=0)  # The tokens after which questions are cut; the log counts them.
+    max_answer_tokens: int = setting(30, above=0)  # The tokens of the longest answer that the model may give.
     unanswerable: bool = False  # Allow questions without an answer, as in SQuAD v2.
-    null_threshold: float | None = None  # The margin by which "no answer" must score above the best span to be the
-    # answer, in SQuAD v2; None takes 0 in evaluations, and in train.predict the best one for F1 on the validation data.
+    null_threshold: float | None = None  # The margin by which "no answer" must outscore the best span to be given, in
+    # SQuAD v2; None takes 0 in evaluations, and in train.predict the margin with the best F1 on the validation data.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
+        check(self.null_threshold is None or self.unanswerable, "task.null_threshold needs task.unanswerable=true")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(token_labels=2)
@@ -42,6 +42,6 @@ SPEC = TaskSpec(
     example='question="Who wrote it?", context="It was written by somebody."',
     card_settings=(("Window stride (tokens)", "task.stride"),),
     does="answers questions",
-    inputs={"question": "to answer from --context", "context": "in which the answer is"},
-    options={"null_threshold": "odds above which there is no answer"},
+    inputs={"question": "question to answer from --context", "context": "text that contains the answer"},
+    options={"null_threshold": 'margin by which "no answer" must outscore the best span'},
 )

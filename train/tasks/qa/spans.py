@@ -2,8 +2,8 @@
 
 Metrics follow the official scripts, evaluate-v1.1.py and evaluate-v2.0.py of
 https://rajpurkar.github.io/SQuAD-explorer; the choice of spans follows `postprocess_qa_predictions` of the
-question-answering example of transformers. As there, a token that lies in several windows counts in each: the scores
-decide, and not, as in Google's BERT, the window in which it has most context.
+question-answering example of transformers. As in that example, a token that lies in several windows is a candidate in
+each of them, and the highest score decides. Google's BERT takes only the window in which the token has most context.
 
 Shapes: k tokens of a window with the highest scores.
 """
@@ -33,7 +33,7 @@ def normalised(text: str) -> str:
 
 
 def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
-    """Return F1 of the words that two answers share. If one is empty it is 0, or in v2 1 if both are."""
+    """Return F1 over the words of two answers. It is 0 if one is empty; in v2 it is 1 if both are empty."""
     mine, theirs = normalised(given).split(), normalised(wanted).split()
     if v2 and not (mine and theirs):
         return float(mine == theirs)
@@ -45,14 +45,14 @@ def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
 
 
 def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float, float]:
-    """Return exact match and F1 (0 to 1) with the best fitting right answer. In v2 there may be no right answer."""
+    """Return exact match and F1 (0 to 1), each for the closest right answer. In v2 there may be no right answer."""
     if v2:
         wanted = [answer for answer in wanted if normalised(answer)] or [""]
     exact = max(float(normalised(given) == normalised(answer)) for answer in wanted)
     return exact, max(f1_of(given, answer, v2=v2) for answer in wanted)
 
 
-# ---- which spans a model means -------------------------------------------------------------------------------------
+# ---- from scores to spans ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class WindowScores:
     end_scores: np.ndarray
     ends: np.ndarray
     context_first: int  # the first token of `offsets`
-    offsets: np.ndarray  # [tokens of the context, 2]: characters in it
+    offsets: np.ndarray  # [tokens of the context, 2]: begin and end of each token, in characters of the context
 
     @staticmethod
     def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
-        """Return the window of statistics [1 + 4 * k]: the null score; k scores of starts, their tokens; of ends."""
+        """Return a window from [1 + 4 * k]: null score, k start scores, their tokens, k end scores, their tokens."""
         start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
         starts, ends = starts.astype(np.int64), ends.astype(np.int64)
         return WindowScores(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)
 
     def best(self, n_best: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
-        """Return scores and characters [begin, end) of the spans with the highest sums of start and end."""
+        """Return (score, begin, end) of the `n_best` spans with the highest scores; [begin, end) are characters."""
         tokens = self.ends[None, :] - self.starts[:, None] + 1
         is_context = (self.start_scores > LOWEST)[:, None] & (self.end_scores > LOWEST)[None, :]
         start, end = np.nonzero(is_context & (tokens >= 1) & (tokens <= max_answer_tokens))
@@ -89,8 +89,8 @@ class WindowScores:
 @dataclass(frozen=True)
 class Span:
     text: str
-    score: float  # logits of its start and end
-    begin: int  # its first character in the context
+    score: float  # the sum of its start logit and its end logit
+    begin: int  # the index of its first character in the context
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Answers:
 
     @property
     def null_odds(self) -> float:
-        """By how much "no answer" scores higher than the best span."""
+        """The score of "no answer" minus the score of the best span."""
         return self.null_score - self.spans[0].score if self.spans else float("inf")
 
     @property
@@ -114,7 +114,7 @@ class Answers:
         return "" if threshold is not None and self.null_odds > threshold else self.best
 
     def n_best(self, *, v2: bool) -> list[dict[str, Any]]:
-        """Return all spans, in v2 with the empty one, and their softmax, as in a file of predictions."""
+        """Return all spans with their softmax, as in a file of predictions. In v2 the empty span is among them."""
         spans = [*self.spans, Span("", self.null_score, 0)] if v2 or not self.spans else self.spans
         spans = sorted(spans, key=lambda span: -span.score)
         scores = np.array([span.score for span in spans])
@@ -127,11 +127,11 @@ class Answers:
 
 
 def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answer_tokens: int) -> Answers:
-    """Return the best spans of all windows of a context. A span of two windows counts once, with its higher score."""
+    """Return the best spans of all windows of a context. A span in two windows counts once, with its higher score."""
     candidates = [span for window in windows for span in window.best(n_best, max_answer_tokens)]
     spans: dict[tuple[int, int], Span] = {}
     for value, begin, end in sorted(candidates, key=lambda span: -span[0]):
-        text = context[begin:end].lstrip()  # in some tokenizers the space before a word belongs to it
+        text = context[begin:end].lstrip()  # tokens may include the space before a word
         begin = end - len(text)
         if text:
             spans.setdefault((begin, end), Span(text.rstrip(), value, begin))
@@ -144,13 +144,13 @@ def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answ
 
 
 def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.ndarray) -> tuple[float, float]:
-    """Return the `null_odds` above which it is best to give no answer, and the mean score (0 to 100) then.
+    """Return the best threshold of `null_odds`, above which no answer is given, and its mean score (0 to 100).
 
     It differs from `find_best_thresh` of evaluate-v2.0.py in two ways: questions with equal odds are kept together,
-    since no threshold can separate them, and if it is best to answer none, the threshold is below all odds instead of
-    0.
+    since no threshold can separate them, and if it is best to answer no question, the threshold is below all odds
+    instead of 0.
 
-    `scores` [questions] are of the best spans, 0 to 1; for a question without an answer 1 if there is no span at all.
+    `scores` [questions] are those of the best spans, 0 to 1. For a question without an answer, having no span scores 1.
     """
     order = np.argsort(null_odds, kind="stable")
     odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer
@@ -162,18 +162,18 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
 
 
 def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: bool = False) -> dict[str, float]:
-    """Return SQuAD's exact_match and f1 (0 to 100) of answers, v1.1's or v2's."""
+    """Return SQuAD's exact_match and f1 (0 to 100) of answers, by the rules of v1.1 or v2."""
     pairs = zip(answers, wanted, strict=True)
     exact, f1 = 100.0 * np.array([score(answer, right, v2=v2) for answer, right in pairs]).mean(0)
     return {"exact_match": float(exact), "f1": float(f1)}
 
 
 def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
-    """Return SQuAD v2's metrics (0 to 100) of the answers by `threshold`.
+    """Return SQuAD v2's metrics (0 to 100) of the answers that `threshold` gives.
 
-    They are exact_match and f1 over all questions and over those that have an answer (has_answer_..., 0 if none has),
-    and the share of unanswerable questions that get no answer (no_answer_f1). best_exact_match and best_f1 are the
-    highest that a threshold, best_..._threshold, reaches on these very questions, which flatters the model:
+    exact_match and f1 are over all questions. has_answer_... are over the questions with an answer (0 if there are
+    none). no_answer_f1 is the share of unanswerable questions that get no answer. best_exact_match and best_f1 are the
+    highest values that a threshold (best_..._threshold) reaches on these very questions. They flatter the model, but
     evaluate-v2.0.py shows them too.
     """
     has_answer = np.array([bool(answers) for answers in wanted])

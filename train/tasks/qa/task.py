@@ -28,12 +28,12 @@ from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
-N_BEST = 20  # candidate answers of a question, as in SQuAD's scripts: more change no metric and cost transfers
+N_BEST = 20  # candidate answers per question, as in SQuAD's scripts; more do not change metrics and cost transfers
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
 
 def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Return [B]: mean cross entropy of start and end, of logits [B, S, 2]; 0 for windows that fill a batch."""
+    """Return [B] for logits [B, S, 2]: the mean cross entropy of start and end, 0 for windows that fill up a batch."""
     start, end = logits.float().unbind(-1)
     pairs = ((start, inputs["start"]), (end, inputs["end"]))
     losses = [F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none") for logits, target in pairs]
@@ -41,7 +41,7 @@ def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
-    """Return [B, 2 + 4 * k]: loss, score of [CLS], the k best scores of starts, their tokens, the same for ends."""
+    """Return [B, 2 + 4 * k]: loss, [CLS] score, k best start scores, their tokens, k best end scores, their tokens."""
     start, end = logits.float().unbind(-1)
     tokens = torch.arange(logits.size(1), device=logits.device)
     is_context = (tokens >= inputs["context_first"][:, None]) & (tokens < inputs["context_end"][:, None])
@@ -62,7 +62,7 @@ class Answered:
 
 
 def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig) -> Iterator[Answered]:
-    """Yield each question of `features` in order, with the answers by their statistics [windows, 2 + 4 * k]."""
+    """Yield each question of `features` in order, with the answers that statistics [windows, 2 + 4 * k] give."""
     owners, context_first = column(features, "row"), column(features, "context_first").tolist()
     offsets = Lists(features.with_format("arrow")[:].column("offsets"))
     bounds = np.flatnonzero(np.diff(owners, prepend=-1, append=-1)).tolist()
@@ -90,14 +90,14 @@ class QuestionAnswering(TextTask):
     def __init__(self, cfg: QAConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
         self.featurizer = QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=cfg)
-        self.shortest = N_BEST  # tokens: fewer would keep fewer candidates
-        # The odds above which there is no answer; v1 has none, and its models always answer.
+        self.shortest = N_BEST  # tokens; shorter batches would keep fewer candidates
+        # The `null_odds` above which no answer is given. SQuAD v1 has no threshold: its models always answer.
         self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
         self.metric_names = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
 
     @property
     def k(self) -> int:
-        """The number of scores that are kept per window."""
+        """The number of scores kept per window."""
         return min(self.shortest, self.sizes.lengths[0])
 
     def loss_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ class QuestionAnswering(TextTask):
         return {"loss": mean_loss(statistics), **metrics}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # The answers in the format of the official scripts, and the n best of each question.
+        # The answers in the format of the official scripts, and the n best answers to each question.
         questions = list(answered(statistics, features, examples, self.cfg))
         lines = (
             {"id": one.id, "null_odds": one.predicted.null_odds if one.predicted.spans else None}
@@ -133,7 +133,7 @@ class QuestionAnswering(TextTask):
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
         self.threshold = threshold_of(run, options["null_threshold"])
-        # It is the number of scores that the run kept per window; its shortest length is an upper limit.
+        # A window keeps the same number of scores as in the run, limited by the run's shortest batch length.
         lengths = [] if data.lengths == "auto" else data.lengths
         self.shortest = min([N_BEST, *lengths])
 
@@ -167,10 +167,10 @@ TASK = QuestionAnswering
 
 
 def threshold_of(run: Run | None, given: float | None) -> float | None:
-    """Return the odds above which there is no answer. None: the model always answers.
+    """Return the `null_odds` above which no answer is given, or None if the model always answers.
 
-    They are given, set, or the best for F1 on the run's validation data. Raises InputError if the run's evaluation has
-    none.
+    The threshold is `given`, or set in the run's task, or else the best for F1 on the run's validation data. Raises
+    InputError if the run's evaluation.json has no threshold.
     """
     if given is not None or run is None:
         return given

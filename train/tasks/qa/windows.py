@@ -1,4 +1,4 @@
-"""The way from questions and contexts to windows of tokens, for training, evaluation and new questions alike."""
+"""The windows of tokens into which questions and contexts are split, in training, evaluation and prediction alike."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def qa_rows(task: QAConfig) -> RowKind:
             "end": NUMBER,
             "context_first": NUMBER,  # first token of the context in this window
             "context_end": NUMBER,  # one past its last token
-            "offsets": NUMBERS,  # begin and end of each of these tokens, in characters of the context
+            "offsets": NUMBERS,  # begin and end of each context token, in characters of the context
         },
     )
 
@@ -63,7 +63,7 @@ class QAFeaturizer(Featurizer):
     """Windows of [CLS] question [SEP] context [SEP]."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
-        # It raises InputError unless the tokenizer begins with [CLS], and windows have space to overlap.
+        # Raises InputError if the tokenizer does not begin with [CLS], or windows have no space to overlap.
         names = ("stride", "max_question_tokens", "unanswerable")
         super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
         self.task, self.kind = task, qa_rows(task)
@@ -83,9 +83,9 @@ class QAFeaturizer(Featurizer):
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        # The first answer is learnt; if there is none, or the window does not hold it, start and end are [CLS].
+        # The first answer is learnt. If there is none, or the window does not contain it, start and end are [CLS].
         answers = rows.get("answers", [{"text": []}] * len(indices))
-        if "answers" in rows and not self.task.unanswerable:  # rows that were read from files have answers
+        if "answers" in rows and not self.task.unanswerable:  # rows to learn from need an answer
             bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
             check(bad is None, f"row {bad} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
         encoded = self.encode(
@@ -136,7 +136,7 @@ class QAFeaturizer(Featurizer):
 
     def cut(self, question: str) -> str:
         most = self.task.max_question_tokens
-        # The rest may be split into other tokens, and more.
+        # The shortened text may be split into different tokens, and more of them.
         while len((encoding := self.pieces([question])[0]).ids) > most:
             question = question[: min(encoding.offsets[most - 1][1], len(question) - 1)]
         return question
@@ -148,11 +148,10 @@ class QAFeaturizer(Featurizer):
 
 
 def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tuple[int, int]:
-    """Return the first and last token of the characters [begin, end); (0, 0), [CLS], unless all are in `offsets`.
+    """Return the first and last token of the characters [begin, end), or (0, 0), [CLS], if `offsets` lacks any.
 
-    `offsets` [n, 2] are of tokens that begin with token `first`.
-
-    Several tokens may cover the same character, and a token may begin with the space before its word.
+    `offsets` [n, 2] has the begin and end character of n tokens, which begin at token `first`. Several tokens may cover
+    the same character, and a token may begin with the space before its word.
     """
     begins, ends = offsets[:, 0], offsets[:, 1]
     if not len(offsets) or begin < begins[0] or end > ends[-1]:

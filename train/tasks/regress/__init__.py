@@ -10,11 +10,11 @@ from train.tasks.spec import LOSS, Metric, TaskSpec
 
 @dataclass(kw_only=True)
 class RegressConfig(TaskConfig):
-    """Regression: a number, or several, for a text or a pair of texts."""
+    """Regression: one or several numbers for a text or a pair of texts."""
 
     kind: str = "regress"
-    standardize: bool = True  # Learn (target - mean) / standard deviation of the training rows; the export predicts in
-    # the units of the data.
+    standardize: bool = True  # Learn (target - mean) / standard deviation, taken from the training rows; the export
+    # predicts in the units of the data.
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         return HeadSize(labels=labels or 1)
@@ -36,6 +36,6 @@ SPEC = TaskSpec(
     example='"A text."',
     card_settings=(("Standardised targets", "task.standardize"),),
     does="predicts numbers for texts",
-    inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
+    inputs={"text": "text to score", "text_pair": "second text, for a model of pairs"},
     optional=("text_pair",),
 )

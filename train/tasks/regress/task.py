@@ -1,7 +1,7 @@
 """Numbers for a text or a pair of texts: features, loss, metrics and predictions.
 
-Targets are standardised when they are read, so that loss and head work on numbers around 0. The head's last layer is
-brought into the units of the data when it is exported.
+Targets are standardised when they are read, so that loss and head work on numbers around 0. The export rescales the
+head's last layer to the units of the data.
 
 Shapes: B texts, C targets.
 """
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 NAMES = ("mse", "mae", "rmse", "pearson", "spearman")
 MOST = float(np.finfo(np.float32).max)
-MOST_PAIRS = 500  # per target, in evaluation.json
+MOST_PAIRS = 500  # pairs of truth and prediction per target in evaluation.json
 
 
-# ---- numbers of rows -----------------------------------------------------------------------------------------------
+# ---- targets of rows -----------------------------------------------------------------------------------------------
 
 
 def number_of(value: Any, name: str) -> float:
-    """Return a target, which text may hold. Raises BadRow if it is not a number, or one that float32 cannot hold."""
+    """Return a target, which may be given as text. Raises BadRow if it is not a number that float32 can represent."""
     is_text = isinstance(value, str)
     ok = NUMBER.fullmatch(value.strip()) if is_text else isinstance(value, int | float | Decimal)
     if not ok or isinstance(value, bool):
@@ -59,7 +59,7 @@ def number_of(value: Any, name: str) -> float:
 
 
 def regress_rows(names: Sequence[str]) -> RowKind:
-    """Return the kind of rows that hold the targets `names`."""
+    """Return the kind of rows that have the targets `names`."""
 
     def read_numbers(value: Any, texts: dict[str, Any], is_learnt: bool) -> list[float] | None:
         values = value if len(names) > 1 else [value]
@@ -85,7 +85,7 @@ def regress_rows(names: Sequence[str]) -> RowKind:
 
 
 class RegressFeaturizer(ClassifyFeaturizer):
-    """Texts to tokens, as a classifier reads them."""
+    """Texts as tokens, as for a classifier, with numbers as labels."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, targets: Sequence[str]) -> None:
         super().__init__(tokenizer, seq_len=seq_len, targets=list(targets))
@@ -104,7 +104,7 @@ class Regression(TextTask):
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
-    scale: Scale | None = None  # of the head's output; None: it is the targets
+    scale: Scale | None = None  # the scale of the head's outputs; None: the units of the data
 
     def __init__(self, cfg: RegressConfig, sizes: Sizes) -> None:
         super().__init__(cfg, sizes)
@@ -130,18 +130,18 @@ class Regression(TextTask):
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # whatever its column is called here
+        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # the model has named its number
             names = names_of_head(self.sizes.config)
         self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)
 
     def begin(self, train_table: TokenRows) -> None:
-        # The targets of both tables are standardised. It raises InputError if one is constant over all training rows.
+        # This standardises the targets of both tables. Raises InputError if a target is equal in all training rows.
         numbers = train_table.values["labels"].astype(np.float64)
         mean, deviation = numbers.mean(0), numbers.std(0)
         for name, value, apart in zip(self.targets, mean, np.ptp(numbers, 0), strict=True):
             same = f"train: all {len(numbers):,} rows have the number {value:g} in {name}"
-            check(apart > 0, f"{same}, there is nothing to learn; is data.columns.label right?")
+            check(apart > 0, f"{same}, so there is nothing to learn; is data.columns.label right?")
         if self.cfg.standardize:
             self.standardize(Scale(mean.tolist(), deviation.tolist()), train_table, self.eval_table)
 
@@ -151,7 +151,7 @@ class Regression(TextTask):
             table.values["labels"] = ((table.values["labels"] - mean) / deviation).astype(np.float32)
 
     def only_evaluates(self, run: Folder | None) -> None:
-        """Standardise the targets by the mean and deviation of the run's training rows, which the loss is in."""
+        """Standardise the targets as the run did, since the loss is in these units."""
         super().only_evaluates(run)
         if run is not None and self.cfg.standardize and self.scale is None:
             self.standardize(read_scale(run, len(self.targets)), self.eval_table)
@@ -165,7 +165,7 @@ class Regression(TextTask):
         return squared_errors(logits, inputs["labels"]).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        # [B, 1 + C]: the loss, the mean of the targets, and the head's output [B, C].
+        # [B, 1 + C]: the loss as a mean over the targets, and the head's outputs [B, C].
         logits = logits.float()
         return torch.cat([squared_errors(logits, inputs["labels"]).mean(1, keepdim=True), logits], 1)
 
@@ -182,12 +182,12 @@ class Regression(TextTask):
         return {"loss": mean_loss(statistics), **self.score(self.truth(examples, features), self.numbers(statistics))}
 
     def score(self, truth: Any, predicted: Any) -> dict[str, float]:
-        # Each is the mean over the targets.
+        # Each metric is the mean over the targets.
         each = scores(np.asarray(truth, np.float64), np.asarray(predicted, np.float64))
         return {name: float(values.mean()) for name, values in each.items()}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # A line for each text, truth and prediction of some rows, and, of several targets, the metrics of each.
+        # One line per text, truth and prediction of some rows and, if there are several targets, each target's metrics.
         truth, predicted = self.truth(examples, features), self.numbers(statistics)
         rows = zip(examples_of(examples, features)["id"], truth.tolist(), strict=True)
         lines = self.predictions([{"id": name, "label": numbers} for name, numbers in rows], features, statistics)
@@ -214,7 +214,7 @@ class Regression(TextTask):
         return {"data.columns.label": self.targets if len(self.targets) > 1 else self.targets[0]} if has_names else {}
 
     def named(self, numbers: Sequence[float]) -> Any:
-        """Return the number of the only target, or those of several by their names."""
+        """Return the number of a single target, or numbers by name if there are several targets."""
         return dict(zip(self.targets, numbers, strict=True)) if len(self.targets) > 1 else numbers[0]
 
     def predictions(self, rows: list[Entry], features: Dataset, statistics: np.ndarray) -> Iterator[Entry]:
@@ -240,20 +240,20 @@ TASK = Regression
 
 
 def read_scale(run: Folder, num_targets: int) -> Scale:
-    """Return what a run has standardised its targets by. Raises InputError if its folder does not say it."""
+    """Return the mean and deviation by which a run standardised its targets. Raises InputError if it has none."""
     where = f"{run.location}/model/config.json"
     try:
         scale = record(Scale, read_object(run.read("model/config.json")).get(SCALE), SCALE)
     except (FileNotFoundError, BadContent) as error:
-        raise InputError(f"{where} does not say what the targets were standardised by: {error}") from error
+        raise InputError(f"{where} lacks the mean and deviation by which targets were standardised: {error}") from error
     sizes, values = {len(scale.mean), len(scale.deviation)}, [*scale.mean, *scale.deviation]
     ok = sizes == {num_targets} and min(scale.deviation) > 0 and bool(np.isfinite(values).all())
-    check(ok, f"{where}: {SCALE} must hold a mean and a deviation above 0 of each of {num_targets} targets")
+    check(ok, f"{where}: {SCALE} must have a mean and a deviation above 0 for each of {num_targets} targets")
     return scale
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return [B, C] float32; 0 if a row of padding has no target."""
+    """Return the losses [B, C] float32. Rows of padding have no target, and a loss of 0."""
     is_known = ~targets.isnan()
     return torch.where(is_known, logits.float() - targets.nan_to_num(), 0.0).square()
 
@@ -268,7 +268,7 @@ def in_words(numbers: Any) -> str:
 
 
 def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the metrics NAMES of each target, [C], of numbers [rows, C]."""
+    """Return each metric of NAMES for all targets, [C], from numbers [rows, C]."""
     errors = predicted - truth
     mse = np.square(errors).mean(0)
     ranks = [np.apply_along_axis(ranked, 0, numbers) for numbers in (truth, predicted)]
@@ -277,14 +277,14 @@ def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return Pearson's correlation [C] of the columns of [rows, C]; 0 if one of them is the same in all rows."""
+    """Return Pearson's correlation [C] of the columns of [rows, C]; 0 if a column is constant."""
     first, second = first - first.mean(0), second - second.mean(0)
     product = np.sqrt(np.square(first).sum(0) * np.square(second).sum(0))
     return (first * second).sum(0) / np.where(product > 0, product, 1.0)
 
 
 def ranked(numbers: np.ndarray) -> np.ndarray:
-    """Return the ranks of numbers [rows]; equal ones share the mean of theirs."""
+    """Return the ranks of numbers [rows]; equal numbers share the mean of their ranks."""
     _, which, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[which]
     return ranks
