@@ -11,7 +11,7 @@ from train.system.torchrun import die_with_torchrun
 def main() -> int:
     die_with_torchrun()
     use_console("stderr")
-    from train import entry  # takes seconds, hence only now: this rank already ends with torchrun
+    from train import entry  # late: it takes seconds; by now this rank ends if torchrun ends
     from train.observe.trackers import unended
 
     code = entry.run_command_line()

@@ -64,7 +64,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
         print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # before torch, which takes seconds to import
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
-    search_rarely()  # until `loop.run` has imported the task
+    search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable transformers imports accelerate, if installed, and accelerate imports torch_xla. That wastes
     # two seconds, and happens before the backend has set the variables that torch_xla reads.
     os.environ.setdefault("USE_TORCH_XLA", "0")

@@ -122,14 +122,14 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     flops = cache(partial(task.flops_per_example, model))  # cached: counting takes as long as launching a few kernels
-    with data.prefetcher or nullcontext():  # the export still reads samples through it
+    with data.prefetcher or nullcontext():  # open until the export has read its samples
         with (
             monitor,
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
             checkpoints.saving(metrics),
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
-            if metrics.progress.step == 0:  # stopped before the baseline evaluation, which the checkpoint says is due
+            if metrics.progress.step == 0:  # stopped before the baseline evaluation: the checkpoint says it is due
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
             has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # false for a finished run
@@ -211,7 +211,7 @@ def num_lengths(task: Task) -> int:
 
 
 def workload(cfg: TrainConfig, plan: Plan, task: Task, *, is_whole: bool) -> Workload:
-    """Return the work by which backend.compile=auto decides. Unless `is_whole`, a run counts as unlimited."""
+    """Return the work by which backend.compile=auto decides. Unless `is_whole`, its length counts as unlimited."""
     if not isinstance(cfg.parallel, DataParallelConfig):
         return Workload()
     passes = plan.total_steps * plan.accumulation // num_lengths(task)

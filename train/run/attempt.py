@@ -95,7 +95,7 @@ class Attempt:
 
 
 def started_ago_s() -> float:
-    """Return the age in seconds of this process, or of its torchrun, whose restarts all belong to one start."""
+    """Return the seconds since the run was started: the age of this process, or of the torchrun that restarts it."""
     return age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
@@ -156,7 +156,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     """Record that the run failed. If several ranks fail, the outcome of the first is kept."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
     ownership = attempt.folder.ownership
-    if isinstance(error, LeaseLost):  # another rank may have noticed it
+    if isinstance(error, LeaseLost):  # the error may come from another rank
         ownership.lost = ownership.lost or str(error)
     if ownership.lost or ownership.owner is None:  # another job owns the folder, or may own it
         return
@@ -187,7 +187,7 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, OutOfMemory):
         return error.kind
     kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
-    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's name; XLA's
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's class, XLA's message
         return "out_of_device_memory"
     if FULL_SHARED_MEMORY in str(error):
         return "out_of_shared_memory"

@@ -154,7 +154,7 @@ class CheckpointManager:
         return saves
 
     def is_due(self) -> bool:
-        """Return whether to save after this step. The last step is saved without asking."""
+        """Return whether to save after this step, unless it is the last step, which is always saved."""
         # The first step after a rollback is saved too, so that a restart knows the rollback and the data's position.
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step

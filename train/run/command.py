@@ -100,7 +100,7 @@ def command_parser(
 
 
 class Import(argparse.Action):
-    """The flag --import. It imports the file as soon as it is parsed, since the file may define what is given later."""
+    """The flag --import. It imports a file as soon as it is parsed, since later arguments may name what it defines."""
 
     def __call__(self, _parser: object, _namespace: object, value: Any, _flag: object = None) -> None:
         from train.run.own import take  # late: few command lines have this flag
@@ -218,7 +218,7 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text as one line, without control characters (file names may have some) and passwords in URLs."""
+    """Return the text as one line, without control characters (file names may have them) or passwords in URLs."""
     line = re.sub(r"://\S*@", "://...@", " ".join(text.split()))  # user:password@ of a URL
     line = re.sub(r"(endpoint=[^\s?#]*)[?#]\S*", r"\1?...", line)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)

@@ -144,7 +144,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     for override in overrides:
         check_override(schema, override)
     listed = groups(CONFIGS[schema])
-    # Hydra cannot express "no option of this group". It is the default of such groups, so group=null is left out.
+    # Hydra has no syntax for "no option of this group". Where this is the default, group=null is left out.
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
         with initialize_config_module("conf", version_base="1.3"), words_as_text():

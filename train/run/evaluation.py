@@ -97,7 +97,7 @@ class Evaluated:
 def evaluate_alone(
     cfg: TrainConfig, stop: StopRequest, *, run: Folder | None, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated:
-    """Evaluate, as training does, the model that training would start from. `load` may replace its weights.
+    """Evaluate the model that training would start from, in the way that training does. `load` may replace its weights.
 
     Every rank calls this with a separate, empty cfg.run_dir. `run` is the folder of the run that trained the model, and
     `step` the step of its weights. Raises StoppedEarly if a rank is asked to stop.

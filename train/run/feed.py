@@ -64,7 +64,7 @@ class TrainData:
             "prefetch": MICRO_BATCHES_AHEAD,
             "multi_batch": multi_batch if task.buckets is None else 1,  # batches that are drawn together have one shape
         }
-        shortest = task.seq_len if task.buckets is None else 1  # with buckets, a batch's length is unknown here
+        shortest = task.seq_len if task.buckets is None else 1  # with buckets, the lengths of batches are unknown here
         world.agree(lambda: check_shared_memory(num_ranks=world.local_size, seq_len=shortest, **loading))
         micro_batches = Batches(
             task.train_data(),

@@ -23,7 +23,7 @@ class Lost:
 def lost(
     run: Folder, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
 ) -> Lost | None:
-    """Return the cost of the fault that ended the previous attempt, given that `attempt` starts at `step`.
+    """Return the cost of the fault that ended the attempt before `attempt`. `attempt` starts at `step`.
 
     Returns None if there was no previous attempt, or it ended without a fault. `outcome` is the outcome of the previous
     attempt, {} if it left none, and `last_lease` has the step of its last heartbeat. The count of lost steps is a lower

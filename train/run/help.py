@@ -21,7 +21,7 @@ from omegaconf import MISSING
 
 from train.config.checks import LIMITS
 
-OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of options without a file in conf/
+OWN_OPTIONS: dict[tuple[str, str], type] = {}  # settings of each (group, option) without a file in conf/
 WIDTH = 110  # columns
 TYPES: dict[object, str] = {
     bool: "true or false",

@@ -57,7 +57,7 @@ def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:
-    """Raise InputError if a number has other digits than 0 to 9, which Python reads too. `given`: value by override."""
+    """Raise InputError if a number has digits other than 0 to 9, which Python reads too. `given`: value by override."""
     for override, values in given.items():
         for name, value in leaves(values, override.partition("=")[0]):
             is_number = isinstance(OmegaConf.select(composed, name), int | float)

@@ -53,7 +53,7 @@ GRACE_S = 5.0  # seconds after a second signal in which the main thread may stil
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # seconds besides the save, for the steps in which the ranks agree, and for clocks that differ
-EVENT_LEAD_S = 120  # seconds before a scheduled stop at which the run leaves; a spot notice leaves two minutes too
+EVENT_LEAD_S = 120  # seconds before a scheduled stop at which the run leaves; equal to the time after a spot notice
 FOR_GOOD = ("instance-stop", "instance-retirement")
 POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
 CLOSE_S = 5.0  # seconds to wait for a thread's last request; a thread that waits longer for S3 ends with the process
@@ -148,9 +148,9 @@ class Notices:
     """Threads that look for notices and pass them to `stop`; a context manager for local rank 0 of each machine.
 
     Each source of notices has a separate thread, which looks immediately and then every POLL_S: S3 may take minutes to
-    answer whether a file exists, but a spot notice leaves only two. A source that fails is reported once and asked
-    again. The run leaves earlier than a known end, by the duration of the last save (`stop.save_s`). Raises InputError
-    if a capacity block has no time left or an address is invalid.
+    answer whether a file exists, but a spot notice leaves only two minutes. A source that fails is reported once and
+    asked again. Before a known end, the run leaves time for a save: the duration of the last one (`stop.save_s`).
+    Raises InputError if a capacity block has no time left or an address is invalid.
     """
 
     def __init__(self, cfg: TrainConfig, stop: StopRequest, has_stop_file: Callable[[], bool], began_s: float) -> None:

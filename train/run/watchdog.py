@@ -40,7 +40,7 @@ MARGIN_PERIODS = 10  # periods from a rank's limit to the end of the C timer, so
 OTHERS_PERIODS = 3  # periods before this rank exits and torchrun kills the other ranks, which write their stacks first
 LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank waits for it
 OOM_LOOKS = 60  # kill counts to keep: the kernel counts a kill long before a large process has ended
-PEER_ENDS_S = 2.0  # seconds after a collective has broken in which the process that broke it may still exist
+PEER_ENDS_S = 2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
 
 logger = logging.getLogger("train")

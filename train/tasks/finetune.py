@@ -139,7 +139,7 @@ class TextTask(Task):
         return {} if self.labels == default_names(len(self.labels)) else {"data.labels": self.labels}
 
     def use(self, data: RecordsConfig, run: Run | None, options: Mapping[str, Any]) -> None:
-        """Prepare for predictions. `data` says how rows are read; `options` has the flags of TaskSpec.options."""
+        """Prepare for predictions: `data` says how rows are read, `run` trained the model, `options` are flags."""
         return
 
     def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows from all over the table in the form of `train.data.records.raw.read_texts`, up to MOST_CHARS_READ."""
+    """Yield rows from across the table as `train.data.records.raw.read_texts` does, with MOST_CHARS_READ at most."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 512  # the longest sequence if seq_len is not set; longer attention costs much, and few texts need it
 MOST_PADDING = 0.1  # the share of padding in the computed tokens that data.lengths=auto accepts
-MOST_LENGTHS = 128  # the most different lengths of batches without compilation
+MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
 EAGER_CPU_STEP = 8  # tokens between lengths on CPUs without compilation; GPU kernels prefer multiples of STEP
 
 

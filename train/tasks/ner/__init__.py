@@ -1,4 +1,4 @@
-"""A tag for each word, as for named entities: the task's settings and its entry in the table of tasks."""
+"""A tag for each word, for example for named entities: the task's settings and its entry in the table of tasks."""
 
 from __future__ import annotations
 

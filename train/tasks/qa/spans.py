@@ -1,4 +1,4 @@
-"""Answers as spans of a context, and SQuAD's scores of them; on the host.
+"""Answers as spans of a context, and SQuAD's scores of answers, computed on the host.
 
 Metrics follow the official scripts, evaluate-v1.1.py and evaluate-v2.0.py of
 https://rajpurkar.github.io/SQuAD-explorer; the choice of spans follows `postprocess_qa_predictions` of the
@@ -169,7 +169,7 @@ def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: boo
 
 
 def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
-    """Return SQuAD v2's metrics (0 to 100) of the answers that `threshold` gives.
+    """Return SQuAD v2's metrics (0 to 100) of the answers at `threshold`.
 
     exact_match and f1 are over all questions. has_answer_... are over the questions with an answer (0 if there are
     none). no_answer_f1 is the share of unanswerable questions that get no answer. best_exact_match and best_f1 are the

@@ -107,7 +107,7 @@ class QAFeaturizer(Featurizer):
         return {**self.columns(split, encoded.encodings, [indices[owner] for owner in owners]), **own}
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
-        sequences = encoding.sequence_ids  # not the segments: RoBERTa has none
+        sequences = encoding.sequence_ids  # not token_type_ids: RoBERTa has none
         first = sequences.index(1) if 1 in sequences else 0
         end = first + sequences.count(1)
         offsets = np.array(encoding.offsets[first:end], np.int32).reshape(-1, 2)

@@ -130,7 +130,7 @@ class Regression(TextTask):
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # the model has named its number
+        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # the trained model names its number
             names = names_of_head(self.sizes.config)
         self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)
