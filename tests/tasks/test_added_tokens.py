@@ -67,7 +67,7 @@ def test_new_rows_begin_as_the_mean_and_the_others_as_they_were(published, grown
         kept = torch.cat([old[:first], old[first + 2 :]])
         assert torch.equal(torch.cat([rows[:first], rows[first + 2 :]]), kept)
         assert all(torch.allclose(row, kept.mean(0), atol=1e-6) for row in rows[first : first + 2])
-    says = f"the embeddings grow from {(120, 128)[number]} rows to {size}; new rows, which begin as the mean of the others: "
+    says = f"the embeddings grow from {(120, 128)[number]} rows to {size}; new rows, each the mean of the others: "
     assert task.remarks[-1] == f"{says}120 'Wuzu', 121 'ba-be'"
 
 

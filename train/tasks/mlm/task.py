@@ -94,7 +94,7 @@ class MaskedLMTask(Task):
         if self.new_rows:
             names = shortlist(f"{number} {token!r}" for number, token in sorted(self.new_rows.items()))
             grown = f"the embeddings grow from {size:,} rows to {max(size, info.vocab_size):,}"
-            self.remarks.append(f"{grown}; new rows, which begin as the mean of the others: {names}")
+            self.remarks.append(f"{grown}; new rows, each the mean of the others: {names}")
         self.facts = {
             name: self.manifest.counts.get(name, math.nan) for name in ("unigram_entropy", "neighbour_accuracy")
         }
