@@ -95,7 +95,8 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     compiled = compiled_run(tmp_path / "compiled", cost_usd=1.28, peak_device_bytes=6e9)
     assert main([str(native), str(compiled)]) == DONE
     says = "compiled reaches 2.00 times the tokens/s of native in 0.64 times the billable time "
-    says += f"(0.48 without compiling, which {0.4 * STEPS:,.0f} steps repaid), equal quality (f1 0.5% apart, tolerance 1%)"
+    says += f"(0.48 without compiling, which {0.4 * STEPS:,.0f} steps repaid), "
+    says += "equal quality (f1 0.5% apart, tolerance 1%)"
     assert says in capsys.readouterr().out.splitlines()
     page = tmp_path / "report"
     html = (page / "report.html").read_text()
