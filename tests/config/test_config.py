@@ -40,7 +40,7 @@ def test_tables_of_names_take_new_ones():
     data = load(*given, "data.more_validation={other: b.csv}").data
     assert data.label_map["0"] == "negative" and data.label_map["6"] is None and data.label_map["5"] == "positive"
     assert data.more_validation == {"other": "b.csv"}
-    with pytest.raises(InputError, match="label_map leads to nowhere"):
+    with pytest.raises(InputError, match="label_map maps to nowhere"):
         load("task=classify", "data=reviews", "data.label_map={0: nowhere}")
 
 
@@ -181,7 +181,7 @@ def test_the_shortest_length_counts():
 @pytest.mark.parametrize(
     ("overrides", "world_size", "says"),
     [
-        (["global_batch_size=30"], 4, "does not divide over 4 ranks"),
+        (["global_batch_size=30"], 4, "cannot be split evenly over 4 ranks"),
         (["global_batch_size=32", "micro_batch_size=3"], 2, "not a multiple of micro_batch_size=3 x 2 ranks"),
         (["global_batch_size=2048"], 2, "holds 1000 training sequences, fewer than one batch of 2048"),
         (["max_steps=null", "max_examples=31"], 1, "shorter than one step"),

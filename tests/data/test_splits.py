@@ -25,7 +25,7 @@ def pipeline(stages, micro_batches, schedule):
         (1, [SHARDED, "backend=xla"], "parallel.shard_optimizer=true does not run with backend=xla"),
         (1, [FSDP, "backend.precision=fp16"], "parallel=fsdp does not go with backend.precision=fp16"),
         (1, [SHARDED, "backend.precision=fp16"], "shard_optimizer=true does not go with backend.precision=fp16"),
-        (1, [FSDP, "backend.grad_compression=bf16"], "parallel=fsdp reduces gradients by itself"),
+        (1, [FSDP, "backend.grad_compression=bf16"], "parallel=fsdp reduces gradients itself"),
         (1, [FSDP, "backend.compile=layers"], "backend.compile=layers has not been tested with parallel=fsdp"),
         (1, ["backend=xla", "backend.name=ddp"], "settings of backend=xla: use backend=ddp"),
         (1, ["parallel.name=fsdp"], "parallel.name=fsdp needs its settings: use parallel=fsdp"),

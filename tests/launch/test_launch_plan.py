@@ -131,7 +131,7 @@ def others(words: list[str]) -> list[str]:
         (["cluster=skypilot"], OF_RUN, "no such cluster; choose one of: ec2, local, slurm"),
         (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm, ec2"),
         (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
-        ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "settings are not looked up"),
+        ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "references are not resolved"),
         ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
         (["nodes=2"], OF_RUN, "cluster=local has one machine, this one, not 2; choose cluster=slurm"),
         ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),

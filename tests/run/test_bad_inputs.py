@@ -286,7 +286,7 @@ FLAGS = [
     ("precompile", "experiment=albert_pretrain instance=trn2.48xlarge", "native PyTorch"),
     ("precompile", "--retries -1", "--retries=-1"),
     ("precompile", f"{SHORT} optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
-    ("precompile", f"{ON_TRN1} global_batch_size=4097", "does not divide over 32 ranks"),
+    ("precompile", f"{ON_TRN1} global_batch_size=4097", "cannot be split evenly over 32 ranks"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=16", "16 ranks on one machine"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=8 --nnodes=2 --node-rank=0 --master-addr=a", "all 32 each"),
     ("precompile", f"{ON_TRN1} --nnodes=2 --master-addr=a", "give each its --node-rank, 0 to 1"),

@@ -186,7 +186,7 @@ def test_bad_rows_and_settings_are_rejected(given, tmp_path):
         ("object.jsonl", [], r"object\.jsonl:2: price holds \[1, 2\], a list: each number needs a column"),
         ("same.csv", [], "rows have the number 3 in price, so there is nothing to learn"),
         ("same.csv", ["data.columns.label=[price,size]"], r"no column size \(data\.columns\.label\)"),
-        ("same.csv", ["data.columns.label=[price,price]"], "must be a column, or a list of columns that all differ"),
+        ("same.csv", ["data.columns.label=[price,price]"], "must be a column, or a list of different columns"),
         ("same.csv", ["data.labels=[3]"], "task=regress learns numbers"),
         ("same.csv", ["task=classify", "data.columns.label=[price,text]"], "task=classify reads one"),
     ):

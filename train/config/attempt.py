@@ -1,4 +1,4 @@
-"""Settings of one attempt of a run: the lease of the run folder, the saves, the reasons to stop, end or roll back."""
+"""Settings of one attempt of a run: the run folder's lease, checkpoints, and the reasons to stop, end or roll back."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from train.config.checks import Section, check, setting
 
 @dataclass(kw_only=True)
 class LeaseConfig(Section, prefix="lease."):
-    """Ownership of the run folder: a second job is rejected while the first has a heartbeat."""
+    """Ownership of the run folder: a second job is rejected while the first sends heartbeats."""
 
-    ttl_s: float = setting(60.0, least=0.1)  # The time without a heartbeat, as another job observes it, after which an
-    # owner counts as dead; several heartbeats come in that time.
+    ttl_s: float = setting(60.0, least=0.1)  # The seconds without a heartbeat after which another job considers the
+    # owner dead; the owner sends several heartbeats in this time.
 
 
 @dataclass(kw_only=True)
 class PreemptConfig(Section, prefix="preempt."):
-    """Further reasons to stop the run, besides signals, max_run_s, a file run_dir/STOP and, on EC2, its notices."""
+    """Reasons to stop the run in addition to signals, max_run_s, the file run_dir/STOP and EC2's notices."""
 
-    block_end: str | None = None  # The end of the capacity block, a time with zone; its machines end 30 minutes before.
+    block_end: str | None = None  # The time, with a zone, at which the EC2 capacity block ends; EC2 terminates its
+    # machines 30 minutes earlier.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,30 +35,30 @@ class PreemptConfig(Section, prefix="preempt."):
 
 @dataclass(kw_only=True)
 class WatchdogConfig(Section, prefix="watchdog."):
-    """A thread and a timer of each rank that end it when it makes no progress, so that torchrun can start it again."""
+    """A thread and a timer in each rank. They end a rank that makes no progress, so that torchrun can restart it."""
 
-    step_s: float = setting(480.0, least=0)  # The time without a heartbeat (a micro batch, or a batch of an evaluation)
-    # after which a rank is stuck; 0 ends no rank, as under a debugger.
-    start_s: float = setting(7200.0, above=0)  # The time without a heartbeat after which a rank is stuck before the
-    # first step is done, while it joins, loads and compiles.
+    step_s: float = setting(480.0, least=0)  # The seconds without a heartbeat (a micro batch or an evaluation batch)
+    # after which a rank counts as stuck; 0 ends no rank, for use under a debugger.
+    start_s: float = setting(7200.0, above=0)  # The seconds without a heartbeat after which a rank counts as stuck
+    # before its first step is done, while it joins the other ranks, loads and compiles.
 
 
 @dataclass(kw_only=True)
 class NonfiniteConfig(Section, prefix="nonfinite."):
-    """Steps whose gradient is NaN or infinite: they are skipped, and change neither weights nor optimizer."""
+    """Limits for steps with a NaN or infinite gradient, which change neither weights nor optimizer."""
 
-    max_skips: int = setting(3, above=0)  # The number of steps in a row without a finite gradient after which the run
-    # goes back to its newest checkpoint, and past the data that came since. On CPUs, and with backend=neuron, it does
-    # so after exactly this number. CUDA and XLA devices count by themselves and are asked every log_every steps, so
-    # that no step waits, and the run goes back at the first line with this many or more. After two rollbacks it ends
-    # the next time.
+    max_skips: int = setting(3, above=0)  # The number of consecutive steps without a finite gradient after which the
+    # run goes back to its newest checkpoint and skips the data that it has read since. On CPUs and with backend=neuron
+    # this happens after exactly this number. CUDA and XLA devices count such steps themselves and are asked every
+    # log_every steps, so that no step waits for the count; the run goes back at the first log line that shows this
+    # number or more. After two rollbacks, the run ends instead.
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Section, prefix="checkpoint."):
-    every: int = setting(1000, above=0)  # The steps between saves; the last step always saves.
-    keep: int = 3  # The newest checkpoints that are kept, at least two, besides the best one; 0 keeps all.
-    best: bool = False  # Save whenever an evaluation is better than all before, too.
+    every: int = setting(1000, above=0)  # The number of steps between checkpoints; the last step always saves one.
+    keep: int = 3  # The number of newest checkpoints to keep, at least two, in addition to the best one; 0 keeps all.
+    best: bool = False  # Save a checkpoint whenever an evaluation is better than all earlier ones, too.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,12 +67,12 @@ class CheckpointConfig(Section, prefix="checkpoint."):
 
 @dataclass(kw_only=True)
 class ResumeConfig:
-    force: bool = False  # Resume although the task, the model, the data or the batches have changed.
+    force: bool = False  # Resume even if the task, the model, the data or the batches have changed.
 
 
 @dataclass(kw_only=True)
 class BestConfig:
-    """The choice of the best evaluation, for early_stop, checkpoint.best and the checkpoint that is always kept."""
+    """The metric that selects the best evaluation, for early_stop, checkpoint.best and checkpoint.keep."""
 
-    metric: str = "loss"  # The key in the eval lines of metrics.jsonl by which an evaluation is better than another.
-    export: bool = False  # Export the best checkpoint instead of the last; it needs checkpoint.best=true.
+    metric: str = "loss"  # The metric that ranks the evaluations, a key of the eval lines in metrics.jsonl.
+    export: bool = False  # Export the best checkpoint instead of the last one; this needs checkpoint.best=true.

@@ -1,4 +1,4 @@
-"""Errors that are one line for the user, and checks of single settings, each of which raises InputError."""
+"""Errors whose message is one line for the user, and checks of single settings, which raise InputError."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar, TypeVar
 
-LARGEST_FLOAT = 1e100  # the product of two such numbers is still finite
-LARGEST = 2**63  # numbers must be below it: NumPy, torch and safetensors count in 64 bits
-LONGEST_S = 1e9  # 30 years; timers of Python and gloo take a little more, but not every float
-CONTROLS = ("Cc", "Zl", "Zp")  # Unicode's categories of control characters and line ends
-SHOWN_NAMES = 10  # of many, in a message
+LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
+LARGEST = 2**63  # upper bound of integers: NumPy, torch and safetensors store them in 64 bits
+LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
+CONTROLS = ("Cc", "Zl", "Zp")  # Unicode categories: control characters, line and paragraph separators
+SHOWN_NAMES = 10  # the most names that a message lists
 T = TypeVar("T")
-MARKS = ("delimiter", "quote", "escape", "separator")  # settings that may be a tab, or Hive's \x01
+MARKS = ("delimiter", "quote", "escape", "separator")  # settings with these endings may be a tab, or Hive's \x01
 
 
 class InputError(Exception):
     """An error in a setting or an input that the user has to fix.
 
     The message is one line: what is wrong, the value seen, and what would be right. The class is not a ValueError: code
-    that catches those around a parser must not take an answer of S3 for a damaged file.
+    that catches a parser's ValueError must not mistake an S3 error for a damaged file.
     """
 
 
 class NotPermitted(InputError):
-    """An error because the role or user may not delete. A run needs all other permissions, but not this one."""
+    """An error because the role or user may not delete objects, the only permission that a run can do without."""
 
 
 class Unset(InputError):
@@ -34,11 +34,11 @@ class Unset(InputError):
 
 
 class Failure(RuntimeError):
-    """An error whose message says all that the user needs: one line, the same on all ranks, and no traceback."""
+    """An error whose message is all that the user needs: one line, identical on all ranks, without a traceback."""
 
 
 class Unreachable(Failure):
-    """A failure of a service that was asked several times; the same command may succeed later."""
+    """The failure of a service after several tries. The same command may succeed later."""
 
 
 def check(ok: bool, message: str) -> None:
@@ -48,16 +48,16 @@ def check(ok: bool, message: str) -> None:
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Raise InputError if no setting can have a value, whatever its meaning.
+    """Raise InputError if a value is invalid for every setting.
 
-    These are numbers that are not finite or need more than 64 bits, times that no timer of the operating system takes,
-    empty texts (mostly a variable that is not set), and texts with control characters or references (${...}).
+    Invalid values are numbers that are not finite or need more than 64 bits, times too long for the operating system's
+    timers, empty texts (mostly from an unset variable), and texts with control characters or references (${...}).
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
             given = f"{value:g}" if isinstance(value, float) else "a whole number of more than 100 digits"
-            check(abs(value) < LARGEST_FLOAT, f"{key}={given} must be a finite number")  # NaN is below nothing
-            is_real = isinstance(value, float) and key != "max_epochs"  # max_epochs becomes a number of steps
+            check(abs(value) < LARGEST_FLOAT, f"{key}={given} must be a finite number")  # False for NaN
+            is_real = isinstance(value, float) and key != "max_epochs"  # max_epochs is converted to an integer
             check(is_real or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
@@ -66,17 +66,17 @@ def check_values(settings: Mapping[str, Any]) -> None:
                 check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
             else:
                 check_printable(value, f"{key}=")
-            check("${" not in value, f'{key}={value}: settings are not looked up; let the shell do it: key="$NAME"')
+            check("${" not in value, f'{key}={value}: references are not resolved; let the shell do it: key="$NAME"')
 
 
 def check_printable(text: str, prefix: str = "") -> None:
-    """Raise InputError if a name, path or URL has a line break or another control character in it."""
+    """Raise InputError if a name, path or URL contains a line break or another control character."""
     ok = text.isprintable() or all(unicodedata.category(each) not in CONTROLS for each in text)
     check(ok, f"{prefix}{text!r} must be one line without control characters")
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the single values of nested tables and lists, with their names: "optim.betas[0]"."""
+    """Yield the name and the value of each leaf of nested tables and lists; a name looks like "optim.betas[0]"."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from leaves(item, f"{key}.{name}" if key else str(name))
@@ -88,7 +88,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
-    """Return names for a message of one line: of many the first, and how many there are."""
+    """Return the names, joined by commas for a one-line message; above `most`, the first ones and the total."""
     every = list(map(str, names))
     return ", ".join(every[:most]) + (f", ... ({len(every):,})" if len(every) > most else "")
 
@@ -109,12 +109,12 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def setting(default: T, **limits: Any) -> T:
-    """Return a field of a Section. Its value is None or within the limits: `among` these, or as LIMITS says."""
+    """Return a field of a Section whose value is None or within the limits: `among` (the choices) or keys of LIMITS."""
     return field(default=default, metadata=limits)
 
 
 class Section:
-    """The base of dataclasses of settings. `prefix` begins the names of a section's settings: "optim."."""
+    """The base class of all settings dataclasses. `prefix` starts the names of its settings: "optim."."""
 
     prefix: ClassVar[str] = ""
 
@@ -122,7 +122,7 @@ class Section:
         cls.prefix = cls.prefix if prefix is None else prefix
 
     def __post_init__(self) -> None:
-        """Raise InputError if a value is not within the limits of its field."""
+        """Raise InputError if a value is outside the limits of its field."""
         for item in fields(self):  # type: ignore[arg-type]
             key, value = self.prefix + item.name, getattr(self, item.name)
             for name, limit in item.metadata.items() if value is not None else ():

@@ -10,33 +10,34 @@ from omegaconf import MISSING
 
 from train.config.checks import Section, check, setting, shortlist
 
-MOST_LENGTHS = 255  # rows hold which is theirs in a byte, as is the longest row's or seq_len
-MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
-FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by datasets' save_to_disk
+MOST_LENGTHS = 255  # each row stores the index of its length in one byte; one more length is always added
+MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
+FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
 MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
 
 
 @dataclass(kw_only=True)
 class DataConfig(Section, prefix="data."):
-    """Settings of all data, which is shards (pretraining) or records (labelled examples)."""
+    """Settings of both kinds of data: token shards (pretraining) and records (labelled examples)."""
 
-    path: str = MISSING  # The folder or s3://bucket/prefix of shards; of records also a file, or a Hub id.
-    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # The number of loader processes of a rank; 0
-    # loads in the rank itself.
-    verify: bool = True  # Compare local data with its checksums before training, once a machine.
-    cache_dir: str | None = None  # The folder of local copies; None is an NVMe instance store, or ~/.cache/baretrain.
+    path: str = MISSING  # The folder or s3://bucket/prefix of the data; for records also a file or a Hub id.
+    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # The number of data loader processes per rank; 0
+    # loads in the rank's process.
+    verify: bool = True  # Compare local data with its checksums before training, once per machine.
+    cache_dir: str | None = None  # The folder for local copies; None takes an NVMe instance store, or else
+    # ~/.cache/baretrain.
 
 
 @dataclass(kw_only=True)
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # The disk space, 1e9 bytes; None is 90 % of the
-    # free.
-    attempt_s: float = setting(60.0, above=0)  # The time without a byte after which a download starts again, with a new
-    # client.
-    deadline_s: float = setting(300.0, above=0)  # The time without a byte of any shard after which a batch waits no
-    # longer, and the run ends and names the shard.
+    cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # The disk space for local copies in GB (1e9
+    # bytes); None takes 90 % of the free space.
+    attempt_s: float = setting(60.0, above=0)  # The seconds without a byte after which a download is restarted with a
+    # new client.
+    deadline_s: float = setting(300.0, above=0)  # The seconds for which a batch waits while no byte of any shard
+    # arrives; then the run ends and names the missing shard.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,66 +49,74 @@ class ShardsConfig(DataConfig):
 
 @dataclass(kw_only=True)
 class ColumnsConfig:
-    """Names of the columns of the data. A dot leads into an object: answers.text."""
+    """Names of the data's columns. A dot selects a field of an object: answers.text."""
 
-    id: str | None = None  # The ids for predictions; None takes SQuAD's own, or else the row's number.
-    text: str = "text"  # The text to label, or the first of a pair.
-    text_pair: str | None = None  # The second text of a pair; None reads single texts.
-    label: Any = "label"  # The label, for classification, or the number, for regression; a list names the columns of
-    # several numbers, or the labels that have a column of 0 and 1 each.
-    question: str = "question"  # The question, for question answering.
-    context: str = "context"  # The text in which the answer is.
-    answers: str = "answers"  # The answers with their texts and places, as SQuAD has them.
-    tokens: str = "tokens"  # The lists of words, for named entities; of CoNLL files the number of their column, by
-    # default the first one, 0.
-    tags: str = "tags"  # The tags of the words; of CoNLL files a number, by default the last one, -1.
+    id: str | None = None  # The column of the ids for predictions; None takes SQuAD's ids, or else the row numbers.
+    text: str = "text"  # The column of the text, or of the first text of a pair.
+    text_pair: str | None = None  # The column of the second text of a pair; None reads single texts.
+    label: Any = "label"  # The column of the label (classification) or the number (regression); a list names the
+    # columns of several numbers, or one column of 0 and 1 for each label.
+    question: str = "question"  # The column of the question, for question answering.
+    context: str = "context"  # The column of the text that contains the answer.
+    answers: str = "answers"  # The column of the answers, with texts and positions as in SQuAD.
+    tokens: str = "tokens"  # The column of the words, for named entities; for CoNLL files its number, by default the
+    # first, 0.
+    tags: str = "tags"  # The column of the tags of the words; for CoNLL files its number, by default the last, -1.
 
 
 @dataclass(kw_only=True)
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting("auto", among=FORMATS)  # The format; auto goes by names of files, saved is save_to_disk's.
+    format: str = setting("auto", among=FORMATS)  # The file format; auto recognises it by the file names, saved is that
+    # of save_to_disk.
     name: str | None = None  # The configuration of a Hub data set.
-    revision: str | None = None  # The commit of a Hub data set, so that the data stays the same.
-    train: str | None = None  # The file, glob below path or split of the training data; None takes path itself, or the
-    # split "train".
-    validation: str | None = None  # The file, glob below path or split of the validation data; None holds out
+    revision: str | None = None  # The commit of a Hub data set, which pins its content.
+    train: str | None = None  # The file or glob below path, or the split, with the training data; None takes path
+    # itself, or the split "train".
+    validation: str | None = None  # The file or glob below path, or the split, with the validation data; None holds out
     # validation_fraction.
-    more_validation: dict[str, str] = field(default_factory=dict)  # The further splits by name, {mismatched:
-    # dev_mm.tsv}.
-    validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows that is held out, by a hash of
-    # their text, where data.validation is None.
-    max_train_examples: int | None = setting(None, above=0)  # The most examples, drawn by the seed; None uses all.
-    max_validation_examples: int | None = setting(None, above=0)  # The most examples of a validation split; None uses
-    # all.
+    more_validation: dict[str, str] = field(default_factory=dict)  # The additional validation splits by name, such as
+    # {mismatched: dev_mm.tsv}.
+    validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows to hold out for validation,
+    # chosen by a hash of their text, if data.validation is None.
+    max_train_examples: int | None = setting(None, above=0)  # The most training examples to use, drawn by the seed;
+    # None uses all.
+    max_validation_examples: int | None = setting(None, above=0)  # The most examples to use of each validation split;
+    # None uses all.
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    labels: list[str] = field(default_factory=list)  # The labels in the order of their numbers; [] takes those of the
-    # data, sorted, or in the order of the numbers of label_map.
-    label_map: dict[str, str | None] = field(default_factory=dict)  # The label of each value; None leaves its rows out.
-    label_separator: str | None = None  # The text between several labels in one field, e.g. | in CSV; None reads lists.
-    lengths: Any = "auto"  # The lengths in tokens that batches are padded to, rising, such as [32,64,128]; that of
-    # the longest row or seq_len is added, and [] pads to it alone. auto takes as few as keep padding below 10 %,
-    # multiples of 8, of 16 on CUDA, at most three where each is a graph to compile (XLA, Trainium, backend.compile).
-    delimiter: str = ","  # The character between the fields of a CSV.
-    quote: str | None = "auto"  # The quotation mark; auto takes ", or none if the delimiter is a tab; None takes none.
-    escape: str | None = None  # The character, e.g. \\, before one that is text; None reads doubled quotes as quotes.
-    header: bool = True  # Take the names of the columns from the first line of a CSV; without them they are 0, 1, ...
-    encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
-    max_bad_rows: int = setting(0, least=0)  # The number of rows that cannot be read, or have a wrong label or answer,
-    # up to which they are left out, counted and named; with more the data is rejected.
-    save_to: str | None = None  # The folder or s3://... that also keeps the prepared data, for data.path of other runs.
+    labels: list[str] = field(default_factory=list)  # The labels in the order of their class numbers; [] takes the
+    # labels of the data, sorted, or in the order of the numbers that label_map maps to them.
+    label_map: dict[str, str | None] = field(default_factory=dict)  # The label for each value of the label column; None
+    # leaves out the rows with that value.
+    label_separator: str | None = None  # The separator between several labels in one field, such as | in CSV; None
+    # reads lists.
+    lengths: Any = "auto"  # The lengths in tokens to which batches are padded, in rising order, such as [32,64,128];
+    # the longest row or seq_len is added, and [] pads all batches to that. auto takes the fewest lengths that keep
+    # padding below 10 %, multiples of 8, or of 16 on CUDA, and at most three where each needs a compiled graph (XLA,
+    # Trainium, backend.compile).
+    delimiter: str = ","  # The character between the fields of a CSV file.
+    quote: str | None = "auto"  # The quotation mark of CSV files; auto takes ", or none if the delimiter is a tab; None
+    # disables quoting.
+    escape: str | None = None  # The escape character of CSV files, such as \\; None reads doubled quotation marks as
+    # quotation marks.
+    header: bool = True  # Take the column names from the first line of a CSV file; false names the columns 0, 1, ...
+    encoding: str = "utf-8"  # The text encoding of the files, by its Python name.
+    max_bad_rows: int = setting(0, least=0)  # The number of bad rows to tolerate: rows that cannot be read, or have a
+    # wrong label or answer. They are left out, counted and named; with more of them the data is rejected.
+    save_to: str | None = None  # The folder or s3://bucket/prefix to which the prepared data is also saved; data.path
+    # of another run can name it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # command lines have no tab
+        self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # a tab is hard to type in a shell
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
         check(ok, f"data.lengths={self.lengths} must be auto, or rising numbers of tokens, such as [32,64,128]")
         check(
             len(given) <= MOST_LENGTHS,
-            f"data.lengths has {len(given)} lengths, and at most {MOST_LENGTHS} are told apart",
+            f"data.lengths has {len(given)} lengths, but at most {MOST_LENGTHS} are supported",
         )
         check(self.label_separator != "", "data.label_separator is empty; leave it out, or set it to a character")
         self.columns.label = column_names(self.columns.label)
@@ -116,30 +125,30 @@ class RecordsConfig(DataConfig):
             ok = value is None or len(value) == 1 or (name, value) == ("quote", "auto")
             check(ok, f"data.{name}={value} must be one character")
         reserved = sorted({"train", "validation"} & set(self.more_validation))
-        check(not reserved, f"data.more_validation names {', '.join(reserved)}; choose other names")
+        check(not reserved, f"data.more_validation uses the reserved names {', '.join(reserved)}; choose others")
         twice = sorted({label for label in self.labels if self.labels.count(label) > 1})
         check(not twice, f"data.labels names {shortlist(twice)} twice")
         unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
-        check(not (self.labels and unknown), f"data.label_map leads to {shortlist(unknown)}, not one of data.labels")
+        check(not (self.labels and unknown), f"data.label_map maps to {shortlist(unknown)}, which data.labels lacks")
 
 
 def column_names(value: Any) -> str | list[str]:
-    """Return data.columns.label as text: one name, or several. Raises InputError if it is neither."""
+    """Return data.columns.label as one name or a list of names. Raises InputError if it is neither."""
     names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
     ok = bool(names) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    check(ok, f"data.columns.label={value} must be a column, or a list of columns that all differ")
+    check(ok, f"data.columns.label={value} must be a column, or a list of different columns")
     return names if len(names) > 1 else names[0]
 
 
 @dataclass(kw_only=True)
 class S3Config(Section, prefix="s3."):
-    """Access to S3. None: as AWS's tools find it (environment, ~/.aws, the instance's role)."""
+    """Access to S3. None leaves a setting to AWS's usual sources: environment, ~/.aws, the instance's role."""
 
-    endpoint: str | None = None  # The URL of an S3-compatible server; None is AWS.
+    endpoint: str | None = None  # The URL of an S3-compatible server; None uses AWS.
     region: str | None = None  # The region of the bucket.
-    profile: str | None = None  # The profile of ~/.aws whose credentials are used.
-    path_style: bool = False  # Put the bucket into the path, as most S3-compatible servers need it.
-    timeout_s: float = setting(60.0, above=0)  # The limit of a request with all its retries.
+    profile: str | None = None  # The profile in ~/.aws with the credentials.
+    path_style: bool = False  # Put the bucket into the path of URLs, as most S3-compatible servers require.
+    timeout_s: float = setting(60.0, above=0)  # The seconds that a request may take, retries included.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,12 +158,13 @@ class S3Config(Section, prefix="s3."):
     def flags(self) -> list[str]:
         """Return these settings as command line flags."""
         given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
-        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]  # it may begin with a dash
+        # Flag and value are one word, since a value may begin with a dash.
+        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
         return [*flags, "--path-style"] if self.path_style else flags
 
 
 def check_endpoint(key: str, url: str) -> None:
-    """Raise InputError, without repeating the URL, if it is more than a server's address: run folders keep it."""
+    """Raise InputError if a URL is more than a server's address: run folders keep it. No message repeats a secret."""
     try:
         parts = urlsplit(url)
         has_secret = "@" in url or bool(parts.query or parts.fragment)

@@ -11,24 +11,24 @@ from train.config.checks import Section, Unset, check, setting
 from train.config.data import DataConfig, RecordsConfig
 
 WSD = "wsd"  # warm-up, stable, decay: https://arxiv.org/abs/2404.06395
-DECAY_FRACTION = 0.1  # of a run of wsd; section 4 of the paper needs no more
+DECAY_FRACTION = 0.1  # default share of a wsd run that decays, as in section 4 of the paper
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
-TO_BE_GIVEN = "(to be given)"  # model.pretrained in conf/model/pretrained.yaml
+TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pretrained.yaml
 
 
 @dataclass(frozen=True)
 class HeadSize:
-    """The output of a task's head for a sequence, from which its FLOPs, parameters and memory follow."""
+    """The output size of a task's head per sequence, from which its FLOPs, parameters and memory are computed."""
 
-    predictions: int = 0  # positions at which every token of the vocabulary is scored
-    eval_predictions: int = 0  # the same in an evaluation
-    labels: int = 0  # scores of the sequence, by a dense layer and a classifier on one token
-    token_labels: int = 0  # scores of each token
+    predictions: int = 0  # positions with a score for each token of the vocabulary
+    eval_predictions: int = 0  # number of these positions in an evaluation
+    labels: int = 0  # scores of the sequence, from a dense layer and a classifier on one token
+    token_labels: int = 0  # scores of each of its tokens
 
 
 @dataclass(kw_only=True)
 class TaskConfig(Section, prefix="task."):
-    """Settings that every task has; those of a single task are in its package, in train/tasks."""
+    """Settings that all tasks have. Those of one task are in its package in train/tasks."""
 
     learns_from: ClassVar[type[DataConfig]] = RecordsConfig
     kind: str = MISSING  # The name of the task in train.tasks.TASKS; task=... sets it.
@@ -40,31 +40,33 @@ class TaskConfig(Section, prefix="task."):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, prefix="model."):
-    """A Hugging Face encoder: made from sizes, or read from a checkpoint. None leaves a size to the architecture."""
+    """A Hugging Face encoder, built from sizes or read from a checkpoint. None is the architecture's default size."""
 
     pretrained: str | None = None  # The Hub id or folder of a model's configuration and weights; sizes that are set
-    # must agree.
-    init_from: str | None = None  # The Hub id or folder of a model, or a run_dir, in S3 too; it is taken instead of
-    # pretrained.
-    tokenizer: str | None = None  # The Hub id, folder or run of a tokenizer, for tasks on records; None is that of the
-    # weights.
-    attention: str = setting("auto", among=ATTENTIONS)  # The way in which transformers computes attention; auto takes
-    # sdpa where the architecture has it, else eager. The last two need a CUDA device; flash_attention_2 also needs its
-    # package.
-    freeze_embeddings: bool = False  # Keep the embeddings as they are.
-    freeze_layers: int = setting(0, least=0)  # The bottom layers not to train; if above 0, embeddings are kept too.
-    new_head: bool = False  # Replace a checkpoint's head that is for other labels, instead of rejecting it.
-    architecture: str = "albert"  # The `model_type` of transformers, for a model made from sizes.
+    # must agree with it.
+    init_from: str | None = None  # The Hub id or folder of a model, or a run_dir, also in S3; its weights are used
+    # instead of pretrained.
+    tokenizer: str | None = None  # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None takes the
+    # tokenizer of the weights.
+    attention: str = setting("auto", among=ATTENTIONS)  # The attention implementation of transformers; auto takes sdpa
+    # if the architecture supports it, else eager. flash_attention_2 and flex_attention need a CUDA device, and
+    # flash_attention_2 also its package.
+    freeze_embeddings: bool = False  # Leave the embeddings untrained.
+    freeze_layers: int = setting(0, least=0)  # The number of bottom layers to leave untrained; above 0, the embeddings
+    # are left untrained too.
+    new_head: bool = False  # Replace the head of a checkpoint that was trained for other labels, instead of rejecting
+    # the checkpoint.
+    architecture: str = "albert"  # The `model_type` of transformers, for a model built from sizes.
     vocab_size: int | None = setting(None, above=0)  # The size of the vocabulary; None takes the tokenizer's.
     max_positions: int | None = setting(None, above=0)  # The length of the longest sequence in tokens.
-    embedding_size: int | None = setting(None, above=0)  # The width of embeddings that are factorised.
+    embedding_size: int | None = setting(None, above=0)  # The width of factorised embeddings.
     hidden_size: int | None = setting(None, above=0)  # The width of the layers, a multiple of num_heads.
-    intermediate_size: int | None = setting(None, above=0)  # The width inside the feed-forward part of a layer.
+    intermediate_size: int | None = setting(None, above=0)  # The inner width of a layer's feed-forward block.
     num_layers: int | None = setting(None, above=0)  # The number of transformer layers.
-    num_heads: int | None = setting(None, above=0)  # The number of attention heads of a layer.
-    initializer_range: float | None = setting(None, above=0)  # The standard deviation of random weights.
-    hidden_dropout: float | None = setting(None, least=0, below=1)  # The share of hidden values that is dropped.
-    attention_dropout: float | None = setting(None, least=0, below=1)  # The share of attention weights that is dropped.
+    num_heads: int | None = setting(None, above=0)  # The number of attention heads per layer.
+    initializer_range: float | None = setting(None, above=0)  # The standard deviation of the random initial weights.
+    hidden_dropout: float | None = setting(None, least=0, below=1)  # The dropout probability of hidden values.
+    attention_dropout: float | None = setting(None, least=0, below=1)  # The dropout probability of attention weights.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,23 +89,28 @@ class ModelConfig(Section, prefix="model."):
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
     name: str = "adamw"  # The name of the optimizer in train.parallel.optimizers.OPTIMIZERS; optim=... sets it.
-    lr: float = setting(1e-3, above=0)  # The peak of the learning rate.
-    betas: tuple[float, float] = (0.9, 0.999)  # The decay of the running means of gradients and of their squares.
-    eps: float = setting(1e-6, above=0)  # The addend of the root of the second moment, by which updates are divided.
-    head_lr: float | None = setting(None, above=0)  # The peak rate of the task's head, which begins random; None is lr.
-    weight_decay: float = setting(0.01, least=0)  # The decay, but not of biases and normalisation weights.
-    max_grad_norm: float | None = setting(1.0, above=0)  # The global norm that gradients are clipped to; None is none.
-    layer_decay: float | None = setting(None, above=0, most=1)  # The factor between the rate of a layer and that of the
-    # next one towards the head, the embeddings being the lowest layer; None is one rate for all layers.
-    schedule: str = "linear"  # The course of the rate after the warm-up: linear, cosine, polynomial, constant or wsd,
-    # which is constant and falls at the end, so that another length only moves the decay.
-    decay_from_start: bool = False  # Count the decay from the first step instead of the end of the warm-up.
+    lr: float = setting(1e-3, above=0)  # The peak learning rate.
+    betas: tuple[float, float] = (0.9, 0.999)  # The decay rates of the running means of the gradient and of its square.
+    eps: float = setting(1e-6, above=0)  # The constant added to the root of the second moment, which divides updates.
+    head_lr: float | None = setting(None, above=0)  # The peak learning rate of the task's head, whose weights start
+    # random; None takes lr.
+    weight_decay: float = setting(0.01, least=0)  # The weight decay, which leaves out biases and normalisation weights.
+    max_grad_norm: float | None = setting(1.0, above=0)  # The global norm to which gradients are clipped; None does not
+    # clip.
+    layer_decay: float | None = setting(None, above=0, most=1)  # The ratio of a layer's learning rate to that of the
+    # next layer towards the head, where the embeddings count as the lowest layer; None trains all layers at one
+    # learning rate.
+    schedule: str = "linear"  # The course of the learning rate after the warm-up: linear, cosine, polynomial, constant
+    # or wsd. wsd is constant and decays at the end, so that another run length only moves the decay.
+    decay_from_start: bool = False  # Count the steps of the decay from the first step of the run instead of from the
+    # end of the warm-up.
     power: float = setting(1.0, above=0)  # The exponent of the polynomial decay.
-    decay_fraction: float | None = setting(None, least=0, below=1)  # The share of a run of wsd in which the rate falls;
-    # None is a tenth.
-    final_lr_fraction: float = setting(0.0, least=0, most=1)  # The share of lr that is left at the last step.
-    warmup_steps: int | None = setting(None, least=0)  # The warm-up in steps; None takes warmup_fraction.
-    warmup_fraction: float = setting(0.1, least=0, most=1)  # The share of the run in which the rate rises.
+    decay_fraction: float | None = setting(None, least=0, below=1)  # The share of a wsd run in which the learning rate
+    # decays; None takes a tenth.
+    final_lr_fraction: float = setting(0.0, least=0, most=1)  # The learning rate at the last step, as a share of lr.
+    warmup_steps: int | None = setting(None, least=0)  # The length of the warm-up in steps; None takes warmup_fraction.
+    warmup_fraction: float = setting(0.1, least=0, most=1)  # The length of the warm-up, in which the learning rate
+    # rises, as a share of the run.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,16 +120,16 @@ class OptimConfig(Section, prefix="optim."):
             check(not self.decay_from_start, "optim.decay_from_start=true is not for optim.schedule=wsd; leave it out")
             if self.warmup_steps is None:
                 raise Unset(
-                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: a share of the run would change "
-                    "with its length, which a run of wsd may get anew"
+                    "optim.schedule=wsd needs optim.warmup_steps, a number of steps: a share would change when the run "
+                    "is made longer"
                 )
         else:
             check(
                 self.decay_fraction is None,
-                f"optim.decay_fraction={self.decay_fraction} is for optim.schedule=wsd; leave it out, or set that",
+                f"optim.decay_fraction={self.decay_fraction} is only for optim.schedule=wsd; leave it out, or set that",
             )
 
     def decay_begin(self, total_steps: int) -> int:
-        """Return the step at which a wsd schedule begins to lower the rate; `total_steps` if it never does."""
+        """Return the step at which a wsd schedule begins to lower the learning rate; `total_steps` if it never does."""
         fraction = DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
         return total_steps - round(total_steps * fraction)

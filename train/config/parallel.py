@@ -1,4 +1,4 @@
-"""Settings of the split of a model and a step over ranks."""
+"""Settings that split a model and its steps over ranks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import ClassVar
 from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
-PARTS_PER_RANK = 2  # of an interleaved pipeline, which then waits about half as long and sends twice as much
-SPLITTING = ("auto", "ddp", "neuron")  # backends that run a step whose parts are on several ranks
+PARTS_PER_RANK = 2  # model parts of an interleaved pipeline: about half the waiting time of 1f1b, twice the traffic
+SPLITTING = ("auto", "ddp", "neuron")  # backends that can split a step over several ranks
 
 
 @dataclass(frozen=True)
 class Held:
-    """The shares of a model's states that one rank holds, for an estimate of its memory."""
+    """The shares of a model's state that one rank holds, from which its memory is estimated."""
 
     weights: float = 1.0
     gradients: float = 1.0
     moments: float = 1.0
-    gathers: str = "nothing"  # nothing | layer | model: weights of other ranks that it has for a while
-    sums_whole: bool = False  # whether it adds whole gradients up between the micro batches of a step
-    layers: float = 1.0  # of a pipeline's stage: its share of the layers
-    activations: float = 1.0  # of a pipeline's stage: the share of a micro batch whose activations it keeps at a time
-    buffers: int = 0  # of a pipeline's stage: hidden states in fp32 that it receives or sends, of whole micro batches
-    whole_tensors: bool = False  # whether moments are shared out by whole tensors, of which the largest counts
+    gathers: str = "nothing"  # nothing | layer | model: weights gathered from other ranks at the same time
+    sums_whole: bool = False  # whether the rank accumulates unsharded gradients over the micro batches of a step
+    layers: float = 1.0  # share of the layers that a pipeline stage has
+    activations: float = 1.0  # share of a micro batch whose activations a pipeline stage keeps at a time
+    buffers: int = 0  # fp32 hidden states that a pipeline stage sends or receives, each of a whole micro batch
+    whole_tensors: bool = False  # whether moments are sharded by whole tensors, so that one rank holds the largest
 
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
-    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # memory of a rank
+    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # to save memory
 
-    name: str = "data"  # The engine: with data every rank holds the model and computes a share of each batch, fsdp
-    # shards the model, and pipeline divides its layers.
+    name: str = "data"  # The engine: with data, every rank holds the model and computes a share of each batch; fsdp
+    # shards the model; pipeline splits it by layers.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,16 +53,16 @@ class ParallelConfig(Section, prefix="parallel."):
 
     @property
     def num_stages(self) -> int:
-        """The number of ranks with different layers; ranks with the same rank % stages hold the same stage."""
+        """The number of pipeline stages; ranks with the same rank % num_stages hold the same stage."""
         return 1
 
     @property
     def bubble(self) -> float:
-        """The share of the passes of a step in which a rank waits for other stages, at best."""
+        """The least share of a step's forward and backward passes in which a rank waits for other stages."""
         return 0.0
 
     def replicas(self, world_size: int) -> int:
-        """Return how many groups of ranks see different rows. Raises InputError if the ranks cannot be split."""
+        """Return the number of rank groups that train on different rows. Raises InputError if ranks are left over."""
         return world_size
 
     def check_layers(self, num_layers: int) -> None:
@@ -77,9 +77,10 @@ class ParallelConfig(Section, prefix="parallel."):
 
 @dataclass(kw_only=True)
 class DataParallelConfig(ParallelConfig):
-    """Data parallelism: every rank holds the weights and the gradients, and sees its share of each batch."""
+    """Data parallelism: every rank holds all weights and gradients, and computes its share of each batch."""
 
-    shard_optimizer: bool = False  # Keep on each rank the optimizer's state of its share of the weights only.
+    shard_optimizer: bool = False  # Shard the optimizer's state: each rank keeps only the state for its share of the
+    # weights.
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         if self.shard_optimizer:
@@ -91,15 +92,17 @@ class DataParallelConfig(ParallelConfig):
 
 @dataclass(kw_only=True)
 class FSDPConfig(ParallelConfig):
-    """Full sharding: every rank holds its part of each weight, gradient and moment, and gathers layers to use them."""
+    """Full sharding: every rank holds a shard of each weight, gradient and moment, and gathers layers to use them."""
 
     frees: ClassVar[str] = "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
 
     name: str = "fsdp"
     reshard_after_forward: bool = True  # Drop a layer's gathered weights after its forward pass and gather them again
-    # for the backward pass; false keeps those of all layers until then, which sends a third less.
-    reduce_once: bool = True  # Reduce gradients at the last micro batch of a step, until which each rank holds those of
-    # the whole model; false reduces at every one, which sends more and holds its part only.
+    # for the backward pass; false keeps the gathered weights of all layers until then, which reduces traffic by a
+    # third.
+    reduce_once: bool = True  # Reduce gradients only after the last micro batch of a step, up to which each rank
+    # accumulates the gradients of the whole model; false reduces them after every micro batch, which sends more, but
+    # each rank holds only its shard.
 
     def held(self, world_size: int) -> Held:
         if world_size == 1:
@@ -117,49 +120,51 @@ class FSDPConfig(ParallelConfig):
 
 
 def check_shards(setting: str, *, backend: str, precision: str) -> None:
-    """Raise InputError if a step cannot be split over ranks with a backend or a precision."""
+    """Raise InputError if the backend or the precision does not allow a step to be split over ranks."""
     check(
         backend in SPLITTING,
-        f"{setting} does not run with backend={backend}, which compiles whole steps: ranks communicate between the "
-        "operations of a step",
+        f"{setting} does not run with backend={backend}, which compiles whole steps: ranks must communicate "
+        "within a step",
     )
     check(
         precision != "fp16",
-        f"{setting} does not go with backend.precision=fp16: each rank would scale its losses by the gradients that it "
-        "holds; set bf16 or fp32",
+        f"{setting} does not go with backend.precision=fp16: each rank would choose the loss scale from its share of "
+        "the gradients; set bf16 or fp32",
     )
 
 
 def check_split(setting: str, backend: BackendConfig) -> None:
-    """Check the shards, and raise InputError if a reduction needs whole gradients."""
+    """Raise InputError if the backend does not allow a split of the model, or compresses whole gradients."""
     check_shards(setting, backend=backend.name, precision=backend.precision)
     check(
         backend.grad_compression == "none",
-        f"{setting} reduces gradients by itself: leave out backend.grad_compression={backend.grad_compression}",
+        f"{setting} reduces gradients itself: leave out backend.grad_compression={backend.grad_compression}",
     )
 
 
 @dataclass(kw_only=True)
 class PipelineConfig(ParallelConfig):
-    """A pipeline: each rank holds some layers; hidden states pass from rank to rank, and their gradients come back.
+    """A pipeline: each rank holds some layers. Hidden states pass from rank to rank, and their gradients come back.
 
-    Ranks that are not needed for one pipeline make others, which are data parallel.
+    If there are more ranks than stages, they form several pipelines, which are data parallel.
     """
 
     frees: ClassVar[str] = "parallel.schedule=1f1b, more parallel.micro_batches or more parallel.stages"
 
     name: str = "pipeline"
-    stages: int = setting(2, least=2)  # The number of ranks that hold the model between them.
-    micro_batches: int = setting(4, least=1)  # The number of equal parts of micro_batch_size, which follow one another.
+    stages: int = setting(2, least=2)  # The number of ranks that share one copy of the model.
+    micro_batches: int = setting(4, least=1)  # The number of equal parts into which micro_batch_size is split; they
+    # pass through the pipeline one after another.
     schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # The order of passes: gpipe does all
-    # forward passes first; 1f1b does a backward pass as soon as it can be, which keeps activations of at most `stages`
-    # micro batches; interleaved is 1f1b with several parts of the model on each rank, which waits less and sends more.
+    # forward passes first; 1f1b does each backward pass as early as possible, which keeps the activations of at most
+    # `stages` micro batches; interleaved is 1f1b with several parts of the model on each rank, which waits less and
+    # sends more.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_interleaved = self.schedule == "interleaved"
-        # PyTorch's interleaved schedule starts passes whose input is not there yet for fewer micro batches than stages,
-        # and for some other numbers that are no multiple, without an error.
+        # With fewer micro batches than stages, and with some other numbers that are not multiples of the stages,
+        # PyTorch's interleaved schedule starts passes before their input has arrived, without an error.
         check(
             self.micro_batches % self.stages == 0 if is_interleaved else self.micro_batches >= self.stages,
             f"parallel.micro_batches={self.micro_batches} does not go with parallel.stages={self.stages} and "
@@ -180,8 +185,8 @@ class PipelineConfig(ParallelConfig):
 
     @property
     def bubble(self) -> float:
-        # The pipeline fills and empties: (p - 1) / (v m + p - 1) of p stages with v parts each and m micro batches, if
-        # all parts take the same time. See Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.
+        # Ranks wait while a pipeline fills and empties. With p stages of v parts, m micro batches and equally long
+        # passes, the share is (p - 1) / (v m + p - 1): Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.
         return (self.stages - 1) / (self.num_parts // self.stages * self.micro_batches + self.stages - 1)
 
     def replicas(self, world_size: int) -> int:
@@ -202,8 +207,8 @@ class PipelineConfig(ParallelConfig):
         )
 
     def held(self, world_size: int) -> Held:
-        # 1f1b keeps `stages` micro batches at most, interleaved a share of (stages - 1) / (stages x parts of a rank)
-        # more (https://arxiv.org/abs/2205.05198, section 4.2.3).
+        # 1f1b keeps the activations of at most `stages` micro batches, interleaved 1 + (stages - 1) / (stages x parts
+        # of a rank) times as much: https://arxiv.org/abs/2205.05198, section 4.2.3.
         kept = {"gpipe": float(self.micro_batches), "1f1b": float(self.stages)}.get(
             self.schedule, self.stages + (self.stages - 1) / PARTS_PER_RANK
         )
@@ -217,7 +222,7 @@ class PipelineConfig(ParallelConfig):
         check_split("parallel=pipeline", backend)
         check(
             backend.compile != "model" and not backend.cuda_graphs,
-            "parallel=pipeline leaves the model in the middle of its forward pass: set backend.compile=layers, without "
+            "parallel=pipeline splits the model's forward pass over ranks: set backend.compile=layers, without "
             "backend.cuda_graphs",
         )
 

@@ -1,4 +1,4 @@
-"""Batch sizes and length that follow from a configuration."""
+"""The plan of a run: its batch sizes and its length in steps."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from train.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes that follow from a configuration, the number of ranks and the amount of data."""
+    """Batch sizes and step counts, computed from the configuration, the number of ranks and the amount of data."""
 
     world_size: int
-    replicas: int  # groups of ranks that see rows of their own: all ranks, or the pipelines
+    replicas: int  # groups of ranks that train on different rows: one per rank, or one per pipeline
     global_batch_size: int  # sequences per optimizer step
     micro_batch_size: int  # sequences per replica and forward pass
     accumulation: int  # forward passes per replica and optimizer step
-    eval_batch_size: int  # sequences per replica and batch of an evaluation
+    eval_batch_size: int  # sequences per replica and evaluation batch
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
 
 
 def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
-    """Make the plan of a run over `rows` sequences of `seq_len` tokens at most. Raises InputError if there is none."""
+    """Plan a run over `rows` sequences of at most `seq_len` tokens. Raises InputError if this is impossible."""
     replicas = cfg.parallel.replicas(world_size)
     over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas  # TrainConfig requires one of them
     check(
         global_batch % replicas == 0,
-        f"global_batch_size={global_batch} does not divide over {over}; make it a multiple",
+        f"global_batch_size={global_batch} cannot be split evenly over {over}; make it a multiple",
     )
     share = global_batch // replicas
     micro, fits = micro_batch(cfg, share, seq_len), fitting(cfg, seq_len)
@@ -45,15 +45,14 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     accumulation = share // micro
     check(
         accumulation % per_graph == 0,
-        f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches of a rank and "
-        "step",
+        f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches per rank and step",
     )
     check(
         rows >= global_batch,
         f"the data holds {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
         "prepare more text or lower global_batch_size",
     )
-    steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, others each epoch
+    steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, different ones each epoch
     by_examples = None if cfg.max_examples is None else cfg.max_examples // global_batch
     by_epochs = None if cfg.max_epochs is None else int(cfg.max_epochs * steps_per_epoch)
     lengths = (cfg.max_steps, by_examples, by_epochs)
@@ -63,13 +62,13 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     warmup = optim.warmup_steps if optim.warmup_steps is not None else round(total * optim.warmup_fraction)
     check(
         warmup <= total,
-        f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or set it to null for a tenth",
+        f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or use optim.warmup_fraction",
     )
     begin = optim.decay_begin(total)
     check(
         optim.schedule != WSD or warmup <= begin,
-        f"optim.warmup_steps={warmup} ends after step {begin} of {total}, where the decay of wsd begins; lower it or "
-        "optim.decay_fraction",
+        f"optim.warmup_steps={warmup} lasts beyond step {begin} of {total}, where the decay of wsd begins; lower it "
+        "or optim.decay_fraction",
     )
     return Plan(
         world_size=world_size,
@@ -85,19 +84,19 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
 
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
-    """Return the sequences of a rank and forward pass, from the `share` that it has of a step, split or not."""
+    """Return the sequences per replica and forward pass; `share` is the sequences per replica and step."""
     micro, fits, cuts = cfg.micro_batch_size or share, fitting(cfg, seq_len), cfg.parallel.cuts
     if fits is not None:
         sizes = range(min(micro, fits * cuts, share), 0, -1)
         micro = next((size for size in sizes if share % size == 0 and size % cuts == 0), micro)
     check(
         micro % cuts == 0,
-        f"micro_batch_size={micro} is not a multiple of parallel.micro_batches={cuts}, the parts that it is cut into",
+        f"micro_batch_size={micro} is not a multiple of parallel.micro_batches={cuts}, the parts that it has",
     )
     return micro
 
 
 def fitting(cfg: TrainConfig, seq_len: int | None) -> int | None:
-    """Return the most sequences that a batch may have on this instance; None: any number."""
+    """Return the largest batch, in sequences, that this instance allows; None if there is no limit."""
     tokens = cfg.instance.micro_batch_tokens
     return None if tokens is None else max(1, tokens // (seq_len or 1))

@@ -12,22 +12,22 @@ from train.config.checks import Section, check, setting
 from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
-MOST_READINGS = 1000  # of one corpus: a model memorises text that it reads more often
-MAX_PREPARING_PROCESSES = 1024  # per machine: the largest have this many processors; each process holds a tokenizer
+MOST_READINGS = 1000  # the most times that a corpus is read: a model memorises text that it sees more often
+MAX_PREPARING_PROCESSES = 1024  # per machine: no machine has more processors; each process holds a tokenizer
 
 
 @dataclass(kw_only=True)
 class CorpusConfig(Section, prefix="corpus."):
     kind: str = MISSING  # The name of the source in train/data/text/corpus.py; corpus=... sets it.
     name: str = MISSING  # The name of the corpus in the manifest.
-    weights: Any = None  # The number of times that each corpus is read, in the order of the corpora; 2.5 reads all
-    # documents twice, and half of them, chosen by hash, a third time; None reads all once.
-    validation: Any = None  # The validation text, given like corpus.path or an entry of corpus.datasets; it is not used
-    # for training; None holds out validation_fraction of the corpus.
+    weights: Any = None  # The number of times to read each corpus, in the order of the corpora; 2.5 reads all documents
+    # twice, and half of them, chosen by hash, a third time; None reads all once.
+    validation: Any = None  # The validation text, which is not used for training, in the form of corpus.path or of an
+    # entry of corpus.datasets; None holds out validation_fraction of the corpus.
 
     @property
     def sources(self) -> list[str]:
-        """The corpora that the text is from, as the user gave them."""
+        """The corpora, as the user named them."""
         return [self.name]
 
     def __post_init__(self) -> None:
@@ -40,14 +40,15 @@ class CorpusConfig(Section, prefix="corpus."):
 
 @dataclass(kw_only=True)
 class FilesCorpusConfig(CorpusConfig):
-    """Local files: plain text, JSON lines, CSV or Parquet; any but Parquet may be gzipped (.gz)."""
+    """Local files: plain text, JSON lines, CSV or Parquet. All but Parquet may be gzipped (.gz)."""
 
-    path: Any = MISSING  # The file, the folder (read recursively) or the glob, or a list of these for several corpora.
-    encoding: str = "utf-8"  # The encoding of the files, by its name in Python.
-    errors: str = setting("strict", among=("strict", "replace"))  # The treatment of bytes that do not decode: strict
-    # stops and names them, replace writes U+FFFD.
-    separator: str | None = r"^\s*$"  # The pattern of a line that begins a document; None takes whole files.
-    column: str = "text"  # The column or field of JSON lines, CSV and Parquet that holds the document.
+    path: Any = MISSING  # The file, folder (read recursively) or glob, or a list of these for several corpora.
+    encoding: str = "utf-8"  # The text encoding of the files, by its Python name.
+    errors: str = setting("strict", among=("strict", "replace"))  # The treatment of bytes that cannot be decoded:
+    # strict stops and names them, replace writes U+FFFD.
+    separator: str | None = r"^\s*$"  # The pattern of a line that begins a new document; None takes each file as one
+    # document.
+    column: str = "text"  # The column or field with the document, in JSON lines, CSV and Parquet.
 
     @property
     def sources(self) -> list[str]:
@@ -63,18 +64,19 @@ class FilesCorpusConfig(CorpusConfig):
 
 
 def paths_of(given: Any) -> list[str]:
-    """Return one or several paths of a setting as a list."""
+    """Return the path or the paths in a setting as a list."""
     return list(map(str, given)) if isinstance(given, list) else [str(given)]
 
 
 @dataclass(kw_only=True)
 class HFDataset:
-    path: str = MISSING  # The Hub id, or a local folder or the name of a builder.
+    path: str = MISSING  # The Hub id, local folder or builder name of the data set.
     name: str | None = None  # The configuration of the data set.
     split: str = "train"  # The split of the data set.
     column: str = "text"  # The column with the text.
     data_files: str | None = None  # The files for builders such as json, csv and parquet.
-    rows_per_document: int = 1  # The consecutive rows joined into a document, if rows are sentences.
+    rows_per_document: int = 1  # The number of consecutive rows to join into a document, for data sets whose rows are
+    # sentences.
 
 
 @dataclass(kw_only=True)
@@ -93,36 +95,38 @@ class HFCorpusConfig(CorpusConfig):
 @dataclass(kw_only=True)
 class TokenizerConfig(Section, prefix="tokenizer."):
     pretrained: str | None = None  # The Hub id or folder of a fast tokenizer; None trains one on the corpus.
-    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The number of pieces of a new tokenizer.
-    lowercase: bool = True  # Read all text in lower case.
-    strip_accents: bool = False  # Remove all marks, and write compatibility characters and LaTeX quotes in plain forms,
-    # as ALBERT does; leave it off for languages in which marks matter, such as French.
-    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained, found inside words
-    # too; training adds a row of the embeddings for each.
-    train_bytes: int = setting(256 * 2**20, above=0)  # The most text that a new tokenizer learns from, which needs 20
-    # times this memory; from a Hub stream the first text is taken.
+    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The vocabulary size of a new tokenizer.
+    lowercase: bool = True  # Convert all text to lower case.
+    strip_accents: bool = False  # Remove accents and other marks, and replace compatibility characters and LaTeX quotes
+    # by plain forms, as ALBERT does; leave it off for languages in which accents matter, such as French.
+    add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained, which are also
+    # found inside words; training adds a row to the embeddings for each.
+    train_bytes: int = setting(256 * 2**20, above=0)  # The most bytes of text from which to train a new tokenizer,
+    # which needs 20 times this memory; a Hub stream is read from its beginning.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ok = self.pretrained is not None or not self.add_tokens
-        check(ok, "tokenizer.add_tokens is for tokenizer.pretrained: a new tokenizer takes its pieces from the text")
+        check(ok, "tokenizer.add_tokens needs tokenizer.pretrained: a new tokenizer learns its tokens from the text")
 
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):
-    """Preparation of token shards from text: `python -m train.prepare --cfg job` prints it."""
+    """All settings of the preparation of token shards: `python -m train.prepare --cfg job` prints them."""
 
-    output: str = MISSING  # The folder or s3://bucket/prefix of the shards; finished work is not done twice.
-    seed: int = setting(0, least=0)  # The seed of packing and of the choice of documents that are held out.
-    seq_len: int = setting(512, least=8, below=2**16)  # The number of tokens of a sequence, special ones included.
-    validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text to hold out: documents chosen
-    # by hash, and the ends of long documents.
-    rows_per_shard: int | None = setting(None, above=0)  # The sequences of a shard; None makes about 64 MiB.
-    part: str | None = None  # The part that this call prepares, such as "3/64", the third of 64; None prepares all.
-    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The processes that share the work on
-    # this machine, with the same result whatever their number; None is one for each processor that this process may
-    # use.
-    merge: bool = False  # Write only the manifest, once all parts are prepared.
+    output: str = MISSING  # The folder or s3://bucket/prefix for the shards; finished work is not repeated.
+    seed: int = setting(0, least=0)  # The seed for packing and for choosing the documents to hold out.
+    seq_len: int = setting(512, least=8, below=2**16)  # The number of tokens per sequence, special tokens included.
+    validation_fraction: float = setting(0.01, above=0, below=1)  # The share of the text to hold out for validation:
+    # documents chosen by hash, and the ends of long documents.
+    rows_per_shard: int | None = setting(None, above=0)  # The number of sequences per shard; None makes shards of about
+    # 64 MiB.
+    part: str | None = None  # The part of the corpus that this call prepares, such as "3/64" for the third of 64 parts;
+    # None prepares all.
+    processes: int | None = setting(None, above=0, most=MAX_PREPARING_PROCESSES)  # The number of processes that share
+    # the work on this machine, which does not affect the result; None starts one for each processor that this process
+    # may use.
+    merge: bool = False  # Write only the manifest, after all parts have been prepared.
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     s3: S3Config = field(default_factory=S3Config)

@@ -1,4 +1,4 @@
-"""Settings of the trackers of experiments."""
+"""Settings of the experiment trackers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TRACKERS = ("mlflow", "wandb")
 
 @dataclass(kw_only=True)
 class TelemetryConfig(Section, prefix="telemetry."):
-    """Trackers that get the curves of a run.
+    """Experiment trackers that receive the metrics of a run.
 
-    Servers, projects, keys and passwords are those of the environment: MLFLOW_TRACKING_URI, WANDB_PROJECT and the like.
+    Servers, projects, keys and passwords come from environment variables such as MLFLOW_TRACKING_URI and WANDB_PROJECT.
     """
 
-    trackers: list[str] = field(default_factory=list)  # The trackers that get the metrics, any of mlflow and wandb.
+    trackers: list[str] = field(default_factory=list)  # The trackers that receive the metrics: mlflow, wandb or both.
 
     def __post_init__(self) -> None:
         super().__post_init__()

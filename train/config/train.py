@@ -1,4 +1,4 @@
-"""Settings of a whole training run, of a comparison of several, and the checks that concern several sections."""
+"""Settings of a training run and of a comparison of runs, and the checks that concern several sections."""
 
 from __future__ import annotations
 
@@ -26,52 +26,58 @@ from train.config.telemetry import TelemetryConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
-TOLERANCE = 0.01  # seeds and orders of floating-point sums move the scores of fine-tuning by about as much
+TOLERANCE = 0.01  # scores of fine-tuning differ by about 1 % with the seed and the order of floating-point sums
 
 
 @dataclass(kw_only=True)
 class EarlyStopConfig(Section, prefix="early_stop."):
-    patience: int | None = setting(None, above=0)  # The evaluations without improvement after which the run ends; None
-    # is off.
+    patience: int | None = setting(None, above=0)  # The number of evaluations without improvement after which the run
+    # ends; None never ends it early.
     min_delta: float = setting(0.0, least=0)  # The smallest change of best.metric that counts as an improvement.
 
 
 @dataclass(kw_only=True)
 class HubConfig:
-    """Where a finished run is pushed on the Hugging Face Hub. The token is that of `hf auth login` or HF_TOKEN."""
+    """The Hugging Face Hub repository for a finished run. The token comes from `hf auth login` or HF_TOKEN."""
 
-    push_to: str | None = None  # The user/name of a private repository, made unless it is there, for model, card and
-    # TensorBoard files; None is off. `python -m train.hub RUN --to NAME --public` pushes to a public one.
+    push_to: str | None = None  # The user/name of a private repository for model, card and TensorBoard files, created
+    # if it is missing; None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to a public one.
 
 
 @dataclass(kw_only=True)
 class TrainConfig(Section):
-    """A whole training run: `python -m train --cfg job` prints it."""
+    """All settings of a training run: `python -m train --cfg job` prints them."""
 
-    run_dir: str = MISSING  # The folder, on disk or in S3, of all that the run writes; a second start there resumes it.
-    seed: int = setting(0, least=0)  # The seed of weights, the order of the data, masking and dropout.
-    seq_len: int | None = setting(None, least=8)  # The tokens of the longest sequences; None takes the length of
-    # prepared text, or of records that of the longest row, at most 512 and what the model can read.
-    global_batch_size: int | None = setting(None, above=0)  # The sequences of an optimizer step over all ranks; None
-    # takes micro_batch_size times the number of ranks.
-    micro_batch_size: int | None = setting(None, above=0)  # The sequences of a forward pass on a rank; None divides
-    # global_batch_size by the number of ranks.
-    max_examples: int | None = setting(None, above=0)  # The length of the run in sequences; max_examples, max_steps or
-    # max_epochs must be given, and the shortest counts.
+    run_dir: str = MISSING  # The folder, on disk or in S3, for all that the run writes; a second start with it resumes
+    # the run.
+    seed: int = setting(0, least=0)  # The seed of the initial weights, the order of the data, masking and dropout.
+    seq_len: int | None = setting(None, least=8)  # The longest sequence in tokens; None takes the sequence length of
+    # shards, or the longest row of records, at most 512 and at most what the model can read.
+    global_batch_size: int | None = setting(None, above=0)  # The number of sequences per optimizer step, over all
+    # ranks; None takes micro_batch_size times the number of ranks.
+    micro_batch_size: int | None = setting(None, above=0)  # The number of sequences per forward pass of a rank; None
+    # divides global_batch_size by the number of ranks.
+    max_examples: int | None = setting(None, above=0)  # The length of the run in sequences; at least one of
+    # max_examples, max_steps and max_epochs must be given, and the shortest counts.
     max_steps: int | None = setting(None, above=0)  # The length of the run in optimizer steps.
     max_epochs: float | None = setting(None, above=0)  # The length of the run in passes over the data.
-    max_run_s: float | None = setting(None, above=0)  # The time of this attempt, which then stops with a checkpoint.
-    log_every: int = setting(10, above=0)  # The steps between lines in metrics.jsonl and on the console.
-    eval_every: int | None = setting(500, above=0)  # The steps between evaluations; None evaluates at the end only.
-    eval_at_start: bool = False  # Evaluate a new run before its first step, too: the baseline, at step 0 of the curves.
-    eval_examples: int | None = setting(None, above=0)  # The validation sequences, drawn by the seed; None is all.
-    eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # The sequences of a batch of an
-    # evaluation on a rank, to which the last one is padded; None takes micro_batch_size.
-    export: bool = True  # Write run_dir/export, a folder for transformers alone, at the end.
-    samples: int = setting(8, least=0, most=MAX_SAMPLES)  # The validation examples that the export answers for the
-    # report.
+    max_run_s: float | None = setting(None, above=0)  # The seconds after which this attempt saves a checkpoint and
+    # stops; None sets no limit.
+    log_every: int = setting(10, above=0)  # The number of steps between lines in metrics.jsonl and on the console.
+    eval_every: int | None = setting(500, above=0)  # The number of steps between evaluations; None evaluates at the end
+    # only.
+    eval_at_start: bool = False  # Evaluate a new run before its first step, too, as the baseline at step 0 of the
+    # curves.
+    eval_examples: int | None = setting(None, above=0)  # The number of validation sequences, drawn by the seed; None
+    # uses all.
+    eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # The number of sequences per evaluation
+    # batch of a rank, to which the last batch is padded; None takes micro_batch_size.
+    export: bool = True  # Write run_dir/export at the end: a model folder that needs only transformers.
+    samples: int = setting(8, least=0, most=MAX_SAMPLES)  # The number of validation examples that the exported model
+    # answers for the report.
     tensorboard: bool = True  # Write TensorBoard files to run_dir/tensorboard, too.
-    profile: bool = False  # Trace some steps of rank 0, and write the trace and its table by kernel to run_dir/profile.
+    profile: bool = False  # Trace some steps of rank 0, and write the trace and a table of its kernels to
+    # run_dir/profile.
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
@@ -131,9 +137,10 @@ VARIANTS = {way: f"backend.compile={way}" for way in ("none", "layers", "model")
 class VariantsConfig(Section, prefix="compare."):
     run: list[str] = field(default_factory=lambda: ["none", "layers"])  # The names of the variants to run, the baseline
     # first; [] runs all of compare.variants.
-    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))  # The settings in which each variant
-    # differs, as typed, by its name; more are added to these.
-    ranks: int = setting(1, above=0)  # The ranks of this machine; torchrun starts each run above 1.
+    variants: dict[str, str] = field(default_factory=lambda: dict(VARIANTS))  # The variants by name, each with the
+    # settings that it changes, as typed on a command line; yours are added to the default ones.
+    ranks: int = setting(1, above=0)  # The number of ranks of each run, all on this machine; torchrun starts them if
+    # there are several.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,13 +155,13 @@ class VariantsConfig(Section, prefix="compare."):
 
     @property
     def added(self) -> list[str]:
-        """Names of the user's variants, which are checked even if they are not run."""
+        """The names of variants that the user added, which are checked even if they are not run."""
         return [name for name, settings in self.variants.items() if VARIANTS.get(name) != settings]
 
 
 @dataclass(kw_only=True)
 class CompareConfig(TrainConfig):
-    """A training run in several variants: `python -m train.compare --cfg job` prints it."""
+    """All settings of a comparison of variants of a run: `python -m train.compare --cfg job` prints them."""
 
     compare: VariantsConfig = field(default_factory=VariantsConfig)
 
