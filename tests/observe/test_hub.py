@@ -245,7 +245,7 @@ def test_who_may_see_it_is_not_a_surprise(the_hub, finished, tmp_path, capsys, t
     if there:
         hub.check_push(config(tmp_path))
         assert hub_command.main([str(finished), "--to", TO, "--public"]) == 2
-        assert "is private on the Hub, the run should be public" in capsys.readouterr().err
+        assert "is private on the Hub, but the run should be public" in capsys.readouterr().err
     else:
         rejects(f"is public on the Hub.* train.hub RUN --to {TO} --public", hub.check_push, config(tmp_path))
         with pytest.raises(Failure, match="is public on the Hub"):

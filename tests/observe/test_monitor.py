@@ -227,7 +227,7 @@ def test_garbage_and_the_end_of_a_tool_are_each_noted_once_and_its_readings_stop
         eventually(lambda: "device_memory_bytes" not in watch.read().fields(peak_flops_per_s=None))
         assert set(fields_with(watch, "cpu_utilisation")) == HOST_ALONE  # which is still read
     garbage, ended = log.records
-    assert garbage.message.startswith("neuron-monitor wrote a line that is no report")
+    assert garbage.message.startswith("neuron-monitor wrote a line that is not a report")
     assert "ended (exit code 3, driver went away)" in ended.message
 
 

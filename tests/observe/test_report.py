@@ -370,13 +370,13 @@ def test_what_faults_and_saves_cost_is_in_the_table_and_what_a_killed_attempt_le
     expected = {
         "Goodput": "87.5%",
         "Faults survived": "2",
-        "Steps lost to them": "15",
-        "Time to recover from them (s)": "42.5",
-        "Mean time between them (h:mm:ss)": "1:00:00",
+        "Steps lost to faults": "15",
+        "Time to recover from faults (s)": "42.5",
+        "Mean time between faults (h:mm:ss)": "1:00:00",
         "Billable time: since the first start (h:mm:ss)": "2:00:00",
         "Steps skipped, gradient not finite": "2",
         "Rollbacks": "0",
-        "Checkpoint stall (s a save)": "0.500",
+        "Checkpoint stall (s per save)": "0.500",
         "Checkpoint size (MB)": "3.0",
         "checkpoint.every (steps)": "500",
         "Suggested checkpoint.every (steps)": "85",
@@ -475,7 +475,7 @@ DAMAGED = [
     ("data.json", "[1]", "expected a mapping"),
     ("data.json", '{"labels": [3]}', "labels[0] holds 3, not a text"),
     ("data.json", '{"splits": {"train": {"length_histogram": {"up_to": [1], "counts": [1, 2]}}}}', "2 counts up to 1"),
-    ("evaluation.json", '{"splits": {"validation": {"labels": ["a", "b"], "confusion": [[1, 2]]}}}', "is no square"),
+    ("evaluation.json", '{"splits": {"validation": {"labels": ["a", "b"], "confusion": [[1, 2]]}}}', "is not square"),
     ("evaluation.json", '{"splits": {"validation": {"per_class": {"a": {"f1": true}}}}}', "f1' holds True"),
 ]
 
@@ -519,7 +519,7 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
     for name in ("training_loss.png", "report.html"):
         (tmp_path / "mine" / name).write_text("mine")
     error = rejected(capsys, run, "--output", tmp_path / "mine")
-    assert "mine holds training_loss.png, report.html that no report wrote; --output names another folder" in error
+    assert "mine holds training_loss.png, report.html that no report wrote; choose another folder with --output" in error
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
 

@@ -166,9 +166,9 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "accuracy", "says"),
     [
-        (7.0, 0.1, "which pieces are frequent"),  # 0.5 nats better than frequencies
+        (7.0, 0.1, "which tokens are frequent"),  # 0.5 nats better than frequencies
         (4.0, 0.3, "common phrases"),
-        (1.0, 0.8, "puts the right piece first in 80%"),
+        (1.0, 0.8, "guess is right for 80%"),
         (None, 0.8, None),
     ],
 )

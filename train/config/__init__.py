@@ -1,12 +1,12 @@
 """Every setting of a training run and of corpus preparation: name, type, unit, default and check.
 
-The dataclasses of this package are the Hydra schema: an unknown key or a value of another type is rejected before
+The dataclasses of this package are the Hydra schema: an unknown key or a value of the wrong type is rejected before
 anything starts. Defaults are here and nowhere else; `conf/*.yaml` holds only the differences from them. The package
 does not import torch, so that launchers and reports can read a configuration without it. None means "off"
 or "derive it"; the comment says which.
 """
 
-# ruff: noqa: F401 -- the names that other packages import
+# ruff: noqa: F401 -- these names are imported by other packages
 
 from train.config.attempt import CheckpointConfig, LeaseConfig, PreemptConfig, WatchdogConfig
 from train.config.backend import BackendConfig, InstanceConfig, NeuronConfig, XLAConfig

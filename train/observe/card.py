@@ -1,6 +1,6 @@
-"""The model card, RUN/export/README.md, made from the run folder alone, on any machine, without torch.
+"""The model card, RUN/export/README.md. It is made from the run folder alone, on any machine, without torch.
 
-Others will read it, so it has no paths, hosts or endpoints: of a folder, only its last name is written.
+Others will read the card, so it contains no paths, hosts or endpoints, and only the last part of a folder's path.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from train.system.run_folder import RunFolder
 from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"
-HERE = "path/to/this/folder"  # a placeholder in the snippet, until the card goes to the Hub
-SETTINGS = (  # of config.yaml and environment.json, flat
+HERE = "path/to/this/folder"  # placeholder in the code example, until the card is pushed to the Hub
+SETTINGS = (  # labels, and flat keys of config.yaml and environment.json
     ("Optimizer", "optim.name"),
     ("Peak learning rate", "optim.lr"),
     ("Learning rate of the head", "optim.head_lr"),
@@ -51,7 +51,7 @@ def write(folder: RunFolder) -> Path:
 
 
 def card(path: Path, name: str) -> str:
-    """Return the card of a run folder, under the name of the run. Raises InputError if it is not a run folder."""
+    """Return the card of the run in the folder `path`, titled `name`. Raises InputError if this is not a run folder."""
     run = read_run(path)
     records, figures, task = run.records or Records(), facts(run, run), task_of(run)
     blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
@@ -78,7 +78,7 @@ def task_of(run: Run) -> TaskSpec | None:
 
 
 def metadata(run: Run, records: Records, name: str) -> str:
-    """Return the YAML head that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
+    """Return the YAML header that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
     from huggingface_hub import EvalResult, ModelCardData
 
     dataset, task = data_name(run), task_of(run)
@@ -110,7 +110,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
 
 
 def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
-    """Return (split, metric, value) of the exported weights' evaluation; later splits' metrics are <split>_<metric>."""
+    """Return (split, metric, value) of the exported weights' evaluation; keys of other splits start with <split>_."""
     line = exported_evaluation(run)
     others = [split.name for split in records.evaluated if split.name != "validation"]
     triples = []
@@ -123,8 +123,8 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
 def exported_evaluation(run: Run) -> Line | None:
     """Return the evaluation of the exported weights; None if there was none.
 
-    An export that does not state its step has the weights of the best evaluation if best.export is set, else of the
-    last one.
+    An export that does not state its step has the weights of the best evaluation if best.export is set, else those of
+    the last evaluation.
     """
     lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
     if run.exported_step is not None:
@@ -223,12 +223,12 @@ def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table whose header is the first row; empty without rows."""
+    """Return a Markdown table whose header is the first row; "" without rows."""
     lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
 
 
 def text(value: object) -> str:
-    """Return the value with all Markdown marks escaped: names and labels come from the user."""
+    """Return the value with Markdown characters escaped: names and labels come from the user."""
     escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
     return escaped.replace("&", "&amp;")

@@ -1,4 +1,4 @@
-"""The output of a run: its lines in metrics.jsonl, their curves in TensorBoard, the console."""
+"""The output of a run: lines in metrics.jsonl, curves in TensorBoard, and the console."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
-MOST_WAITING = 100  # lines; beyond it a slow disk delays the training
+MOST_WAITING = 100  # lines; with more, a slow disk delays the training
 
 
 class Journal:
-    """The writer of a run's lines, on rank 0.
+    """The writer of a run's metrics lines, on rank 0.
 
-    A thread writes the lines of steps, so that training does not wait for the disk, the console and TensorBoard.
-    Nothing is written once another job owns the run folder.
+    A thread writes the train lines, so that training does not wait for the disk, the console and TensorBoard. Nothing
+    is written once another job owns the run folder.
     """
 
     def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()) -> None:
@@ -48,20 +48,20 @@ class Journal:
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
-        self.failure: Exception | None = None  # the thread's exception, until a caller has raised it
+        self.failure: Exception | None = None  # the thread's exception, until a caller raises it
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
 
     @cached_property
     def cost_before_usd(self) -> float:
-        """The cost of the earlier attempts, up to their last line, which has it if machines have a price."""
+        """The cost of the earlier attempts up to their last line; 0 if the machines have no price."""
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
         return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Write a line and call `then`, in the order of the calls.
+        """Write a line, then call `then`. Several calls take effect in their order.
 
-        Lines of steps may be written a little later; once a line of another kind is written, none waits. Raises Failure
-        if this line or an earlier one cannot be written.
+        Train lines may be written a little later; any other line is written immediately, after all that wait. Raises
+        Failure if this line or an earlier one cannot be written.
         """
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
         self.waiting.append((line, then))
@@ -74,7 +74,7 @@ class Journal:
         self._raise_failure()
 
     def flush(self) -> None:
-        """Write the lines that wait. Raises Failure if a line cannot be written."""
+        """Write the waiting lines. Raises Failure if a line cannot be written."""
         self._write_waiting()
         self._raise_failure()
 
@@ -96,7 +96,7 @@ class Journal:
                     self._append([line for line, _ in lines])
                 for _, then in lines:
                     then()
-            except Exception as error:  # the training raises it
+            except Exception as error:  # raised by the next call of the training
                 self.failure = error
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -104,7 +104,7 @@ class Journal:
             self.file.write(b"".join(map(encoded, lines)))
             self.file.flush()
         except OSError as error:
-            with suppress(OSError):  # the lines are still in its buffer
+            with suppress(OSError):  # closing tries to write the buffered lines again
                 self.file.close()
             raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
         for line in lines:
@@ -118,7 +118,7 @@ class Journal:
     def add_curves(self, line: dict[str, Any]) -> None:
         try:
             if self.writer is None:
-                from torch.utils.tensorboard import SummaryWriter  # late: the first step need not wait for the import
+                from torch.utils.tensorboard import SummaryWriter  # late: the first step need not wait for this
 
                 make_alike(self.folder.tensorboard)
                 self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
@@ -126,13 +126,13 @@ class Journal:
                 if name not in trackers.NO_CURVES:
                     self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
         except OSError as error:
-            logger.warning("TensorBoard's files cannot be written (%s): their writing stops", error.strerror)
+            logger.warning("TensorBoard's files cannot be written (%s): no more are written", error.strerror)
             self.tensorboard = False
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the waiting lines, close the files, and end the trackers unless another job continues the run.
 
-        Raises Failure if lines cannot be written and there was no other `error`.
+        Raises Failure if lines cannot be written, unless there already is an `error`.
         """
         self._write_waiting()
         self.is_closed = True
@@ -144,20 +144,20 @@ class Journal:
         if isinstance(error, Exception):
             status = "FAILED"
         if self.folder.ownership.may_append() and not self.folder.ownership.lost:
-            waits = error is None or isinstance(error, Exception)  # otherwise a second signal came: exit immediately
+            waits = error is None or isinstance(error, Exception)  # anything else is a second signal: exit immediately
             trackers.end(self.trackers, status, waits=waits)
         if error is None:
             self._raise_failure()
 
 
 def encoded(line: dict[str, Any]) -> bytes:
-    """Return a line as it is written: null replaces numbers that JSON does not have."""
+    """Return a line as JSON, with null for numbers that are not finite, which JSON does not have."""
     unknown = [key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
     return json.dumps({**line, **dict.fromkeys(unknown)}).encode() + b"\n"
 
 
 class RunConsole:
-    """A line of the log for each line of the metrics, and a progress bar on a terminal."""
+    """A log line for each metrics line, and a progress bar on a terminal."""
 
     def __init__(self, *, step: int, total_steps: int, is_first_rank: bool) -> None:
         self.total_steps, self.width = total_steps, len(str(total_steps))
@@ -166,7 +166,7 @@ class RunConsole:
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            disable=None if is_first_rank else True,  # None: off unless the output is a terminal
+            disable=None if is_first_rank else True,  # None disables it unless the output is a terminal
         )
 
     def train(self, line: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""The reader of metrics.jsonl, on disk or in S3, from either end. It imports no torch.
+"""The reader of metrics.jsonl, on disk or in S3, from the first line or from the last. It does not import torch.
 
-Damaged lines, and an unfinished last one, are left out: they must not cost a run its result.
+Damaged lines and an unfinished last line are left out, so that the other lines of the run can still be used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBER = (int, float)
 
 
 def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
-    """Yield the lines that contain these bytes, oldest first; none if there is no such file."""
+    """Yield the lines that contain the bytes `containing`, oldest first; none if the file is missing."""
     with suppress(FileNotFoundError):
         yield from sound(rows(folder, NAME), folder, containing, [])
 
@@ -30,8 +30,8 @@ def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
 def read_back(
     folder: Folder, *, containing: bytes = b"", limit_bytes: int | None = None, damage: list[str] | None = None
 ) -> Iterator[Line]:
-    """Yield the lines that `read_lines` yields, newest first, from the last `limit_bytes`."""
-    # The reason of the first damaged line is added to `damage`.
+    """Yield the lines that `read_lines` yields, newest first, from the last `limit_bytes` of the file."""
+    # The fault of the first damaged line that is read is appended to `damage`.
 
     def limited() -> Iterator[bytes]:
         left = limit_bytes
@@ -55,7 +55,7 @@ def is_whole(row: bytes) -> bool:
 
 
 def sound(found: Iterator[bytes], folder: Folder, containing: bytes, damage: list[str]) -> Iterator[Line]:
-    """Yield the lines that are not damaged. Raises InputError if the first of them is of an earlier version."""
+    """Yield the lines that are not damaged. Raises InputError if an earlier version wrote the first of them."""
     has_sound = False
     for row in found:
         if containing in row and row.strip():
@@ -67,8 +67,8 @@ def sound(found: Iterator[bytes], folder: Folder, containing: bytes, damage: lis
                 continue
             check(
                 line is not None or has_sound,
-                f"{folder.location}/{NAME} is of an earlier version: its lines do not name their attempt. Use that "
-                "version, or begin a new run from its weights with model.init_from",
+                f"{folder.location}/{NAME} is from an earlier version: its lines do not name their attempt. Use that "
+                "version, or start a new run from its weights with model.init_from",
             )
             if line is not None:
                 has_sound = True
@@ -76,7 +76,7 @@ def sound(found: Iterator[bytes], folder: Folder, containing: bytes, damage: lis
 
 
 def parse(row: bytes) -> Line | None:
-    """Parse a line; None if an earlier version wrote it, without its attempt. Raises BadContent if it is damaged."""
+    """Parse a line; None if an earlier version wrote it, without an attempt. Raises BadContent if it is damaged."""
     try:
         line = json.loads(row)
     except (ValueError, RecursionError) as error:
@@ -92,7 +92,7 @@ def parse(row: bytes) -> Line | None:
 
 
 def first_damage(folder: Folder) -> str:
-    """Return the number of the first damaged line, and the reason; "" if at most the last one is unfinished."""
+    """Return a text with the number and the fault of the first damaged line; "" if only the last is unfinished."""
     reason = ""
     for number, row in enumerate(rows(folder, NAME), 1):
         if reason:

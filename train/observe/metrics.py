@@ -1,6 +1,6 @@
-"""Measurements on every rank while a run trains, and the lines that rank 0 makes of them.
+"""Measurements on every rank during a run, and the metrics lines that rank 0 writes from them.
 
-Numbers on the device are read back only every `log_every` steps, so that measuring does not stop the device.
+Values on the device are copied to the host only every `log_every` steps, so that measuring does not stall the device.
 """
 
 from __future__ import annotations
@@ -36,62 +36,62 @@ if TYPE_CHECKING:
     from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")
-COMPILED_STEPS = 2  # after them, all graphs of a step have occurred
+COMPILED_STEPS = 2  # steps of a sequence length after which all graphs for it have been compiled
 
 
 @dataclass
 class Window:
-    """Sums since the last line. They are saved with a checkpoint: a resumed run writes the same lines."""
+    """Sums since the last metrics line. Checkpoints contain them, so that a resumed run writes the same lines."""
 
     steps: int = 0
-    count: float = 0.0  # labels of this rank; after the sum for a line, of all ranks
-    tokens: float = 0.0  # tokens in the same way, without padding
+    count: float = 0.0  # labels of this rank; after the sum for a line, those of all ranks
+    tokens: float = 0.0  # tokens of this rank without padding; after the sum for a line, those of all ranks
     slots: float = 0.0  # tokens of all ranks, padding included
-    flops: float = 0.0  # of the model's arithmetic, all ranks; 0: unknown
-    wait_s: float = 0.0  # that this rank waited for data
-    work_s: float = 0.0  # this rank's waits for data and forward passes, without waits for other ranks
-    busy_s: float = 0.0  # in steps, data included; without evaluation, saving and compiling
-    compile_s: float = 0.0  # in steps
+    flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
+    wait_s: float = 0.0  # seconds in which this rank waited for data
+    work_s: float = 0.0  # seconds of this rank's waits for data and forward passes, without waits for other ranks
+    busy_s: float = 0.0  # seconds in steps, with waits for data, without evaluations, saves and compiling
+    compile_s: float = 0.0  # seconds of compiling in steps
 
 
 @dataclass
 class Recorder:
-    """A context that measures on all ranks and writes on rank 0."""
+    """A context manager that measures on all ranks and writes metrics lines on rank 0."""
 
     cfg: TrainConfig
     plan: Plan
     folder: RunFolder
     backend: Backend
     engine: Engine
-    flops_per_example: Callable[[int], float | None]  # from the example's number of tokens, padding included
+    flops_per_example: Callable[[int], float | None]  # the argument is the example's tokens, padding included
     progress: Progress
     monitor: Monitor
     on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # receives each line; see `train.loop.run`
     window: Window = field(default_factory=Window)
-    own_tokens: float = 0.0  # of this rank, in this attempt
-    all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
-    total_flops: float = 0.0  # of all ranks
+    own_tokens: float = 0.0  # tokens of this rank in this attempt
+    all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
+    total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
-    passes_s: float = 0.0  # of all ranks in forward and backward passes; without the first line, which warms up
-    spans_s: float = 0.0  # the same from the first pass of a step to the last one; 0: there are no stages
+    passes_s: float = 0.0  # seconds of all ranks in forward and backward passes, without the first line, the warm-up
+    spans_s: float = 0.0  # seconds from the first to the last pass of steps, summed like passes_s; 0 without a pipeline
     steps_done: int = 0  # in this attempt
-    steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by the length of their batches
+    steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
     last_length: int = 0
     is_first_evaluation: bool = True
-    skipped: int = 0  # steps of this process whose gradient was not finite
-    skips_in_a_row: int = 0  # as of the last line
+    skipped: int = 0  # steps of this process with a gradient that was not finite
+    skips_in_a_row: int = 0  # consecutive skipped steps, up to the last line
 
     def __post_init__(self) -> None:
         self.world = self.backend.world
-        self.share = self.engine.data_size / self.world.size  # ranks with the same rows count them once
-        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # of this process, before the attempt
+        self.share = self.engine.data_size / self.world.size  # if ranks train on the same rows, each row counts once
+        self.before_s = max(0.0, age_s(os.getpid()) - self.folder.attempt_s())  # seconds before the attempt began
         hosts = self.world.all_gather_object(platform.node())
         stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(hosts, stages)
 
     @property
     def is_first(self) -> bool:
-        """True while something may still be compiled for batches of the last length."""
+        """True while batches of the last sequence length may still cause compiling."""
         return self.is_new(self.last_length)
 
     def is_new(self, seq_len: int) -> bool:
@@ -113,14 +113,14 @@ class Recorder:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for text in self.monitor.alarms():  # of this machine alone: the other ranks may be gone
+        for text in self.monitor.alarms():  # only those of this machine: the other ranks may be gone
             self.alarm(text)
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
         self.console.bar.close()
         if self.journal is not None:
             self.journal.close(error)
-        if self.profiler is not None:  # last: after a fault of the device it may fail too
+        if self.profiler is not None:  # last: after a device fault this may fail too
             self.profiler.close()
 
     def begin_step(self) -> None:
@@ -134,7 +134,7 @@ class Recorder:
         self.window.work_s += wait_s
 
     def waited(self, wait_s: float) -> None:
-        """Count a wait for data outside of a step: for the first batches, which no step has drawn ahead."""
+        """Count a wait for data outside of a step: the first batches are not prefetched by an earlier step."""
         self.window.wait_s += wait_s
         self.window.work_s += wait_s
         self._busy(wait_s)
@@ -149,9 +149,9 @@ class Recorder:
     ) -> None:
         """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
 
-        Every `log_every` steps, and when `reads` is set, read the device, add up over the ranks, and write a line.
-        Raises FloatingPointError, on all ranks alike, if loss or gradient are no longer finite although the last step
-        was not skipped.
+        Every `log_every` steps, and if `reads` is set, read values from the device, sum over the ranks and write a
+        line. Raises FloatingPointError on all ranks if the loss or the gradient norm is not finite although the last
+        step was not skipped.
         """
         step = self.progress.step
         self._count(micro_batches, seq_len)
@@ -200,8 +200,8 @@ class Recorder:
         self.last_length = seq_len
 
     def _add_up(self) -> tuple[dict[str, float], list[float], float]:
-        """Add up the window over the ranks; waits for the device."""
-        # It returns fields of the line, the seconds of work of each rank, and the number of alarms of all machines.
+        """Sum the window over the ranks. This waits for the device."""
+        # The result: fields of the line, each rank's seconds of work, and the number of alarms on all machines.
         window, world = self.window, self.world
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
@@ -210,7 +210,7 @@ class Recorder:
         counts = [window.count, window.tokens, self.own_tokens]
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
         loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
-        window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to slightly less
+        window.tokens = round(window.tokens)  # ranks of a pipeline count shares, which may add up to slightly less
         if self.steps_done > window.steps:
             self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
         sample = HardwareSample.from_values(others[world.size :])
@@ -242,13 +242,13 @@ class Recorder:
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
-        if num_alarms:  # the number is the same on all ranks, so all of them gather
+        if num_alarms:  # all ranks have the same number, so all join the gather
             for alarms in self.world.gather(self.monitor.alarms()):
                 for text in alarms:
                     self.alarm(text)
 
     def mfu(self, flops_per_s: float) -> float | None:
-        """Return the share of the devices' peak that the model's arithmetic uses; None if either is unknown."""
+        """Return the model's FLOP/s divided by the devices' peak FLOP/s; None if either is unknown."""
         peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
         return flops_per_s / (peak * self.world.size) if peak and flops_per_s else None
 
@@ -270,7 +270,7 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
-        self.fault(text)  # first, since it also writes the lines of earlier steps
+        self.fault(text)  # before the warning: this also writes and logs the lines of earlier steps
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:
@@ -279,11 +279,11 @@ class Recorder:
         self.console.bar.n = progress.step
 
     def goodput(self) -> float:
-        """Return the share of all seconds since the run began, pauses included, spent in steps that were not lost."""
+        """Return the share of the time since the run began, pauses included, spent in steps that were not lost."""
         return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
-        """Write the last line of this attempt. Unknown figures are null."""
+        """Write the last line of this attempt. Unknown values are null."""
         tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
         self.write(
             "summary",
@@ -298,7 +298,7 @@ class Recorder:
                 "tokens": tokens,
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
                 "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
-                "cost_usd": None,  # unknown unless a line has it
+                "cost_usd": None,  # `write` replaces it if the cost is known
                 "goodput": self.goodput(),
                 "productive_s": self.progress.productive_s,
                 "skipped_steps": self.progress.skipped,
@@ -317,7 +317,7 @@ class Recorder:
         )
 
     def cost_usd(self) -> float | None:
-        """Return the price of all attempts so far, without pauses between them; None if unknown or not on rank 0."""
+        """Return the cost of all attempts so far, without the pauses between them; None if unknown or not on rank 0."""
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:
             return None
@@ -325,7 +325,7 @@ class Recorder:
         return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Write a line on rank 0, and call `then` on every rank, perhaps a little later; see Journal.write."""
+        """Write a line on rank 0, and call `then` on every rank. Rank 0 may do so a little later: see Journal.write."""
         if self.journal is not None and self.on_line is None:
             cost_usd = self.cost_usd()
             self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then)
@@ -336,5 +336,5 @@ class Recorder:
 
 
 def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
-    """Return the share of a pipeline's spans in which ranks waited for other stages; {} without stages."""
+    """Return the share of a pipeline's time in which ranks waited for other stages; {} without a pipeline."""
     return {"bubble_share": max(0.0, 1 - passes_s / spans_s)} if spans_s else {}

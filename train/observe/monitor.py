@@ -1,11 +1,12 @@
-"""Readings of one machine's hardware while a run trains: utilisation, memory, FLOP/s and errors.
+"""The hardware monitor of one machine during a run: utilisation, memory, FLOP/s and errors.
 
-neuron   neuron-monitor, see `train.observe.monitor_neuron`; not run on hardware
-nvidia   NVML
-cpu      no device; the host is read by psutil, as with the others
+neuron   reads neuron-monitor, see `train.observe.monitor_neuron`; never run on hardware
+nvidia   reads NVML
+cpu      reads no device
 
-A thread of one process per machine reads about once a second, which costs the training nothing. Values without a source
-are left out. If a source is missing or breaks, this is reported once, the host is still read, and training continues.
+All kinds also read the host, with psutil. A thread of one process per machine reads about once a second, which does not
+slow training. Values without a source are left out. If a source is missing or fails, one warning is logged; the host is
+still read, and training continues.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ logger = logging.getLogger("train")
 
 DEVICE = ("device_utilisation", "device_flops_per_s", "device_memory_bytes")
 NAMES = (*DEVICE, "cpu_utilisation", "host_memory_bytes", "device_errors")
-OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # means; the others are the latest values
-CLOSE_S = 8.0  # longer than a source needs to end
+OVER_TIME = ("device_utilisation", "device_flops_per_s", "cpu_utilisation")  # averaged; others are the latest values
+CLOSE_S = 8.0  # seconds to wait for the thread's end, longer than a source needs to stop
 
-Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about every second until the event is set
+Source = Callable[[threading.Event], Iterator[Reading]]  # yields a reading about once a second until the event is set
 
 
 @dataclass(frozen=True)
 class HardwareSample:
-    """The readings since the last sample. The sample of all machines is the sum of theirs, value by value."""
+    """One machine's readings since its last sample. Samples of several machines are added value by value."""
 
     totals: Totals = field(default_factory=dict)
     num_alarms: float = 0.0
 
     def values(self) -> list[float]:
-        """Return the sample as a fixed count of numbers, for a sum over the ranks."""
+        """Return the sample as a list of fixed length, which can be summed over the ranks."""
         return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [self.num_alarms]
 
     @classmethod
@@ -53,10 +54,10 @@ class HardwareSample:
         return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
 
     def fields(self, *, peak_flops_per_s: float | None) -> dict[str, float]:
-        """Return fields of the train line: means per device or machine, and the new errors of all.
+        """Return the hardware fields of a train line: means per device or machine, and the total of new errors.
 
-        `hardware_mfu` is the computation that a device reports, as a share of its peak; the `mfu` of a line is what the
-        model needs.
+        `hardware_mfu` is the FLOP/s that the devices report, as a share of their peak. `mfu` counts only the FLOPs that
+        the model needs.
         """
         known = {name: total / num for name, (total, num) in self.totals.items() if name != "device_errors"}
         flops = known.pop("device_flops_per_s", None)
@@ -68,19 +69,19 @@ class HardwareSample:
 
 
 class Monitor:
-    """A thread that reads a source and the host, and the sums of its readings.
+    """A thread that reads a source and the host, and collects the readings.
 
-    Without a source, as on all ranks of a machine but the first, it reads nothing. Monitors are contexts; nothing in
-    them blocks or raises.
+    Without a source it reads nothing, as on all ranks of a machine but the first. A monitor is a context manager. Its
+    methods neither block the training nor raise.
     """
 
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of OVER_TIME, since the last sample
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # OVER_TIME since the last sample
         self.latest: Totals = {}
-        self.num_errors: float | None = None  # since the last sample; None: nothing counts them
-        self.waiting: Counter[str] = Counter()  # alarms
+        self.num_errors: float | None = None  # errors since the last sample; None if no source counts them
+        self.waiting: Counter[str] = Counter()  # counts by alarm, until `alarms` is called
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -94,12 +95,12 @@ class Monitor:
             self.thread.join(CLOSE_S)
 
     def watch(self) -> None:
-        psutil.cpu_percent()  # its next value is the mean since this call
+        psutil.cpu_percent()  # the next call returns the mean since this one
         try:
             for reading in self.source(self.stop) if self.source is not None else ():
                 self.add(reading)
                 self.add(host_reading())
-        except Exception as error:  # a reading must never fail a run
+        except Exception as error:  # a failed reading must never fail a run
             logger.warning(f"monitor: {type(error).__name__}: {error}; the devices are not read, training continues")
         with self.lock:
             self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
@@ -110,7 +111,7 @@ class Monitor:
     def add(self, reading: Reading) -> None:
         with self.lock:
             for name, (total, num) in reading.totals.items():
-                pair = (float(total), float(num))  # an integer that is too large ends the source, not the run
+                pair = (float(total), float(num))  # float() raises on a huge integer: the source ends, not the run
                 if name in OVER_TIME:
                     self.series[name].append(pair)
                 else:
@@ -121,7 +122,7 @@ class Monitor:
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
     def read(self) -> HardwareSample:
-        """Return means since the last call, the latest memory, new errors, and the number of waiting alarms."""
+        """Return a sample: means since the last call, the latest memory, new errors and the number of alarms."""
         with self.lock:
             totals = dict(self.latest)
             for name, pairs in self.series.items():
@@ -142,7 +143,7 @@ class Monitor:
 def open_monitor(
     kind: str, *, num_devices: int, is_first_on_machine: bool, run_tag: str | None = None, period_s: float = 1.0
 ) -> Monitor:
-    """Return a monitor of this machine on its first rank, else a silent one. `run_tag`: NEURON_PROCESS_TAG."""
+    """Return a monitor of this machine on its first rank, an idle one on others. `run_tag` is NEURON_PROCESS_TAG."""
     sources: dict[str, Source] = {
         "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),
         "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
@@ -161,14 +162,14 @@ def host_reading() -> Reading:
 
 
 def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
-    """Yield readings of the first GPUs that CUDA shows, by NVML, which counts no FLOPs."""
+    """Yield NVML's readings of the first `num_devices` GPUs that CUDA shows. NVML does not count FLOPs."""
     pynvml.nvmlInit()
     note = Notes()
-    errors_before: dict[int, int] = {}  # uncorrected memory errors, by GPU
+    errors_before: dict[int, int] = {}  # uncorrected memory errors by GPU index
     hot: set[int] = set()
 
     def ask(call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return NVML's answer; None if the device or the driver has none, which is reported once."""
+        """Return NVML's answer. If the device or the driver does not support the call, warn once and return None."""
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
@@ -190,7 +191,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
                     reading.add({f"GPU {index}: uncorrected memory errors": count - errors_before.get(index, count)})
                     errors_before[index] = count
                 reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
-                if reasons & heat and index not in hot:  # reported once, since it may come and go
+                if reasons & heat and index not in hot:  # reported once per GPU, since throttling comes and goes
                     hot.add(index)
                     reading.warnings += (f"GPU {index}: slowed down by its temperature",)
             for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
@@ -202,7 +203,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
 
 
 def cuda_uuids() -> list[str]:
-    """Return NVML's names of the devices that CUDA shows this process, in CUDA's order."""
-    import torch  # late: most kinds of monitor do not need it
+    """Return the UUIDs, in NVML's form, of the GPUs that CUDA shows this process, in CUDA's order."""
+    import torch  # imported late: most kinds of monitor do not need it
 
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]

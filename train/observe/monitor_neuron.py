@@ -1,7 +1,7 @@
-"""neuron-monitor: the child process that writes a JSON object a second, and the parser of its lines.
+"""The tool neuron-monitor: a child process that writes a JSON object every second, and the parser of its lines.
 
-Lines have the form of the Neuron SDK's "Neuron Monitor User Guide" or, where the two differ, of published recordings
-from trn1 and inf2. Not run on hardware.
+The parser follows the Neuron SDK's "Neuron Monitor User Guide", except where published recordings from trn1 and inf2
+differ from it. It has not been run on hardware.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger("train")
 TOOL, FOLDER = "neuron-monitor", "/opt/aws/neuron/bin"
 RUNTIME_GROUPS = ("neuroncore_counters", "memory_used", "execution_stats")
 ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
-STOP_S = 3.0  # between SIGTERM and SIGKILL for the tool
-# Two types are not read: `generic`, which counts tens of thousands a second in recordings of healthy executions, and
-# `transient`, which counts corrected errors.
+STOP_S = 3.0  # seconds between SIGTERM and SIGKILL for the tool
+# Two error types are not read: `generic`, which grows by tens of thousands a second in recordings of healthy
+# executions, and `transient`, which counts corrected errors.
 TYPED_ERRORS = {"hardware": "hardware errors", "runtime": "Neuron runtime errors", "model": "model errors"}
 FAILED = {
     "timed_out": "executions timed out",
@@ -36,7 +36,7 @@ FAILED = {
     "failed_to_queue": "executions that could not be queued",
 }
 
-Totals = dict[str, tuple[float, float]]  # by name: the sum, and the number of devices or machines in it
+Totals = dict[str, tuple[float, float]]  # by name: a sum, and the number of devices or machines in it
 
 
 @dataclass
@@ -44,16 +44,16 @@ class Reading:
     """One reading of the devices of a machine, from any source. Unknown values are left out."""
 
     totals: Totals = field(default_factory=dict)
-    errors: Counter[str] | None = None  # new errors, by device and kind; None: this source does not count them
+    errors: Counter[str] | None = None  # new errors by device and kind; None if this source does not count them
     warnings: tuple[str, ...] = ()  # alarms that are not errors
 
     def add(self, errors: dict[str, int]) -> None:
-        """Add the counts above 0."""
+        """Add counts of errors, without those that are not above 0."""
         self.errors = Counter(self.errors) + Counter(errors)
 
 
 class Notes:
-    """Warnings of which each kind is logged once."""
+    """A logger of warnings that logs each kind only once."""
 
     def __init__(self) -> None:
         self.logged: set[str] = set()
@@ -68,13 +68,13 @@ class Notes:
 
 
 def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
-    """Yield the readings of a neuron-monitor that is started here, until `stop` is set.
+    """Start neuron-monitor and yield its readings until `stop` is set.
 
-    `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the NEURON_PROCESS_TAG of its processes.
-    Raises OSError if the tool is missing, does not start or ends.
+    `num_devices` is the number of this machine's Neuron devices that the run uses, and `run_tag` is NEURON_PROCESS_TAG
+    of the run's processes. Raises OSError if the tool is missing, does not start or ends.
 
-    The child must not outlive the run. It is ended when this function or the interpreter ends. If the run is killed,
-    the tool gets SIGPIPE at its next line; a `preexec_fn` may deadlock in a process with threads.
+    The child must not outlive the run: it is terminated when this function or the interpreter ends. If the run is
+    killed, the tool gets SIGPIPE at its next line. A `preexec_fn` could deadlock in a process with threads.
     """
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
@@ -84,7 +84,7 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
         metrics = [{"type": name} for name in RUNTIME_GROUPS]
         wanted = {
             "period": f"{period_s:g}s",
-            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # of every process: `ours` selects
+            "neuron_runtimes": [{"tag_filter": ".*", "metrics": metrics}],  # all processes: `ours` selects the run's
             "system_metrics": [{"type": "neuron_hw_counters"}],
         }
         config.write_text(json.dumps(wanted))
@@ -97,7 +97,7 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
             try:
                 assert child.stdout is not None
                 parser = LineParser(num_devices, run_tag)
-                for line in child.stdout:  # one every `period_s`
+                for line in child.stdout:  # one line every `period_s`
                     if stop.is_set():
                         return
                     reading = parser.parse(line)
@@ -119,31 +119,31 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
 
 @dataclass
 class LineParser:
-    """The parser of the tool's lines. A group may be missing, null or have an error: then its values are unknown."""
+    """The parser of the tool's lines. If a group of values is missing, null or has an error, its values are unknown."""
 
-    num_devices: int  # a core in use is listed, an idle one may not be
+    num_devices: int  # not counted in the lines, which may leave out idle cores
     run_tag: str | None
     note: Notes = field(default_factory=Notes)
     ecc: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def parse(self, line: bytes) -> Reading | None:
-        """Return the reading of a line; None for a line that is not a report, the first of which is noted."""
+        """Return the reading in a line. If the line is not a report, return None, and warn the first time."""
         reading = Reading()
         try:
             report = json.loads(line)
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
-            self.group(report, "neuron_hardware_info")  # it has an error if there is no driver
+            self.group(report, "neuron_hardware_info")  # warns of this group's error, which it has without a driver
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
-                self.note("line", f"{TOOL} wrote a line that is no report; such lines are left out: {error!r:.200}")
+                self.note("line", f"{TOOL} wrote a line that is not a report; such lines are left out: {error!r:.200}")
             return None
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the processes with the run's tag, or else those without one, whose tag is their number to the tool."""
+        """Return the processes with the run's tag, or else those without a tag, for which the tool may show the pid."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
@@ -153,8 +153,8 @@ class LineParser:
         return untagged
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
-        """Add the processes to the reading. Utilisation and memory need all: a mean over some would be wrong."""
-        busy: dict[str, float] = defaultdict(float)  # percent, by core: several processes may list one
+        """Add the processes to the reading. Utilisation and memory are unknown unless all processes report them."""
+        busy: dict[str, float] = defaultdict(float)  # percent by core; several processes may list the same core
         flops: list[Any] = []
         memory: list[Any] = []
         num_counted = 0
@@ -164,11 +164,11 @@ class LineParser:
             counters, used, stats = (self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS)
             listed = counters.get("neuroncores_in_use")
             num_counted += listed is not None
-            # The key `v3d`, which has the physical cores, is not read.
+            # The key `v3d`, which describes the physical cores, is not a core's number.
             cores = {core: values for core, values in (listed or {}).items() if core.isdecimal()}
             for core, values in cores.items():
                 busy[core] += values.get("neuroncore_utilization") or 0.0
-                # The guide has `flops`, a recording `effective_flops`, and others neither.
+                # The guide names the key `flops`, one recording has `effective_flops`, others have neither.
                 flops.append(values.get("flops", values.get("effective_flops")))
             memory.append((used.get("neuron_runtime_used_bytes") or {}).get("neuron_device"))
             if stats:
@@ -190,7 +190,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """Return the increase of each counter of uncorrected errors, whether the tool counts a period or all time."""
+        """Return the increase of each counter of uncorrected errors, which may cover one period or all time."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
@@ -204,7 +204,7 @@ class LineParser:
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
     """Count failed executions of one period by cause."""
-    # The tool counts them by outcome and by type: if both may count the same failure, the larger count is taken.
+    # The tool counts failures by outcome and by type. Where both may count the same failure, the larger count is used.
     outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
     typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}
     numeric = (outcomes.get("completed_with_num_err"), types.get("numerical"), types.get("numeric"))
@@ -217,7 +217,7 @@ def errors_of(stats: dict[str, Any]) -> dict[str, int]:
 
 
 def name_of(entry: dict[str, Any], cores: dict[str, dict[str, Any]]) -> str:
-    """Return the NeuronCore of a process that drives one (others may be listed as idle), or else the process."""
+    """Return the NeuronCore if a process uses exactly one (it may list idle ones), or else the process."""
     busy = [core for core, values in cores.items() if values.get("neuroncore_utilization")]
     for known in (busy, list(cores)):
         if len(known) == 1:

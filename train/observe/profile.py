@@ -1,6 +1,6 @@
-"""`profile=true`: PyTorch's trace of some steps of rank 0, and its table of them by kernel.
+"""The profiler of `profile=true`: PyTorch's trace of some steps of rank 0, and a table of the kernels in it.
 
-Tracing slows the traced steps: their shares are meaningful, their seconds are not.
+Tracing slows the traced steps: shares of time are meaningful, seconds are not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 logger = logging.getLogger("train")
-FIRST, STEPS = 10, 5  # the steps before those compile and fill caches
-MOST_ROWS = 30  # of the table
+FIRST, STEPS = 10, 5  # steps before the traced ones, which compile and fill caches; traced steps
+MOST_ROWS = 30  # the most rows of the table
 
 
 class Profiler:
@@ -34,7 +34,7 @@ class Profiler:
         self.tracing: Any = None
 
     def begin_step(self) -> None:
-        """Begin the trace if it is due. Call it before a step's batches are drawn."""
+        """Begin the trace if it is due. Call this before a step's batches are drawn."""
         if self.steps == FIRST:
             self.backend.copy_to_host([], [])  # waits for the device
             self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -42,7 +42,7 @@ class Profiler:
             self.tracing.start()
 
     def end_step(self) -> str:
-        """End the trace if it is complete. Call it after a step. Returns "": no fault line."""
+        """End the trace if it is complete. Call this after each step. Returns "", as it reports no fault."""
         self.steps += 1
         if self.tracing is not None and self.steps == FIRST + STEPS:
             self.backend.copy_to_host([], [])
@@ -61,7 +61,7 @@ class Profiler:
             logger.warning("profile=true traces steps %d to %d of an attempt; it had %d", FIRST + 1, last, self.steps)
 
     def write(self, scratch: Path) -> None:
-        """Write table, trace and the files that the device's tools left in `scratch` into the run folder."""
+        """Write the table, the trace and the files of the device's tools in `scratch` into the run folder."""
         backend, folder = self.backend, self.folder.folder
         rows = self.tracing.key_averages()
         has_device = any(row.self_device_time_total > 0 for row in rows)
@@ -78,7 +78,7 @@ class Profiler:
 
 
 class HostTimer:
-    """A timer of operators that the device lacks, in the first step after they were seen; without `profile=true`."""
+    """The timer of operators that the device lacks, unless profile=true. It traces the step after a new one is seen."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.timed = backend, backend.lacking
@@ -91,13 +91,13 @@ class HostTimer:
             self.tracing.start()
 
     def end_step(self) -> str:
-        """Return a text for a fault line with the time of these operators, if the step was traced and had any."""
+        """Return a fault line's text with the time in these operators; "" if the step was not traced or had none."""
         if self.tracing is None:
             return ""
         self.close()
         taken_s = on_host_s(self.tracing.events(), self.timed)
         self.tracing = None
-        if not taken_s:  # they belong to an evaluation
+        if not taken_s:  # the operators belong to an evaluation
             return ""
         names = ", ".join(sorted(self.timed))
         return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"
@@ -108,8 +108,8 @@ class HostTimer:
 
 
 def on_host_s(events: Iterable[Any], lacking: Collection[str]) -> float:
-    """Return the seconds of those events that are operators which the device lacks."""
-    names = {name.partition(".")[0] for name in lacking}  # a trace has the names without the overload
+    """Return the seconds in which operators that the device lacks were running."""
+    names = {name.partition(".")[0] for name in lacking}  # a trace names operators without their overload
     return covered_s(each for each in events if each.key in names)
 
 

@@ -1,8 +1,8 @@
 """The push of a run to the Hugging Face Hub, in one commit.
 
-It has the exported model with its tokenizer and card, TensorBoard's files, the best evaluation, and the numbers of the
-metrics. The configuration and the log's texts are not pushed: they may name private paths. The token (HF_TOKEN, or that
-of `hf auth login`) is written to no file and no message.
+The commit contains the exported model with its tokenizer and card, the TensorBoard files, the best evaluation, and the
+numbers of the metrics lines. The configuration and the texts of these lines are not pushed, since they may name private
+paths. The token (from HF_TOKEN or `hf auth login`) is never written to a file or a message.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("train")
-ASK_S, SEND_S = 10.0, 600.0  # longest silence of the Hub: in a query, in a part of an upload
+ASK_S, SEND_S = 10.0, 600.0  # seconds without an answer of the Hub: to a query, to a part of an upload
 NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
-CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # read for the card
+CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # used by the card
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
 
 
 def check_push(cfg: TrainConfig) -> None:
-    """Check on rank 0 that the Hub will accept the run at its end. Raises InputError if not."""
-    # A run that has begun is only warned: its end may be days ahead, and it can be pushed later.
+    """Check on rank 0 that the Hub would accept the run. Raises InputError if not."""
+    # If the run has already begun, this only warns: the end may be days ahead, and the run can be pushed later.
     to = cfg.hub.push_to
     if to is None or launched().rank != 0:
         return
     check_name("hub.push_to=", to)
     try:
-        open_hub(to, private=True)  # a run publishes nothing without a person who has seen it
+        open_hub(to, private=True)  # a run publishes nothing that no person has seen
     except (InputError, Unreachable) as error:
         later = command(cfg.run_dir, to, cfg.s3)
         has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
@@ -55,7 +55,7 @@ def check_push(cfg: TrainConfig) -> None:
 
 
 def push(folder: RunFolder, to: str) -> str:
-    """Push a complete run to a private repository and return the address. Raises Failure if the Hub rejects it."""
+    """Push a complete run to a private repository and return its address. Raises Failure if the Hub rejects it."""
     try:
         return send(gathered(folder.path, name_of(folder)), to, private=True)
     except (InputError, Unreachable) as error:
@@ -77,7 +77,7 @@ def name_of(folder: RunFolder) -> str:
 
 
 def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
-    """Return all that is pushed: names on the Hub, with a path or the content. Raises InputError without an export."""
+    """Return the files to push: the path or content by name on the Hub. Raises InputError if nothing was exported."""
     export = run / "export"
     check(
         (export / "config.json").is_file() and any(export.glob("*.safetensors")),
@@ -88,7 +88,7 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
     }
     events = run / "tensorboard"
     for path in sorted(path for path in events.glob("events.out.tfevents.*") if is_inside(path, events)):
-        parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host stays private
+        parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is left out
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
@@ -106,15 +106,15 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
 def is_to_push(path: Path, run: Path) -> bool:
     """Return whether a file is pushed.
 
-    Hidden files are not: they are unfinished, or another tool's. Nor are links that lead out of the run: a run folder
-    from elsewhere may have one to a private file of this machine.
+    Hidden files are not pushed: they are unfinished, or another tool's. Links to files outside the run are not pushed:
+    in a run folder from elsewhere they may point to private files of this machine.
     """
     return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
 
 
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Yield a run folder on this machine; for one in S3, a copy of the pushed files, without TensorBoard's."""
+    """Yield the run folder on this machine. For a run in S3, this is a copy of the files to push."""
     check("environment.json" in folder.folder.names_here(), f"{folder.location} is not a run folder; name a run_dir")
     if not folder.is_remote:
         yield folder.path
@@ -145,9 +145,9 @@ def check_name(key: str, to: str) -> None:
 
 
 def open_hub(to: str, *, private: bool) -> HfApi:
-    """Return the Hub, once the token may write to a repository of that name, which is as private as it should be.
+    """Return the Hub's API if the token may write to the repository `to`, and this is private or public as wanted.
 
-    Raises InputError if not, or if HF_HUB_OFFLINE is set; Unreachable if the Hub does not answer.
+    Raises InputError if not, or if HF_HUB_OFFLINE is set, and Unreachable if the Hub does not answer.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -172,14 +172,14 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         there, wanted = ("private" if each else "public" for each in (is_private, private))
         check(
             there == wanted,
-            f"{to} is {there} on the Hub, the run should be {wanted}: choose another name, change it there, or "
+            f"{to} is {there} on the Hub, but the run should be {wanted}: choose another name, change it there, or "
             f"push the finished run with python -m train.hub RUN --to {to} --{there}",
         )
         return api
 
 
 def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
-    """Push all files in one commit to a model repository, which is made if there is none; return its address."""
+    """Push all files in one commit to a model repository, which is created if it is missing. Return its address."""
     from huggingface_hub import CommitOperationAdd
 
     api = open_hub(to, private=private)
@@ -198,10 +198,10 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
 
 @contextmanager
 def asking(what: str, silence_s: float) -> Iterator[None]:
-    """Turn errors of the Hub into one line without the token.
+    """Turn errors of the Hub into errors of one line without the token.
 
-    The Hub may be silent for `silence_s`; huggingface_hub itself retries. The error has no cause: a traceback would
-    print it, and some errors of httpx quote the head of the request, with the token.
+    The Hub may be silent for `silence_s`; huggingface_hub itself retries. The new error has no cause, since a traceback
+    would print it, and some errors of httpx quote the request's headers, which contain the token.
     """
     from huggingface_hub import get_session, get_token
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled

@@ -1,4 +1,4 @@
-"""Stragglers: ranks whose work takes longer than that of the others, and longer than it used to."""
+"""Detection of stragglers: ranks whose work takes longer than that of other ranks, and longer than before."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-FACTOR = 1.5  # multiple of the median of the other ranks' work above which a rank is slow
-WINDOWS = 5  # slow lines in a row to name a rank; twice this number at the start
-WARM_UP = 1  # lines that are not counted: the first steps compile, open files, fill caches
-MEMORY = 100  # lines of a rank's past
-USUAL = 0.9  # share of its past lines that a slow rank has to exceed
+FACTOR = 1.5  # a rank is slow if its work is above this multiple of the other ranks' median
+WINDOWS = 5  # consecutive slow lines until a rank is named; twice this number at the start
+WARM_UP = 1  # first lines, which are not counted: their steps compile, open files and fill caches
+MEMORY = 100  # past lines that are kept for each rank
+USUAL = 0.9  # share of a rank's past lines whose ratio a slow line must exceed
 
 
 @dataclass
 class Pace:
-    """One rank's work in multiples of the median of the others: lines differ in steps and lengths, ratios do not."""
+    """One rank's work divided by the median of other ranks. Ratios do not depend on a line's steps and lengths."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    streak: list[float] = field(default_factory=list)  # the newest lines, if all are slow; for a named rank, if none is
+    streak: list[float] = field(default_factory=list)  # ratios of the newest lines: all slow, or of a named rank none
     is_named: bool = False
 
     def see(self, ratio: float) -> int:
-        """Return the length of the streak after which the rank becomes a straggler, or ceases to be one; else 0.
+        """Add a line's ratio. Return the length of the streak if it names the rank a straggler, or clears it, else 0.
 
-        Until it is named, a rank is compared with its earlier slow lines too: those of a shared machine are slow by
+        Until it is named, a rank must also exceed its earlier slow lines: on a shared machine, some lines are slow by
         chance.
         """
         usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
         if (ratio > max(FACTOR, usual)) == self.is_named:
             if not self.is_named:
-                self.past.extend([*self.streak, ratio])  # a slow stretch that ends by itself is usual for this rank
+                self.past.extend([*self.streak, ratio])  # a slow streak too short to name the rank is usual for it
             self.streak = []
             return 0
         self.streak.append(ratio)
@@ -45,20 +45,20 @@ class Pace:
 
 
 class Stragglers:
-    """The comparison of the ranks' work times for each line of the metrics.
+    """The comparison of the ranks' work times for each metrics line.
 
-    `hosts` and `stages` have one entry per rank: ranks are compared only with others of their stage, by default with
-    all.
+    `hosts` and `stages` have one entry per rank. A rank is compared with the other ranks of its pipeline stage; by
+    default, all ranks are in one stage.
     """
 
     def __init__(self, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
         self.hosts, self.stages = hosts, stages or [0] * len(hosts)
         self.paces = [Pace() for _ in hosts]
         self.seen = 0
-        self.fields: dict[str, float] = {}  # of the line
+        self.fields: dict[str, float] = {}  # fields for the line
 
     def see(self, works_s: Sequence[float]) -> list[str]:
-        """Return a message for each new or former straggler, on all ranks, from the seconds of work [world_size]."""
+        """Return a message for each new or former straggler; `works_s` has each rank's seconds of work [world_size]."""
         self.seen += 1
         ratios = self.ratios(works_s)
         if self.seen <= WARM_UP or not ratios:
@@ -78,13 +78,13 @@ class Stragglers:
         return texts
 
     def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
-        """Return each rank's work over the median of its stage's others; {} without others, or if that is 0."""
+        """Return each rank's work divided by the median of its stage's other ranks; {} if there are none or it is 0."""
         ratios: dict[int, float] = {}
         for stage in sorted(set(self.stages)):
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]
             ordered, middle = sorted(works_s[rank] for rank in ranks), (len(ranks) - 1) // 2
             for rank in ranks:
-                higher = middle + (works_s[rank] <= ordered[middle])  # index among all ranks of the others' median
+                higher = middle + (works_s[rank] <= ordered[middle])  # index of the other ranks' median
                 if higher == len(ordered) or ordered[higher] <= 0:
                     return {}
                 ratios[rank] = works_s[rank] / ordered[higher]

@@ -1,7 +1,7 @@
-"""MLflow and Weights & Biases: rank 0 sends them the lines that it writes to metrics.jsonl.
+"""The trackers MLflow and Weights & Biases, to which rank 0 sends the lines that it writes to metrics.jsonl.
 
-Each tracker has a thread, which begins at the first line: it imports the library, connects and sends. Training only
-puts lines into its queue. If sending fails, one warning is logged, and the lines are sent together with the next line.
+Each tracker has a thread, which starts with the first line. It imports the library, connects and sends; training only
+puts lines into a queue. If sending fails, one warning is logged, and the lines are sent together with the next line.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from train.config import TelemetryConfig, TrainConfig, check, flat
 from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-MOST_LINES = 1000  # waiting to be sent
-END_WAIT_S = 15.0  # for all trackers together
-END_TRIES, RETRY_S = 3, 0.5  # at the end, when no line follows
-unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit when it exits
+MOST_LINES = 1000  # lines that wait to be sent
+END_WAIT_S = 15.0  # seconds to wait at the end, for all trackers together
+END_TRIES, RETRY_S = 3, 0.5  # tries to send at the end, when no line follows, and the pause between them
+unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit at its exit
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
-IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that each kind always has
+IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that every line of a kind has
 MOST_PARAMS, MOST_CHARS = 100, 500  # MLflow's limits: parameters per call, and characters per value
 PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
 ENVIRONMENT = {  # defaults: a server that does not answer blocks the thread only briefly, and nothing is printed
@@ -61,12 +61,12 @@ class Run:
 
     id: str  # 32 hexadecimal digits, the same in all attempts
     name: str
-    folder: Path  # on this machine
+    folder: Path  # the run folder on this machine
     settings: dict[str, Any]
 
 
 class Client(Protocol):
-    """A connection, made by calling its class with a Run. Every failure raises an exception."""
+    """A connection to a tracker. Its class is called with a Run, and every failure raises an exception."""
 
     def send(self, line: Line) -> None: ...
 
@@ -75,7 +75,7 @@ class Client(Protocol):
 
 
 class MLflow:
-    """The run in MLflow that has our run's id as a tag; it is made if there is none."""
+    """The run in MLflow that has our run's id as a tag. It is created if it is missing."""
 
     def __init__(self, run: Run) -> None:
         from mlflow import MlflowClient
@@ -99,7 +99,7 @@ class MLflow:
     def send(self, line: Line) -> None:
         from mlflow.entities import Metric
 
-        if line.step > self.sent.get(line.kind, -1):  # an earlier attempt has sent the others
+        if line.step > self.sent.get(line.kind, -1):  # earlier steps were sent by an earlier attempt
             time_ms = round(1000 * line.time_unix_s)
             metrics = [Metric(mlflow_key(key), value, time_ms, line.step) for key, value in line.figures.items()]
             self.client.log_batch(self.id, metrics=metrics, synchronous=True)
@@ -113,7 +113,7 @@ def mlflow_key(name: str) -> str:
 
 
 class WandB:
-    """The run of Weights & Biases that has our run's id. The server keeps the first figures of each step."""
+    """The run in Weights & Biases with our run's id. If a step is sent twice, the server keeps the first figures."""
 
     def __init__(self, run: Run) -> None:
         import wandb
@@ -150,16 +150,16 @@ class Tracker:
     connect: Callable[[], Client]
     lines: queue.Queue[Line | None] = field(default_factory=lambda: queue.Queue(MOST_LINES))
     unsent: deque[Line] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
-    status: str | None = None  # how the attempt has ended
+    status: str | None = None  # how the attempt ended; None until then
     has_warned: bool = False
-    has_ended: bool = False  # without a failure
+    has_ended: bool = False  # all lines and the status were sent
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
         self.client: Client | None = None
 
     def add(self, line: Line) -> None:
-        """Queue a line to be sent. Never waits."""
+        """Queue a line to be sent, without waiting."""
         if self.thread.ident is None:
             self.thread.start()
         try:
@@ -168,9 +168,9 @@ class Tracker:
             self._warn(f"{MOST_LINES} lines wait to be sent; more are dropped")
 
     def end(self, status: str) -> None:
-        """Queue the end of the attempt. Never waits; `thread` ends when lines and status are sent."""
+        """Queue the end of the attempt, without waiting. `thread` ends when it has sent all lines and the status."""
         self.status = status
-        with suppress(queue.Full):  # a full queue has a line that wakes the thread
+        with suppress(queue.Full):  # the lines of a full queue wake the thread as well
             self.lines.put_nowait(None)
 
     def _work(self) -> None:
@@ -192,7 +192,7 @@ class Tracker:
             logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
 
     def _try_to_send(self, is_over: bool) -> bool:
-        """Send the waiting lines and at the end the status; return whether all was sent. The rest waits for a retry."""
+        """Send the waiting lines and, at the end, the status. Return whether all were sent; the rest is retried."""
         try:
             if self.client is None:
                 self.client = self.connect()
@@ -208,14 +208,14 @@ class Tracker:
         return True
 
     def _warn(self, text: str) -> None:
-        """Log a failure, in one line without credentials, the first time."""
+        """Log the first failure, in one line without credentials."""
         if not self.has_warned:
             self.has_warned = True
             text = re.sub(r"//[^/@\s]*@", "//", " ".join(text.split()))
             logger.warning("tracker %s: %s; the run continues", self.name, text)
 
     def wait(self, until_s: float) -> None:
-        """Wait for the thread's end until this time of the monotonic clock."""
+        """Wait for the thread's end, at most until `until_s` on the monotonic clock."""
         self.thread.join(max(0.0, until_s - time.monotonic()))
         if self.thread.is_alive():
             self._warn("it does not answer; the last lines and the final status may be missing there")
@@ -244,7 +244,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
 
 
 def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl. Figures that are not finite numbers are left out."""
+    """Queue a line of metrics.jsonl for all trackers. Figures that are not finite are left out."""
     kind = line["kind"]
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key not in NO_CURVES}
     figures = {f"{kind}/{key}": float(value) for key, value in numbers.items() if math.isfinite(value)}
@@ -253,7 +253,7 @@ def track(trackers: Sequence[Tracker], line: dict[str, Any]) -> None:
 
 
 def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
-    """End the trackers that were sent a line, and wait briefly for them."""
+    """End the trackers that have received a line. If `waits`, wait for them briefly."""
     begun = [tracker for tracker in trackers if tracker.thread.ident is not None]
     for tracker in begun:
         tracker.end(status)

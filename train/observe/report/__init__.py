@@ -1,1 +1,1 @@
-"""The report of one run or several: tables and figures from run folders. It imports no torch."""
+"""The report of one or several runs: tables and figures made from run folders. It does not import torch."""

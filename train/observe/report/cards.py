@@ -1,4 +1,4 @@
-"""The first part of a report: how a run ended, its model's quality, its speed and its cost. It imports no torch."""
+"""The cards at the top of a report: a run's outcome, quality, speed and cost. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from train.observe.report.run import Run, Summary, divergence, newest_summary, n
 from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
-MOST_CHARS = 300  # of an outcome's reason
-# A masked language model whose loss is within this of the unigram entropy uses little context.
+MOST_CHARS = 300  # the most characters of an outcome's reason
+# A masked language model uses little context if its loss is less than this below the unigram entropy.
 FREQUENCIES_NATS = 1.0
-MOST_WRONG = 0.5  # share of right answers below which most are wrong
-MOST_NATS = 20.0  # above it a loss is shown without its digits
-MOST_OTHERS = 3  # further metrics on the card of the headline
+MOST_WRONG = 0.5  # most answers are wrong if the share of right ones is below this
+MOST_NATS = 20.0  # losses are limited to this before they become a number of choices
+MOST_OTHERS = 3  # the most further metrics on the card of the main metric
 
 
 @dataclass(frozen=True)
 class Card:
     value: str
     notes: list[str] = field(default_factory=list)
-    rank: float | None = None  # higher is better, among runs of the same work with the same `title`
+    rank: float | None = None  # higher is better; compared among runs of the same work with the same `title`
     tone: str = ""  # good | bad
-    key: str = ""  # the summary's figure whose ratio to the first run's is shown
-    title: str = ""  # if it is more specific than the card's name
+    key: str = ""  # the figure of the summary whose ratio to the first run is shown
+    title: str = ""  # replaces the card's name if it is more specific
 
 
 def cards(run: Run) -> dict[str, Card]:
-    """Return the cards of a run by their names; facts that are unknown, or did not happen, have none."""
+    """Return a run's cards by name. Facts that are unknown or did not happen have no card."""
     made = {name: make(run) for name, make in CARDS.items()}
     return {
         name: replace(card, notes=[note for note in card.notes if note])
@@ -42,7 +42,7 @@ def cards(run: Run) -> dict[str, Card]:
 
 
 def outcome(run: Run) -> Card:
-    """Return how the last attempt ended, and the last step; a run that diverged says so, however it ended."""
+    """Return a card on the last attempt's end and last step. A run that diverged says so, however it ended."""
     card, lost = ending(run), divergence(run)
     if not lost and run.outcome.get("kind") != "not_finite":
         return card
@@ -50,7 +50,7 @@ def outcome(run: Run) -> Card:
 
 
 def ending(run: Run) -> Card:
-    """Return how the last attempt ended, by outcome.json or else by its last line, and the last step."""
+    """Return a card on the last attempt's end, from outcome.json or else its last line, and on its last step."""
     steps, planned = run.summary["steps"], run.summary["steps_total"]
     far = f"step {steps:,}" if planned is None else f"step {steps:,} of {planned:,.0f}"
     far += f" ({steps / planned:.0%})" if planned and steps < planned else ""
@@ -74,7 +74,7 @@ def shown(reason: object) -> str:
 
 
 def model(run: Run) -> Card | None:
-    """Return the model that was trained, and the settings that a reader looks for first."""
+    """Return a card on the model, with the settings that readers look for first."""
     known, optimizer = run.summary, run.config.get("optim.name")
     if known["model"] is None:
         return None
@@ -92,7 +92,7 @@ def model(run: Run) -> Card | None:
 
 
 def quality(run: Run) -> Card:
-    """Return the last value of the task's headline metric, with a comparison that tells whether it is good."""
+    """Return a card with the last value of the task's main metric, and with comparisons that help to judge it."""
     summary, records = run.summary, run.records or Records()
     scores, spec = summary["scores"], TASKS.get(str(summary["task"]))
     declared = [metric.name for metric in spec.metrics] if spec else []
@@ -128,7 +128,7 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 
 
 def ability(summary: Summary) -> str:
-    """Return what to expect of a masked language model by its loss and accuracy; "" if these are unknown."""
+    """Return a text on what a masked language model can do, judged by loss and accuracy; "" if these are unknown."""
     scores, entropy = summary["scores"], summary["unigram_entropy"]
     loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in ("loss", "masked_accuracy"))
     loss = scores["mlm_loss"]["last"][0] if "mlm_loss" in scores else loss
@@ -136,16 +136,16 @@ def ability(summary: Summary) -> str:
         return ""
     choices, by_frequency = (math.exp(min(each, MOST_NATS)) for each in (loss, entropy))
     said = (
-        f"It puts the right piece first in {right:.0%} of the blanks, and is as unsure as between {choices:,.0f} "
-        f"equally likely pieces; their frequencies alone leave {by_frequency:,.0f}."
+        f"Its first guess is right for {right:.0%} of the masked tokens. It is as uncertain as a choice among "
+        f"{choices:,.0f} equally likely tokens; their frequencies alone leave {by_frequency:,.0f}."
     )
     if entropy - loss < FREQUENCIES_NATS:
         said += (
-            " So it knows which pieces are frequent ('.', 'the', endings of words) and little of what goes with what: "
+            " So it knows which tokens are frequent ('.', 'the', word endings) but makes little use of the context: "
         )
         return (
             said
-            + "most answers below are wrong. It is a start for fine-tuning or more training, not a source of answers."
+            + "most answers below are wrong. Use it as a start for fine-tuning or more training, not for its answers."
         )
     if right < MOST_WRONG:
         said += " So it knows word forms and common phrases; do not expect rare words or facts."
@@ -153,10 +153,10 @@ def ability(summary: Summary) -> str:
 
 
 def against_majority(records: Records) -> str:
-    """Return the accuracy of always giving the label that is most frequent in the validation data."""
+    """Return a text with the accuracy of always predicting the most frequent label of the validation data."""
     counts = next((split.label_counts for split in records.splits if split.name == "validation"), {})
     total = sum(counts.values())
-    return f"always the most frequent label: accuracy {figure(max(counts.values()) / total)}" if total else ""
+    return f"with the most frequent label for all: accuracy {figure(max(counts.values()) / total)}" if total else ""
 
 
 def loss(run: Run) -> Card | None:
@@ -201,7 +201,7 @@ def cost(run: Run) -> Card | None:
 
 
 def faults(run: Run) -> Card | None:
-    """Return the goodput, if anything went wrong."""
+    """Return a card on the goodput; None if nothing went wrong."""
     summary = run.summary
     alarms, skipped, rollbacks = (summary[key] or 0 for key in ("alarms", "skipped_steps", "rollbacks"))
     survived, attempts, goodput = summary["faults_survived"], summary["attempts"], summary["goodput"]
@@ -218,7 +218,7 @@ def faults(run: Run) -> Card | None:
     return Card("unknown" if goodput is None else f"{goodput:.1%}", notes, goodput)
 
 
-CARDS = {  # by name, in their order
+CARDS = {  # by name, in the order of the page
     "Outcome": outcome,
     "Model": model,
     "Final quality": quality,
@@ -241,7 +241,7 @@ class Cell(NamedTuple):
 
 
 def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> dict[str, list[Cell]]:
-    """Return a row for each card that a run has, with the best value marked if the runs did the same work."""
+    """Return a row for each card that any run has. The best value is marked if the runs did the same work."""
     rows, is_ranked = {}, is_same_work(runs)
     for name in CARDS:
         cells = [each.get(name) for each in of_runs]

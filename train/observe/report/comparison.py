@@ -1,4 +1,4 @@
-"""The comparison of runs with the first one, the baseline: ratios, and whether work and quality are the same."""
+"""The comparison of runs with the first one, the baseline: ratios, and whether work and quality are equal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from train.config.checks import LARGEST_FLOAT, shortlist
 from train.observe.report.run import Run, divergence
 from train.observe.report.texts import as_text, count, factor, percent, printable, shortened
 
-SAME_EXAMPLES = 0.01  # share by which numbers of sequences may differ: a batch does not divide every epoch
-WORK = ("task.", "model.", "optim.", "seed")  # settings that decide what is learnt
-BATCH = ("global_batch_size", "steps")  # facts that runs at different batches cannot have in common
+SAME_EXAMPLES = 0.01  # share by which sequence counts may differ: not every epoch is a multiple of the batch
+WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that decide what is learnt
+BATCH = ("global_batch_size", "steps")  # figures that differ between runs with different batch sizes
 MACHINE = ("device", "instance", "world_size")
 
 
 def ratio(run: Run, baseline: Run, key: str) -> float | None:
-    """Return a run's figure divided by the baseline's; None if either is unknown, or cannot have been measured."""
+    """Return a run's figure divided by the baseline's; None if either is unknown or implausible."""
     value, base = run.summary[key] or 0.0, baseline.summary[key] or 0.0
     return value / base if 0 < value < LARGEST_FLOAT and 1 / LARGEST_FLOAT < base < LARGEST_FLOAT else None
 
 
 def times(run: Run, baseline: Run, key: str) -> str:
-    """Return the ratio in words; "" for the baseline itself and without a ratio."""
+    """Return the ratio in words; "" for the baseline itself and for an unknown ratio."""
     value = None if run is baseline else ratio(run, baseline, key)
     return "" if value is None else f"{factor(value)} times"
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Say if the last validation scores are equal, by best.metric or the loss; never on different data."""
+    """Say whether the last validation scores (best.metric, or else the loss) are equal, unless the data differs."""
     there, here = baseline.summary["scores"], run.summary["scores"]
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
@@ -64,7 +64,7 @@ def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
     for key in ("seq_len", "lengths"):
-        if all(each.summary[key] for each in both):  # old runs do not record them, which is not a difference
+        if all(each.summary[key] for each in both):  # a run of an old version lacks them, which is not a difference
             result += summaries_differ(run, baseline, (key,))
     return result + (summaries_differ(run, baseline, BATCH) if same_batch else [])
 
@@ -91,8 +91,8 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
-    """Return the run with the largest batch of each variant, the baseline's first; [] if all batches are equal."""
-    # Runs are of one variant if backend, split over ranks and machine are the same.
+    """Return each variant's run with the largest batch, the baseline's variant first; [] if these batches are equal."""
+    # Runs of one variant have the same backend, parallel settings and machine.
 
     def variant(run: Run) -> str:
         settings = {key: value for key, value in run.config.items() if key.startswith(("backend.", "parallel."))}
@@ -111,9 +111,9 @@ def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
 
 
 def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a header, and mean and spread of the last best.metric of runs that differ in nothing but their seed.
+    """Return a table with mean and spread of the last best.metric over runs that differ only in their seed.
 
-    The spread is the sample standard deviation. Empty if no runs differ so.
+    The first row is the header. The spread is the sample standard deviation. [] if no runs differ only in their seed.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -138,14 +138,17 @@ def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run, bool]]:
-    """Pair each run with the first at the same batch (True), and each variant with it at its largest batch (False)."""
+    """Return (run, baseline, same batch) for each pair to compare.
+
+    Runs with the batch size of the first run are compared with it; variants are compared at their largest batch.
+    """
     same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
     largest = at_largest_batch(runs)
     known = [(run, same[0], True) for run in same[1:]]
     for run in largest[1:]:
         if not (run in same and largest[0] in same):  # those pairs already compare the variants
             known.append((run, largest[0], False))
-    # Without either, the runs are of one variant and differ in batch.
+    # Without any pair, the runs are of one variant and differ in batch size.
     return known or [(run, runs[0], True) for run in runs[1:]]
 
 
@@ -160,7 +163,7 @@ def is_same_work(runs: Sequence[Run]) -> bool:
 
 
 def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
-    """Say how throughput and time compare with the baseline's, and whether result and work are the same."""
+    """Say how throughput and time compare with the baseline's, and whether quality and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
     does = f"{factor(speed)} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
     parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
@@ -200,7 +203,7 @@ def repaid_text(run: Run, baseline: Run) -> str:
 
 
 def warnings(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield warnings on runs for a reader who compares them."""
+    """Yield warnings about runs, for readers who compare them."""
     for run in runs:
         known = run.summary
         if lost := divergence(run):

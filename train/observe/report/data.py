@@ -1,4 +1,4 @@
-"""Labelled data and best evaluation of a run, both optional: data.json, evaluation.json, and tables of them."""
+"""A run's labelled data and best evaluation, both optional: readers of data.json and evaluation.json, and tables."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from train.observe.report.texts import count, score, share
 from train.system.folders import Folder
 from train.system.schema import BadContent, of_type, record
 
-FIRST = ("train", "validation")  # these splits come first, then the others by name
+FIRST = ("train", "validation")  # the first splits, before the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
-ROWS = (  # of the table of splits
+ROWS = (  # of the table of splits: label and field of SplitFacts
     ("Rows of the data", "examples"),
     ("Rows for the model", "rows"),
     ("Used by this run", "used_rows"),
@@ -32,16 +32,16 @@ class SplitFacts:
     """A prepared split, as training or evaluation uses it. None is unknown."""
 
     name: str
-    rows: int | None = None  # rows as the model sees them: windows, for question answering
-    used_rows: int | None = None  # the number of rows that this run uses
-    examples: int | None = None  # rows of the data from which they are made
-    bad_rows: int = 0  # left out
-    left_out: int = 0  # by data.label_map
+    rows: int | None = None  # rows that the model sees; for question answering, windows
+    used_rows: int | None = None  # rows that this run uses
+    examples: int | None = None  # rows of the data from which `rows` are made
+    bad_rows: int = 0  # rows left out because they are bad
+    left_out: int = 0  # rows left out by data.label_map
     bad_examples: list[str] = field(default_factory=list)  # some bad rows: file, line and reason
     label_counts: Numbers = field(default_factory=dict)
     length_histogram: dict[str, list[float]] = field(default_factory=dict)
-    padding_share: float | None = None  # of all tokens
-    notes: Numbers = field(default_factory=dict)  # truncated, cut questions, ...
+    padding_share: float | None = None  # share of padding in all tokens
+    notes: Numbers = field(default_factory=dict)  # counts by name: truncated, cut questions, ...
 
     def __post_init__(self) -> None:
         if len(self.up_to) != len(self.counts):
@@ -62,16 +62,16 @@ class Evaluated:
     """The evaluation of a split."""
 
     name: str
-    metrics: Numbers = field(default_factory=dict)  # with further numbers, such as the threshold that belongs to them
+    metrics: Numbers = field(default_factory=dict)  # with related numbers, such as a threshold
     labels: list[str] = field(default_factory=list)
-    per_class: dict[str, Numbers] = field(default_factory=dict)  # of each label: precision, recall, f1, support
-    confusion: list[list[float]] = field(default_factory=list)  # [true, predicted] examples
-    pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # by target: truth and prediction of some rows
+    per_class: dict[str, Numbers] = field(default_factory=dict)  # precision, recall, f1 and support by label
+    confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
+    pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # by target: (truth, prediction) of some rows
 
     def __post_init__(self) -> None:
         is_square = all(len(row) == len(self.confusion) for row in self.confusion)
         if not is_square or len(self.confusion) not in (0, len(self.labels)):
-            raise BadContent(f"the confusion of {len(self.labels)} labels is no square")
+            raise BadContent(f"the confusion matrix of {len(self.labels)} labels is not square")
         if any(len(pair) != 2 for pairs in self.pairs.values() for pair in pairs):
             raise BadContent("a row of pairs is not a truth and a prediction")
 
@@ -81,7 +81,7 @@ class Records:
     labels: list[str] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)  # lengths to which batches are padded, in tokens
     splits: list[SplitFacts] = field(default_factory=list)
-    step: int | None = None  # at which the evaluation took place
+    step: int | None = None  # step of the best evaluation
     evaluated: list[Evaluated] = field(default_factory=list)
 
 
@@ -112,7 +112,7 @@ def read_records(folder: Folder) -> Records | None:
 
 
 def parse(content: bytes) -> Any:
-    """Return the JSON of a file. Unknown values are left out: null, and NaN, of a run that diverged."""
+    """Return the JSON of a file without unknown values: null, and the NaN of a run that diverged."""
 
     def drop_unknown(table: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if value is not None}
@@ -130,7 +130,7 @@ EVALUATION: dict[str, Any] = {"step": int | None}
 def fields_of(
     hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return fields of Records: `name` has the splits as `kind`, training and validation first; unknown values go."""
+    """Return fields of Records: `name` has the splits as `kind`, train and validation first. Unknown keys go."""
     result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
     result[name], known = [], {item.name for item in fields(kind)}
@@ -153,7 +153,7 @@ def with_header(corner: str, columns: Iterable[str], rows: Table) -> Table:
 
 
 def splits_table(records: Records) -> Table:
-    """Return a column for each split: its rows, how many were left out or cut, its share of padding."""
+    """Return a table with a column per split: its rows, the rows left out or cut, and the share of padding."""
     splits = records.splits
     rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
     for note in {note: None for split in splits for note in split.notes}:
@@ -163,7 +163,7 @@ def splits_table(records: Records) -> Table:
 
 
 def labels_table(records: Records) -> Table:
-    """Return a row for each label: how often each split has it, and the share of its labels."""
+    """Return a table with a row per label: its count in each split, and its share of the split's labels."""
     columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
     rows = []
     for label in label_names(records):
@@ -173,13 +173,13 @@ def labels_table(records: Records) -> Table:
 
 
 def label_names(records: Records) -> list[str]:
-    """Return labels in the order of their numbers; those that occur only in the counts come last."""
+    """Return the labels in the order of their class numbers, and then labels that occur only in counts."""
     counted = [label for split in records.splits for label in split.label_counts]
     return list(dict.fromkeys([*records.labels, *counted]))
 
 
 def metrics_table(records: Records) -> Table:
-    """Return a row for each metric of the best evaluation, with a column for each split."""
+    """Return a table of the best evaluation with a row per metric and a column per split."""
     columns = {split.name: split.metrics for split in records.evaluated}
     names = {name: None for metrics in columns.values() for name in metrics}
     rows = [[name.replace("_", " "), *(score(each.get(name)) for each in columns.values())] for name in names]
@@ -187,7 +187,7 @@ def metrics_table(records: Records) -> Table:
 
 
 def classes_table(evaluated: Evaluated) -> Table:
-    """Return a row for each label: precision, recall, F1 and the number of examples that have it."""
+    """Return a table with a row per label: precision, recall, F1 and the number of examples with the label."""
     known = [label for label in evaluated.labels if label in evaluated.per_class]
     rows = []
     for label in dict.fromkeys([*known, *evaluated.per_class]):
@@ -197,7 +197,7 @@ def classes_table(evaluated: Evaluated) -> Table:
 
 
 def f1_comparison(runs: Sequence[Records | None], names: Sequence[str]) -> Table:
-    """Return a row for each split and label, with a column for each run: F1 at its best evaluation."""
+    """Return a table with a row per split and label and a column per run: F1 at the run's best evaluation."""
     columns = [
         {(split.name, label): scores.get("f1") for split in run.evaluated for label, scores in split.per_class.items()}
         if run is not None

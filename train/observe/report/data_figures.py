@@ -1,4 +1,4 @@
-"""Figures of labelled data and of its best evaluation as PNGs."""
+"""PNG figures of a run's labelled data and of its best evaluation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from train.observe.report.texts import file_name, printable, shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELS, MAX_NUMBERED = 40, 12  # labels that a figure names; labels up to which the heat map has numbers
-MAX_SCATTERED = 8  # targets per split that have a figure
+MAX_LABELS, MAX_NUMBERED = 40, 12  # the most labels that a figure names, and that a heat map shows with numbers
+MAX_SCATTERED = 8  # the most targets of a split that have a scatter plot
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (name, title, content) of the PNGs on the data and on the best evaluation."""
+    """Yield (file name, title, PNG) for each figure of the data and of the best evaluation."""
     with style():
         if any(split.label_counts for split in records.splits):
             yield "labels_by_split", "Labels", png_of(label_bars(records))
@@ -35,7 +35,7 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
 
 
 def label_bars(records: Records) -> Figure:
-    """Draw bars of the share of each label in each split, of the most frequent ones if there are many."""
+    """Draw the share of each label in each split as bars. Of many labels, draw only the most frequent."""
     splits = [split for split in records.splits if split.label_counts]
     totals = {label: sum(split.label_counts.get(label, 0) for split in splits) for label in label_names(records)}
     frequent = sorted(totals, key=lambda label: -totals[label])[:MAX_LABELS]
@@ -51,7 +51,7 @@ def label_bars(records: Records) -> Figure:
     axes.set_yticks(range(len(names)), [shortened(label, 20) for label in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # leaves space for the figures
+    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # leaves space for the numbers
     axes.xaxis.set_major_formatter(percent)
     axes.set_xlabel("share of the split's labels")
     figure.legend(loc="outside lower center", ncols=4)
@@ -59,7 +59,7 @@ def label_bars(records: Records) -> Figure:
 
 
 def length_steps(records: Records) -> Figure:
-    """Draw a histogram of the lengths of each split's rows, with the lengths that batches are padded to."""
+    """Draw a histogram of the row lengths in each split, and the lengths to which batches are padded."""
     figure, axes = axes_of("Lengths", xlabel="tokens, special ones included", ylabel="share of the split's rows")
     for index, split in enumerate(split for split in records.splits if sum(split.counts)):
         shares = [value / sum(split.counts) for value in split.counts]
@@ -69,7 +69,7 @@ def length_steps(records: Records) -> Figure:
         axes.axvline(length, **MARK)
     axes.plot([], [], **MARK, label=" padded to")
     ticks = [0, *max((split.up_to for split in records.splits), key=len)]
-    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)  # the bins grow with the lengths
+    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)  # longer rows have wider bins
     axes.set_xticks(ticks[:: math.ceil(len(ticks) / 12)], minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks([], minor=True)
@@ -84,7 +84,7 @@ def heat_map(evaluated: Evaluated) -> Figure:
     """Draw the confusion matrix, coloured by the share of the true label's examples, with numbers if they fit."""
     rows = evaluated.confusion
     shares = [[value / (sum(row) or 1) for value in row] for row in rows]
-    inch = 0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0  # of a row with its text
+    inch = 0.5 if len(rows) <= MAX_NUMBERED else 0.17 if len(rows) <= MAX_LABELS else 0.0  # height of a row of text
     size = max(WIDTH, 2 + inch * len(rows))
     title = f"Confusion: {printable(evaluated.name)}"
     figure, axes = axes_of(title, width=size, height=size - 0.5, xlabel="predicted", ylabel="true")
@@ -106,7 +106,7 @@ def heat_map(evaluated: Evaluated) -> Figure:
 
 
 def scatter(title: str, pairs: list[list[float]]) -> Figure:
-    """Draw the true and the predicted number of each row, and the line on which both are equal."""
+    """Draw the true and the predicted number of each row, and the line where they are equal."""
     truth, predicted = zip(*pairs, strict=True)
     ends = [end([*truth, *predicted]) for end in (min, max)]
     name = shortened(printable(title), 40)

@@ -1,4 +1,4 @@
-"""Figures of runs as PNGs: curves, and bars of several runs. Matplotlib is imported where it is used."""
+"""PNG figures of runs: curves, and bar charts of several runs. Matplotlib is imported where it is used."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: safe for colour-blind eyes
 DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
-MAX_POINTS = 200  # per curve: at 600 px more points are noise, which makes PNGs large
+MAX_POINTS = 200  # per curve: at 600 px, more points are noise and make PNGs large
 MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of a line that is not a curve
 DPI = 200
-WIDTH = 4.5  # inches; shown as one of three columns, or on a telephone, its texts are as large as those around it
-SMALL = 9  # points, of the smallest text: no page shows a figure with less than one pixel per point
+WIDTH = 4.5  # inches: in one of three columns, or on a phone, the texts are as large as those around the figure
+SMALL = 9  # points, the smallest text: pages show a figure with at least one pixel per point
 STYLE: Any = {
     "font.size": 10,
     "xtick.labelsize": SMALL,
@@ -43,21 +43,21 @@ STYLE: Any = {
     "grid.linewidth": 0.8,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
-    "text.parse_math": False,  # a dollar sign in the name of a run is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a run's name is only a dollar sign
 }
 
 
 @dataclass(frozen=True)
 class Panel:
-    name: str  # of the PNG
+    name: str  # file name of the PNG
     title: str
     unit: str  # label of the y axis
-    key: str  # of the lines
+    key: str  # key of the metrics lines
     kind: str = "train"
     percent: bool = False
     from_zero: bool = True
-    at_most: tuple[float, ...] = ()  # candidates for the top of the y axis: the first one that no value exceeds
-    spikes: bool = False  # a logarithmic axis if values differ a hundredfold
+    at_most: tuple[float, ...] = ()  # candidates for the top of the y axis; the first that no value exceeds is taken
+    spikes: bool = False  # a logarithmic axis if the values differ by more than a factor of 100
 
 
 X_LABELS = {
@@ -68,7 +68,7 @@ X_LABELS = {
 }
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", "tokens_per_s")
-PANELS = (  # shown below the quality
+PANELS = (  # below the panels of the quality
     Panel("learning_rate", "Learning rate", "learning rate", "lr"),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", percent=True),
     Panel("padding_share", "Padding", "share of all tokens", "padding_share", percent=True),
@@ -97,20 +97,20 @@ def plain(value: float, _: float | None = None) -> str:
 
 
 def x_axis(runs: list[Run]) -> str:
-    """Return the x axis: sequences if the batch sizes differ and all runs count them, otherwise steps."""
+    """Return the key of the x axis: sequences if the batch sizes differ and all runs count sequences, else steps."""
     batches = {run.summary["global_batch_size"] for run in runs}
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
     return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
 
 
 def last_x(runs: list[Run], x: str) -> float:
-    """Return the end of the axes of all curves, which all begin at 0."""
+    """Return the end of the x axis, which is the same for all curves. It begins at 0."""
     lines = [line for run in runs for kind in ("train", "eval") for line in run.drawn(kind)]
     return max((value for line in lines if (value := number(line, x)) is not None), default=0.0) or 1.0
 
 
 def look(number: int) -> dict[str, Any]:
-    """Return colour and dash of a run by its number, the same on every figure."""
+    """Return the colour and the dash pattern of a run by its index, the same in every figure."""
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
@@ -137,14 +137,14 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
         has_points |= bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
-    # With sentence-order prediction the loss is not only that of the tokens.
+    # With sentence-order prediction, the loss is not that of the tokens alone.
     of_tokens = [all("sop_loss" not in line for line in run.evaluations) for run in runs]
     entropies = [run.summary["unigram_entropy"] if of else None for run, of in zip(runs, of_tokens, strict=True)]
     add_marks(axes, entropies, "unigram entropy")
 
 
 def add_marks(axes: Axes, values: list[float | None], name: str) -> None:
-    """Draw a horizontal line for each different value of the runs, in the run's colour if there are several."""
+    """Draw a horizontal line for each distinct value of the runs, in the run's colour if there are several values."""
     known = {value: values.index(value) for value in values if value is not None}
     for value, first in known.items():
         axes.axhline(value, **MARK | ({"color": look(first)["color"]} if len(set(values)) > 1 else {}))
@@ -153,7 +153,7 @@ def add_marks(axes: Axes, values: list[float | None], name: str) -> None:
 
 
 def finish(axes: Axes, panel: Panel, ys: list[float], end: float) -> None:
-    """Set the axes of a panel with the values `ys`, whose x axis ends at `end`."""
+    """Set limits and ticks of a panel's axes, given its values `ys` and the end of the x axis."""
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
     axes.set_xlim(0, end)
@@ -191,7 +191,7 @@ def axes_of(title: str, *, width: float = WIDTH, height: float = 3.0, **more: st
 
 
 def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
-    """Return the PNG of a panel; None if no run has a value for it, unless that is a loss that was never finite."""
+    """Return the PNG of a panel; None if no run has a value for it, except for a loss that was never finite."""
     curves = [points(run.drawn(panel.kind), panel.key, x) for run in runs]
     values = [y for each in curves for ys in each[1:] for y in ys]
     lost = [last_finite(run) if panel.key == LOSS.key else None for run in runs]
@@ -204,7 +204,7 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
         names = [f"{shortened(run.label)}{how}" for run, how in zip(runs, ends, strict=True)]
     figure, axes = axes_of(panel.title, xlabel=X_LABELS[x], ylabel=panel.unit)
     for index, (name, each) in enumerate(zip(names, curves, strict=True)):
-        label = f" {name}"  # the space: a name that begins with "_" would be left out of the legend
+        label = f" {name}"  # with a space: Matplotlib leaves a name that begins with "_" out of the legend
         curve(axes, *each, band=len(runs) == 1, label=label, **look(index))
     if panel.name == LOSS.name:
         add_validation(axes, runs, x)
@@ -215,10 +215,10 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     finish(axes, panel, values, end)
     handles, named = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        widths = [len(name) + 7 for name in named]  # in letters, of about 60 that fit in a row
+        widths = [len(name) + 7 for name in named]  # in letters; a row has room for about 60
         columns = len(widths) if sum(widths) <= 60 else max(1, 60 // max(widths))
         figure.legend(loc="outside lower center", ncols=columns)
-        figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))  # many runs must not squeeze the axes
+        figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))  # a long legend must not squeeze the axes
     return png_of(figure)
 
 
@@ -232,12 +232,12 @@ def png_of(figure: Figure) -> bytes:
 
 
 class Bars(NamedTuple):
-    """A bar for each run, of one figure of its summary."""
+    """A bar chart of one figure of the summary, with a bar for each run."""
 
-    name: str  # of the PNG
+    name: str  # file name of the PNG
     title: str
-    key: str  # of the summary
-    form: str  # format of the figure beside the bar
+    key: str  # key of the summary
+    form: str  # format of the value beside the bar
     unit: str
     scale: float = 1.0
 
@@ -248,7 +248,7 @@ BARS = (
     Bars("cost_by_run", "Cost", "cost_usd", "${:,.2f}", "US dollars"),
     Bars("compiling_by_run", "Compiling", "compile_s", "{:,.1f} s", "seconds"),
 )
-MEMORY = (  # sources of the peak: the first that every run has
+MEMORY = (  # sources of the peak; the first that every run has is taken
     ("peak_device_bytes", "device memory, GB, of rank 0 as PyTorch counts it"),
     ("monitored_device_bytes", "device memory, GB, the most that the monitor saw"),
     ("peak_host_bytes", "host memory, GB, of the process of rank 0"),
@@ -256,14 +256,14 @@ MEMORY = (  # sources of the peak: the first that every run has
 
 
 def bars_of(runs: list[Run]) -> list[Bars]:
-    """Return the bars for which there are figures."""
+    """Return the bar charts that have a value to show."""
     memory = [Bars("memory_by_run", "Peak memory", key, "{:,.2f} GB", unit, scale=1e-9) for key, unit in MEMORY]
     memory = [bars for bars in memory if all(run.summary[bars.key] for run in runs)][:1]
     return [*(bars for bars in BARS if any(run.summary[bars.key] for run in runs)), *memory]
 
 
 def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
-    """Return the PNG of bars, each with its figure and the ratio to the first run's."""
+    """Return the PNG of a bar chart. Each bar has its value and the ratio to the first run's."""
     from matplotlib.ticker import MaxNLocator
 
     values = [run.summary[bars.key] for run in runs]
@@ -279,12 +279,12 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(plain)
-    axes.set_xlim(right=1.9 * axes.get_xlim()[1])  # leaves space for the figures
+    axes.set_xlim(right=1.9 * axes.get_xlim()[1])  # leaves space for the values
     return png_of(figure)
 
 
 def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
-    """Return (name, title, PNG) of the curves, and for several runs of the bars."""
+    """Return (name, title, PNG) of the curves and, for several runs, of the bar charts."""
     x = x_axis(runs)
     with style():
         drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]

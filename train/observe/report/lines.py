@@ -1,7 +1,7 @@
 """The lines of a run as the report reads them, newest first, in memory that does not grow with their number.
 
-In this order a line is known to be superseded when it is read: one of the same kind at the same or an earlier step came
-before.
+In this order, a line that is read is superseded if a line of the same kind at the same or an earlier step has already
+been read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from train.config.checks import LARGEST_FLOAT
 
 Line = dict[str, Any]
-MAX_LINES = 1000  # per kind, five for each point of a curve; twice this number is thinned
+MAX_LINES = 1000  # per kind, five for each point of a curve; at twice this number, lines are thinned out
 
 
 def number(line: Line, key: str) -> float | None:
@@ -34,7 +34,7 @@ def total(values: Iterable[float | None]) -> float | None:
 
 
 class Group(dict[str, Any]):
-    """The means of several train lines, with the extremes of each figure."""
+    """The mean of several train lines, with the lowest and the highest value of each figure."""
 
     def __init__(self, lines: list[Line]) -> None:
         columns = {key: numbers(lines, key) for key in dict.fromkeys(key for line in lines for key in line)}
@@ -45,7 +45,7 @@ class Group(dict[str, Any]):
 
 
 def low(line: Line, key: str) -> float:
-    """Return the lowest value of a figure that a line has."""
+    """Return the lowest value of a figure in a line."""
     return float(line.lows[key] if isinstance(line, Group) else line[key])
 
 
@@ -58,7 +58,7 @@ def highest(lines: list[Line], key: str) -> float | None:
 
 
 class Points(NamedTuple):
-    """The points of a curve, with the extremes of the lines that a point is the mean of."""
+    """The points of a curve, with the lowest and the highest value of the lines behind each point."""
 
     xs: list[float]
     ys: list[float]
@@ -74,12 +74,12 @@ def points(lines: list[Line], key: str, x: str) -> Points:
 
 @dataclass
 class Curve:
-    """Train lines: the newest, the oldest, and between them at most twice MAX_LINES groups of equal size."""
+    """The train lines: the newest, the oldest, and between these at most 2 * MAX_LINES groups of equal size."""
 
     ends: list[Line] = field(default_factory=list)
     groups: list[Line] = field(default_factory=list)
     group: list[Line] = field(default_factory=list)  # the group that is being filled
-    size: int = 1  # lines of a group
+    size: int = 1  # lines per group
 
     def add(self, line: Line) -> None:
         if len(self.ends) == 2:
@@ -108,23 +108,23 @@ class Attempt:
     """Facts of an attempt from all its lines, including those of steps that were redone."""
 
     last: Line  # its newest line
-    step: int = 0  # the last step, by its newest line or by a later committed save
+    step: int = 0  # the last step, from the newest line or a checkpoint committed after it
     is_step_known: bool = False
-    has_steps: bool = False  # or a summary
-    newest: Line = field(default_factory=dict)  # the newest known figures of any line
-    trained: Line = field(default_factory=dict)  # those of train lines; compile_s is their sum
+    has_steps: bool = False  # whether it has a train line or a summary
+    newest: Line = field(default_factory=dict)  # the newest known figures of all lines
+    trained: Line = field(default_factory=dict)  # the newest known figures of train lines; compile_s is a sum
     flops_s: float = 0.0  # MFU x seconds
     known_s: float = 0.0  # seconds for which the MFU is known
-    later: tuple[float | None, float] | None = None  # MFU and end of the train line that follows the one being read
+    later: tuple[float | None, float] | None = None  # MFU and end of the train line after the one being read
 
     def add(self, line: Line) -> None:
-        """Add the line that precedes those added so far."""
+        """Add a line that is older than all lines added so far."""
         kind = line["kind"]
         self.has_steps |= kind in ("train", "summary")
         for key in ("cost_usd", "goodput"):
             if key not in self.newest and (value := number(line, key)) is not None:
                 self.newest[key] = value
-        if kind != "fault" and not self.is_step_known:  # a fault may precede any step
+        if kind != "fault" and not self.is_step_known:  # a fault line may come before any step
             self.step, self.is_step_known = max(self.step, line["step"]), kind != "checkpoint"
         if kind == "train":
             for key in ("train_s", "tokens", "graphs"):
@@ -143,14 +143,14 @@ class Attempt:
             self.flops_s, self.known_s = self.flops_s + mfu * (end_s - begin_s), self.known_s + end_s - begin_s
 
     def finish(self) -> None:
-        """Complete the figures, once all lines were added."""
+        """Complete the figures after all lines were added."""
         self.add_mfu(0.0)
         self.later = None
         if self.known_s:
             self.trained["mfu"] = self.flops_s / self.known_s
 
     def figure(self, key: str) -> float | None:
-        """Return a figure of the attempt, as train_s: from its summary, or from its train lines if it wrote none."""
+        """Return a figure of the attempt, such as train_s, from its summary or, without one, from its train lines."""
         return number(self.last if self.last["kind"] == "summary" else self.trained, key)
 
 
@@ -159,8 +159,8 @@ class Saves:
     """The checkpoints of all attempts."""
 
     number: int = 0
-    bytes: float | None = None  # of the newest
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # save_s and stall_s, and in how many lines
+    bytes: float | None = None  # size of the newest checkpoint
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum and line count of save_s and of stall_s
 
     def add(self, line: Line) -> None:
         self.number += 1
@@ -179,7 +179,7 @@ class Saves:
 
 @dataclass
 class Faults:
-    """The faults of all attempts, and the newest of their lines."""
+    """The faults of all attempts, with the newest of the fault lines."""
 
     number: int = 0
     survived: int = 0
@@ -199,9 +199,9 @@ class Faults:
 
 @dataclass
 class Reading:
-    """All lines of a run, once they were added from the newest to the oldest."""
+    """The lines of a run, which are added from the newest to the oldest."""
 
-    told: Callable[[list[Line]], set[int | None]]  # the steps of evaluations that must not be left out
+    told: Callable[[list[Line]], set[int | None]]  # returns the steps of evaluations that must not be left out
     by_number: dict[int, Attempt] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     evaluations: list[Line] = field(default_factory=list)
@@ -236,7 +236,7 @@ class Reading:
             self.faults.add(line)
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts, once all lines were added: those without steps are left out, unless all are."""
+        """Return the attempts after all lines were added. Attempts without steps are left out, unless none has steps."""
         known = list(reversed(self.by_number.values()))
         for attempt in known:
             attempt.finish()

@@ -1,4 +1,4 @@
-"""The page of one run or several: one HTML file to read, keep and send, with its figures as PNGs beside it."""
+"""The page of one or several runs: one HTML file to read, keep and send, with its figures also as PNG files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from train.system import samples
 from train.system.folders import LocalFolder
 from train.system.schema import BadContent
 
-TITLES = ("Training report: ", "Comparison of ")  # of report.html.j2
+TITLES = ("Training report: ", "Comparison of ")  # how titles in report.html.j2 begin
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Precision", "precision", as_text),
     ("Global batch (sequences)", "global_batch_size", COUNT),
     ("Micro batch (sequences)", "micro_batch_size", COUNT),
-    ("Micro batches a step and rank", "accumulation", COUNT),
+    ("Micro batches per step and rank", "accumulation", COUNT),
     ("Sequence length (tokens)", "seq_len", COUNT),
     ("Steps done", "steps", COUNT),
     ("Steps planned", "steps_total", COUNT),
@@ -70,9 +70,9 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Billable time without compiling (h:mm:ss)", "wall_without_compile_s", duration),
     ("Cost", "cost_usd", "${:,.2f}".format),
     ("Peak device memory of rank 0 (GB)", "peak_device_bytes", gigabytes),
-    ("Most device memory that the monitor saw (GB)", "monitored_device_bytes", gigabytes),
+    ("Peak device memory seen by the monitor (GB)", "monitored_device_bytes", gigabytes),
     ("Peak host memory of rank 0 (GB)", "peak_host_bytes", gigabytes),
-    ("Least peak memory of a rank (GB)", "least_rank_bytes", gigabytes),
+    ("Lowest peak memory of a rank (GB)", "least_rank_bytes", gigabytes),
     ("Highest peak memory of a rank (GB)", "most_rank_bytes", gigabytes),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
@@ -80,15 +80,15 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Goodput", "goodput", SHARE),
     ("Faults and alarms", "alarms", COUNT),
     ("Faults survived", "faults_survived", COUNT),
-    ("Steps lost to them", "steps_lost", COUNT),
-    ("Time to recover from them (s)", "recover_s", SECONDS),
-    ("Mean time between them (h:mm:ss)", "mttf_s", duration),
+    ("Steps lost to faults", "steps_lost", COUNT),
+    ("Time to recover from faults (s)", "recover_s", SECONDS),
+    ("Mean time between faults (h:mm:ss)", "mttf_s", duration),
     ("Steps skipped, gradient not finite", "skipped_steps", COUNT),
     ("Rollbacks", "rollbacks", COUNT),
     ("Checkpoints saved", "checkpoints", COUNT),
     ("Checkpoint size (MB)", "checkpoint_bytes", lambda value: f"{value / 1e6:,.1f}"),
-    ("Checkpoint stall (s a save)", "stall_s", "{:,.3f}".format),
-    ("Saving, from begin to commit (s)", "save_s", SECONDS),
+    ("Checkpoint stall (s per save)", "stall_s", "{:,.3f}".format),
+    ("Saving, from start to commit (s)", "save_s", SECONDS),
     ("checkpoint.every (steps)", "checkpoint_every", COUNT),
     ("Suggested checkpoint.every (steps)", "suggested_every", COUNT),
     ("Suggested time between saves (s)", "suggested_interval_s", SECONDS),
@@ -100,7 +100,7 @@ WITH_RATIO = ("tokens_per_s", "sequences_per_s", "train_s", "wall_s", "wall_with
 
 
 def facts(run: Run, baseline: Run) -> dict[str, str]:
-    """Return the summary as labels and texts, in the order of the table, with ratios to the baseline's figures."""
+    """Return the summary's texts by label, in the order of the table, with ratios to the baseline's figures."""
     result, summary = {}, run.summary
     for label, key, form in ROWS:
         value = summary[key]
@@ -117,7 +117,7 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Return a label and a text for each run; rows unknown for every run are left out, except the most important."""
+    """Return rows of a label and a text per run. Rows unknown for every run are left out, except the most important."""
     columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
@@ -125,7 +125,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def config_differences(runs: Sequence[Run]) -> Table:
-    """Return a key and a value for each run, for the keys that differ; run_dir always does and is left out."""
+    """Return rows of a key and a value per run for the keys that differ. run_dir, which always differs, is left out."""
     keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
     rows = [[key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -184,7 +184,7 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
-    """Return (title, PNG in base64, least width in pixels, at which a point of text is a pixel) of figures."""
+    """Return (title, PNG in base64, least width in pixels) of figures. At this width a point of text is a pixel."""
     widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # read from the header of a PNG
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]
@@ -208,8 +208,8 @@ def fill_template(values: dict[str, Any]) -> str:
 def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
     """Write report.html and its PNGs to the folder `output`; return the path of the HTML.
 
-    `failed` has lines on runs that are missing. The most important facts come first; the long table and all settings
-    fold below.
+    `failed` has a line for each run that is missing. The most important facts come first; the long table and all
+    settings are folded below them.
     """
     tell_apart(runs)
     is_one = len(runs) == 1
@@ -244,7 +244,10 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
     there = folder.read("report.html") if folder.size("report.html") is not None else b""
     is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
     foreign = [name for name in files if name in folder.names_here() and not is_ours]
-    check(not foreign, f"{output} holds {', '.join(foreign[:3])} that no report wrote; --output names another folder")
+    check(
+        not foreign,
+        f"{output} holds {', '.join(foreign[:3])} that no report wrote; choose another folder with --output",
+    )
     for name, content in files.items():
         folder.write(name, content)
     return output / "report.html"

@@ -1,8 +1,8 @@
-"""A run folder as the report reads it: its lines, its attempts, and their summary. It imports no torch.
+"""A run folder as the report reads it: its lines, its attempts and their summary. Nothing here imports torch.
 
 It reads metrics.jsonl, config.yaml, environment.json, outcome.json, data.json, evaluation.json and
-export/baretrain.json; page.py adds samples.json. A figure begins in train/observe/metrics.py (Recorder), is computed by
-`summarise`, and shown by a row of ROWS in page.py.
+export/baretrain.json; page.py also reads samples.json. A figure is written by Recorder (train/observe/metrics.py),
+computed for the whole run by `summarise`, and shown by a row of ROWS in page.py.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ logger = logging.getLogger("train")
 @dataclass
 class Run:
     folder: Folder
-    config: dict[str, Any]  # flat: "optim.lr"
-    environment: dict[str, Any]  # also flat
-    attempts: list[Attempt] = field(default_factory=list)  # of time and money, including redone steps
-    train: list[Line] = field(default_factory=list)  # for the curves, without superseded ones, like evaluations
-    evaluations: list[Line] = field(default_factory=list)
+    config: dict[str, Any]  # by flat key: "optim.lr"
+    environment: dict[str, Any]  # by flat key
+    attempts: list[Attempt] = field(default_factory=list)  # for times and costs, with redone steps
+    train: list[Line] = field(default_factory=list)  # train lines for the curves, without superseded ones
+    evaluations: list[Line] = field(default_factory=list)  # eval lines, without superseded ones
     summaries: list[Line] = field(default_factory=list)
     saves: Saves = field(default_factory=Saves)
     faults: Faults = field(default_factory=Faults)
-    records: Records | None = None  # None: it has no labelled data
-    outcome: dict[str, Any] = field(default_factory=dict)  # of the last attempt; empty: it still runs, or was killed
-    exported_step: int | None = None  # of the weights in its export; None: it has none, or one that does not state it
-    label: str = ""  # its name among the runs of a report
+    records: Records | None = None  # None if the run has no labelled data
+    outcome: dict[str, Any] = field(default_factory=dict)  # how the last attempt ended; {} if it runs or was killed
+    exported_step: int | None = None  # step of the exported weights; None without an export, or if it states no step
+    label: str = ""  # the run's name in a report
 
     def add(self, lines: Iterable[Line]) -> None:
-        """Add all lines, the newest first."""
+        """Add all lines, which come newest first."""
         start_s = number(self.environment, "first_started_unix_s")
 
         def told(known: list[Line]) -> set[int | None]:
@@ -77,7 +77,7 @@ class Run:
         return self.evaluations if kind == "eval" else self.train
 
     def metric(self, name: str) -> Metric:
-        """Return the task's declaration of a metric, under a name that can be shown."""
+        """Return the task's declaration of a metric, with a printable name."""
         prefix = "data.more_validation."
         splits = [key.removeprefix(prefix) for key in self.config if key.startswith(prefix)]
         return replace(metric_of(str(self.config.get("task.kind")), name, splits), name=printable(name))
@@ -127,20 +127,20 @@ def last(lines: list[Line], key: str) -> float | None:
 
 
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
-    """Return the mean of values weighted by seconds: of MFUs, all FLOPs over what the devices could have done."""
+    """Return the mean of values weighted by seconds. For MFUs, this is all FLOPs over those at the devices' peak."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
     return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
 
 
 # ---- summary -------------------------------------------------------------------------------------------------------
 
-NOT_SCORES = re.compile("attempt|step|examples|epoch|unigram_entropy|.*_s")  # the other numbers of an eval line
+NOT_SCORES = re.compile("attempt|step|examples|epoch|unigram_entropy|.*_s")  # keys of an eval line that are not scores
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
 OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interval_s", "suggested_every")
 
 
 def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
-    """Return (value, step) of the last (None: not finite) and the best of every metric, if its direction is known."""
+    """Return (value, step) for each metric's "last" (None: not finite) and, if its direction is known, "best"."""
     result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
@@ -153,12 +153,12 @@ def scores(run: Run, evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, 
 
 
 def summarise(run: Run) -> Summary:
-    """Return the values of the summary table; None is unknown. Times, tokens and peaks are of all attempts."""
+    """Return the values of the summary table; None is unknown. Times, tokens and peaks cover all attempts."""
     return {**setting(run), **speed(run), **reliability(run), "scores": scores(run, run.evaluations)}
 
 
 def setting(run: Run) -> Summary:
-    """Return what was trained, where and on what: open settings are as the machines of the run resolved them."""
+    """Return what was trained, on which data and machines. For settings left to auto, this is what the run chose."""
     config, environment, end = run.config, run.environment, newest_summary(run)
     from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")
@@ -193,18 +193,18 @@ def setting(run: Run) -> Summary:
 
 
 def speed(run: Run) -> Summary:
-    """Return how far the run came, how fast, and what it took."""
+    """Return the run's progress, speed, memory and cost."""
     config, environment, end, newest = run.config, run.environment, newest_summary(run), run.train[-1:]
     train_s, tokens, compile_s, graphs = (
         total([attempt.figure(key) for attempt in run.attempts]) for key in ("train_s", "tokens", "compile_s", "graphs")
     )
     steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
     batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
-    if batch and examples is not None:  # a run that is stopped writes no line at its last step
+    if batch and examples is not None:  # a stopped run may have no line for its last step
         examples += batch * max(0, steps - run.train[-1]["step"])
-    once = examples if len(run.attempts) == 1 else None  # steps that were redone are not counted
+    once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith("cpu")  # also through XLA; its memory is the host's
+    is_cpu = str(environment.get("device")).startswith("cpu")  # also with XLA; the device's memory is the host's
     of_ranks = end.get("peak_bytes_of_ranks")
     of_ranks = of_ranks if isinstance(of_ranks, list) else []
     peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]
@@ -228,7 +228,7 @@ def speed(run: Run) -> Summary:
         "most_rank_bytes": max(peaks, default=None),
         "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # of all attempts so far
         "cost_partial": without_summary > 0 or any(number(each.last, "cost_usd") is None for each in run.attempts),
-        "train_loss": number(newest[0], "loss") if newest else None,  # null: it was not a number
+        "train_loss": number(newest[0], "loss") if newest else None,  # None: it was not finite
         "attempts": len(run.attempts),
         "attempts_without_summary": without_summary,
         "reason": closing(run).get("reason"),
@@ -236,7 +236,7 @@ def speed(run: Run) -> Summary:
 
 
 def reliability(run: Run) -> Summary:
-    """Return the cost of faults and saves. A killed attempt leaves no count of its skipped steps and rollbacks."""
+    """Return figures of faults and saves. A killed attempt leaves no count of its skipped steps and rollbacks."""
     saves, faults, end, planned = run.saves, run.faults, newest_summary(run), planned_steps(run)
     of_end = {key: number(end, key) for key in OF_SUMMARY}
     if planned and of_end["suggested_every"]:  # a short run needs only the save at its end
@@ -258,14 +258,14 @@ def reliability(run: Run) -> Summary:
 
 
 def last_finite(run: Run) -> Line | None:
-    """Return the last train line with a finite loss if a run diverged ({} if no line has one), else None."""
+    """Return the last train line with a finite loss if the run diverged ({} if it has none); None if it did not."""
     if not run.train or "loss" not in run.train[-1] or number(run.train[-1], "loss") is not None:
         return None
     return next((line for line in reversed(run.train) if number(line, "loss") is not None), {})
 
 
 def divergence(run: Run) -> str:
-    """Return since when a run that diverged has no finite loss, and a cure; "" for any other run."""
+    """Return a text on when the loss of a diverged run stopped being finite, with advice; "" for other runs."""
     line = last_finite(run)
     if line is None:
         return ""
@@ -279,12 +279,12 @@ def planned_steps(run: Run) -> float | None:
 
 
 def newest_summary(run: Run) -> Line:
-    """Return the newest summary of any attempt; {} if there is none."""
+    """Return the newest summary line of all attempts; {} if there is none."""
     return run.summaries[-1] if run.summaries else {}
 
 
 def closing(run: Run) -> Line:
-    """Return the summary of the last attempt; {} if it is still running, or was killed."""
+    """Return the summary line of the last attempt; {} if it is still running or was killed."""
     return run.attempts[-1].last if run.attempts[-1].last["kind"] == "summary" else {}
 
 

@@ -1,4 +1,4 @@
-"""Values of run folders as the report writes them: None is "unknown", and no value breaks a terminal or a page."""
+"""The formatting of values for the report: None becomes "unknown", and no value breaks a terminal or a page."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 from train.config.checks import LARGEST
 from train.system.folders import sha256_bytes
 
-LONG = 1e6  # a ratio above it is written with an exponent
+LONG = 1e6  # ratios above it are written with an exponent
 
 
 def printable(text: object) -> str:
-    """Return the text without characters that cannot be shown: control and direction marks, lone surrogates."""
+    """Return the text with U+FFFD for characters that cannot be shown: control and direction marks, lone surrogates."""
     plain = str(text)
     if plain.isprintable():
         return plain
@@ -20,7 +20,7 @@ def printable(text: object) -> str:
 
 
 def shortened(text: str, length: int = 40) -> str:
-    """Return the text, or its beginning and end if it is too long."""
+    """Return the text, or its beginning and end if it is longer than `length`."""
     text, half = printable(text), length // 2
     return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"
 
@@ -30,7 +30,7 @@ def as_text(value: object) -> str:
 
 
 def file_name(prefix: str, name: str) -> str:
-    """Return a figure's file name, the same in every report. A hash separates names that no file can have."""
+    """Return a figure's file name, the same in every report. If `name` is no file name, a hash keeps it distinct."""
     plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
     hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
     return f"{prefix}_{plain}{hashed}"
