@@ -152,7 +152,7 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
     quality = cards_of(run)["Final quality"]
     assert (quality.title, quality.value) == ("Validation f1 macro", "0.700")
     assert quality.notes[:2] == ["best 0.750 at step 20, last at step 30", "accuracy 0.760"]
-    assert quality.notes[2].endswith("most frequent label: accuracy 0.500")
+    assert quality.notes[2].endswith("accuracy of the most frequent label: 0.500")
     html = page.render([read_run(run)], tmp_path / "out").read_text()
     wanted = ["Outcome", "Model", "Validation f1 macro", "Training loss", "Tokens per second", "Training time", "Cost"]
     wanted += ["Goodput", "Curves", "What it learnt", "Data", "Best evaluation, at step 20", "Details"]
@@ -176,7 +176,7 @@ def test_the_samples_of_a_language_model_come_with_what_it_can_do(tmp_path, loss
     evaluation = eval_line(10, loss=loss, masked_accuracy=accuracy)
     lines = [train_line(10), evaluation, summary_line(10, 10, unigram_entropy=7.5)]
     words = cards.ability(read_run(write_run(tmp_path / "run", lines)).summary)
-    assert ("their frequencies alone" in words) == (says is not None)
+    assert ("token frequencies alone" in words) == (says is not None)
     assert says is None or says in words
     assert ("most answers below are wrong" in words) == (loss == 7.0)
 

@@ -12,7 +12,7 @@ LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
 LARGEST = 2**63  # upper bound of integers: NumPy, torch and safetensors store them in 64 bits
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
 CONTROLS = ("Cc", "Zl", "Zp")  # Unicode categories: control characters, line and paragraph separators
-SHOWN_NAMES = 10  # the most names that a message lists
+SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
 MARKS = ("delimiter", "quote", "escape", "separator")  # settings with these endings may be a tab, or Hive's \x01
 
@@ -88,7 +88,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shortlist(names: Iterable[object], most: int = SHOWN_NAMES) -> str:
-    """Return the names, joined by commas for a one-line message; above `most`, the first ones and the total."""
+    """Join names by commas for a one-line message. If there are more than `most`, show the first ones and the total."""
     every = list(map(str, names))
     return ", ".join(every[:most]) + (f", ... ({len(every):,})" if len(every) > most else "")
 

@@ -68,8 +68,8 @@ class ColumnsConfig:
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = setting("auto", among=FORMATS)  # The file format; auto recognises it by the file names, saved is that
-    # of save_to_disk.
+    format: str = setting("auto", among=FORMATS)  # The file format; auto recognises it by the file names, saved is the
+    # format of Dataset.save_to_disk.
     name: str | None = None  # The configuration of a Hub data set.
     revision: str | None = None  # The commit of a Hub data set, which pins its content.
     train: str | None = None  # The file or glob below path, or the split, with the training data; None takes path
@@ -80,10 +80,10 @@ class RecordsConfig(DataConfig):
     # {mismatched: dev_mm.tsv}.
     validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows to hold out for validation,
     # chosen by a hash of their text, if data.validation is None.
-    max_train_examples: int | None = setting(None, above=0)  # The most training examples to use, drawn by the seed;
-    # None uses all.
-    max_validation_examples: int | None = setting(None, above=0)  # The most examples to use of each validation split;
-    # None uses all.
+    max_train_examples: int | None = setting(None, above=0)  # The maximum number of training examples, drawn by the
+    # seed; None uses all.
+    max_validation_examples: int | None = setting(None, above=0)  # The maximum number of examples of each validation
+    # split; None uses all.
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     labels: list[str] = field(default_factory=list)  # The labels in the order of their class numbers; [] takes the
     # labels of the data, sorted, or in the order of the numbers that label_map maps to them.

@@ -8,7 +8,7 @@ from typing import ClassVar
 from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
-PARTS_PER_RANK = 2  # model parts of an interleaved pipeline: about half the waiting time of 1f1b, twice the traffic
+PARTS_PER_RANK = 2  # model parts if interleaved, for about half the waiting time of 1f1b and twice the traffic
 SPLITTING = ("auto", "ddp", "neuron")  # backends that can split a step over several ranks
 
 

@@ -12,7 +12,7 @@ from train.config.checks import Section, check, setting
 from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
-MOST_READINGS = 1000  # the most times that a corpus is read: a model memorises text that it sees more often
+MOST_READINGS = 1000  # maximum for a corpus: a model memorises text that it sees more often
 MAX_PREPARING_PROCESSES = 1024  # per machine: no machine has more processors; each process holds a tokenizer
 
 
@@ -101,7 +101,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     # by plain forms, as ALBERT does; leave it off for languages in which accents matter, such as French.
     add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained, which are also
     # found inside words; training adds a row to the embeddings for each.
-    train_bytes: int = setting(256 * 2**20, above=0)  # The most bytes of text from which to train a new tokenizer,
+    train_bytes: int = setting(256 * 2**20, above=0)  # The maximum number of bytes of text to train a new tokenizer on,
     # which needs 20 times this memory; a Hub stream is read from its beginning.
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The model card, RUN/export/README.md. It is made from the run folder alone, on any machine, without torch.
 
-Others will read the card, so it contains no paths, hosts or endpoints, and only the last part of a folder's path.
+Others will read the card, so it contains no hosts or endpoints, and only the last part of any path.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
-MOST_WAITING = 100  # lines; with more, a slow disk delays the training
+MOST_WAITING = 100  # waiting lines; with more of them, training waits for the disk
 
 
 class Journal:
@@ -58,10 +58,10 @@ class Journal:
         return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Write a line, then call `then`. Several calls take effect in their order.
+        """Write a line, then call `then`. Lines are written in the order of the calls.
 
-        Train lines may be written a little later; any other line is written immediately, after all that wait. Raises
-        Failure if this line or an earlier one cannot be written.
+        Train lines may be written a little later; any other line is written immediately, after all waiting lines.
+        Raises Failure if this line or an earlier one cannot be written.
         """
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
         self.waiting.append((line, then))
@@ -96,7 +96,7 @@ class Journal:
                     self._append([line for line, _ in lines])
                 for _, then in lines:
                     then()
-            except Exception as error:  # raised by the next call of the training
+            except Exception as error:  # the next call to the journal raises it
                 self.failure = error
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -118,7 +118,7 @@ class Journal:
     def add_curves(self, line: dict[str, Any]) -> None:
         try:
             if self.writer is None:
-                from torch.utils.tensorboard import SummaryWriter  # late: the first step need not wait for this
+                from torch.utils.tensorboard import SummaryWriter  # late: the first step does not wait for it
 
                 make_alike(self.folder.tensorboard)
                 self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")
-COMPILED_STEPS = 2  # steps of a sequence length after which all graphs for it have been compiled
+COMPILED_STEPS = 2  # steps of a sequence length after which all its graphs have been compiled
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Window:
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
-    work_s: float = 0.0  # seconds of this rank's waits for data and forward passes, without waits for other ranks
+    work_s: float = 0.0  # seconds of this rank in forward passes and waiting for data, without waits for other ranks
     busy_s: float = 0.0  # seconds in steps, with waits for data, without evaluations, saves and compiling
     compile_s: float = 0.0  # seconds of compiling in steps
 

@@ -48,7 +48,7 @@ class Reading:
     warnings: tuple[str, ...] = ()  # alarms that are not errors
 
     def add(self, errors: dict[str, int]) -> None:
-        """Add counts of errors, without those that are not above 0."""
+        """Add the error counts that are above 0."""
         self.errors = Counter(self.errors) + Counter(errors)
 
 
@@ -121,7 +121,7 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
 class LineParser:
     """The parser of the tool's lines. If a group of values is missing, null or has an error, its values are unknown."""
 
-    num_devices: int  # not counted in the lines, which may leave out idle cores
+    num_devices: int  # the run's devices on this machine; the tool may leave out idle cores
     run_tag: str | None
     note: Notes = field(default_factory=Notes)
     ecc: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class LineParser:
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
-            self.group(report, "neuron_hardware_info")  # warns of this group's error, which it has without a driver
+            self.group(report, "neuron_hardware_info")  # only for its warning: without a driver the group has an error
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
@@ -143,7 +143,7 @@ class LineParser:
         return reading
 
     def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the processes with the run's tag, or else those without a tag, for which the tool may show the pid."""
+        """Return the processes with the run's tag, or else the untagged ones. The tool may show a pid as a tag."""
         tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
@@ -164,7 +164,7 @@ class LineParser:
             counters, used, stats = (self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS)
             listed = counters.get("neuroncores_in_use")
             num_counted += listed is not None
-            # The key `v3d`, which describes the physical cores, is not a core's number.
+            # The key `v3d` describes the physical cores; all other keys are core numbers.
             cores = {core: values for core, values in (listed or {}).items() if core.isdecimal()}
             for core, values in cores.items():
                 busy[core] += values.get("neuroncore_utilization") or 0.0
@@ -190,7 +190,7 @@ class LineParser:
         return group
 
     def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
-        """Return the increase of each counter of uncorrected errors, which may cover one period or all time."""
+        """Return the increase of each counter of uncorrected errors; the tool may count per period or in total."""
         new = {}
         for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
@@ -217,7 +217,7 @@ def errors_of(stats: dict[str, Any]) -> dict[str, int]:
 
 
 def name_of(entry: dict[str, Any], cores: dict[str, dict[str, Any]]) -> str:
-    """Return the NeuronCore if a process uses exactly one (it may list idle ones), or else the process."""
+    """Return the NeuronCore that a process uses if there is only one (idle ones may be listed), else the process."""
     busy = [core for core, values in cores.items() if values.get("neuroncore_utilization")]
     for known in (busy, list(cores)):
         if len(known) == 1:

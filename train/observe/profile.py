@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 logger = logging.getLogger("train")
-FIRST, STEPS = 10, 5  # steps before the traced ones, which compile and fill caches; traced steps
-MOST_ROWS = 30  # the most rows of the table
+FIRST, STEPS = 10, 5  # steps to skip, since they compile and fill caches, and steps to trace
+MOST_ROWS = 30  # maximum number of rows in the table
 
 
 class Profiler:
@@ -42,7 +42,7 @@ class Profiler:
             self.tracing.start()
 
     def end_step(self) -> str:
-        """End the trace if it is complete. Call this after each step. Returns "", as it reports no fault."""
+        """End the trace if it is complete. Call this after each step. Returns "": there is no fault to report."""
         self.steps += 1
         if self.tracing is not None and self.steps == FIRST + STEPS:
             self.backend.copy_to_host([], [])
@@ -78,7 +78,10 @@ class Profiler:
 
 
 class HostTimer:
-    """The timer of operators that the device lacks, unless profile=true. It traces the step after a new one is seen."""
+    """The timer of operators that the device lacks, which is used if profile=false.
+
+    It traces the first step after a new one of these operators was seen.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.timed = backend, backend.lacking
@@ -97,7 +100,7 @@ class HostTimer:
         self.close()
         taken_s = on_host_s(self.tracing.events(), self.timed)
         self.tracing = None
-        if not taken_s:  # the operators belong to an evaluation
+        if not taken_s:  # the operators ran in an evaluation
             return ""
         names = ", ".join(sorted(self.timed))
         return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("train")
-ASK_S, SEND_S = 10.0, 600.0  # seconds without an answer of the Hub: to a query, to a part of an upload
+ASK_S, SEND_S = 10.0, 600.0  # seconds to wait for the Hub's answer to a query, and to a part of an upload
 NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
 CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # used by the card
 
@@ -46,7 +46,7 @@ def check_push(cfg: TrainConfig) -> None:
         return
     check_name("hub.push_to=", to)
     try:
-        open_hub(to, private=True)  # a run publishes nothing that no person has seen
+        open_hub(to, private=True)  # private, until a person has looked at the run
     except (InputError, Unreachable) as error:
         later = command(cfg.run_dir, to, cfg.s3)
         has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
@@ -107,7 +107,7 @@ def is_to_push(path: Path, run: Path) -> bool:
     """Return whether a file is pushed.
 
     Hidden files are not pushed: they are unfinished, or another tool's. Links to files outside the run are not pushed:
-    in a run folder from elsewhere they may point to private files of this machine.
+    in a run folder that came from elsewhere, they may point to private files of this machine.
     """
     return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
 
@@ -145,7 +145,7 @@ def check_name(key: str, to: str) -> None:
 
 
 def open_hub(to: str, *, private: bool) -> HfApi:
-    """Return the Hub's API if the token may write to the repository `to`, and this is private or public as wanted.
+    """Return the Hub's API if the token may write to the repository `to` and if that is private or public as wanted.
 
     Raises InputError if not, or if HF_HUB_OFFLINE is set, and Unreachable if the Hub does not answer.
     """
@@ -200,8 +200,8 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
 def asking(what: str, silence_s: float) -> Iterator[None]:
     """Turn errors of the Hub into errors of one line without the token.
 
-    The Hub may be silent for `silence_s`; huggingface_hub itself retries. The new error has no cause, since a traceback
-    would print it, and some errors of httpx quote the request's headers, which contain the token.
+    A request fails after `silence_s` without an answer, and huggingface_hub retries it. The new error has no cause,
+    since a traceback would print it, and some errors of httpx quote the request's headers, which contain the token.
     """
     from huggingface_hub import get_session, get_token
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled

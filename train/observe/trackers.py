@@ -29,7 +29,7 @@ logger = logging.getLogger("train")
 MOST_LINES = 1000  # lines that wait to be sent
 END_WAIT_S = 15.0  # seconds to wait at the end, for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # tries to send at the end, when no line follows, and the pause between them
-unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit at its exit
+unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit when it exits
 TAG = "baretrain.run_id"
 NO_CURVES = ("kind", "attempt", "time_unix_s", "step", "steps", "examples", "epoch", "train_s", "tokens")
 IN_EVERY_LINE = {"train": "train/step_s", "eval": "eval/eval_s"}  # a figure that every line of a kind has
@@ -66,7 +66,7 @@ class Run:
 
 
 class Client(Protocol):
-    """A connection to a tracker. Its class is called with a Run, and every failure raises an exception."""
+    """A connection to a tracker, made by calling its class with a Run. Every failure raises an exception."""
 
     def send(self, line: Line) -> None: ...
 

@@ -13,12 +13,12 @@ from train.observe.report.run import Run, Summary, divergence, newest_summary, n
 from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
-MOST_CHARS = 300  # the most characters of an outcome's reason
+MOST_CHARS = 300  # maximum length of an outcome's reason
 # A masked language model uses little context if its loss is less than this below the unigram entropy.
 FREQUENCIES_NATS = 1.0
 MOST_WRONG = 0.5  # most answers are wrong if the share of right ones is below this
 MOST_NATS = 20.0  # losses are limited to this before they become a number of choices
-MOST_OTHERS = 3  # the most further metrics on the card of the main metric
+MOST_OTHERS = 3  # maximum number of other metrics on the card of the main metric
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def ability(summary: Summary) -> str:
     choices, by_frequency = (math.exp(min(each, MOST_NATS)) for each in (loss, entropy))
     said = (
         f"Its first guess is right for {right:.0%} of the masked tokens. It is as uncertain as a choice among "
-        f"{choices:,.0f} equally likely tokens; their frequencies alone leave {by_frequency:,.0f}."
+        f"{choices:,.0f} equally likely tokens; token frequencies alone leave {by_frequency:,.0f}."
     )
     if entropy - loss < FREQUENCIES_NATS:
         said += (
@@ -156,7 +156,7 @@ def against_majority(records: Records) -> str:
     """Return a text with the accuracy of always predicting the most frequent label of the validation data."""
     counts = next((split.label_counts for split in records.splits if split.name == "validation"), {})
     total = sum(counts.values())
-    return f"with the most frequent label for all: accuracy {figure(max(counts.values()) / total)}" if total else ""
+    return f"accuracy of the most frequent label: {figure(max(counts.values()) / total)}" if total else ""
 
 
 def loss(run: Run) -> Card | None:

@@ -35,7 +35,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
     if name is None:
-        return "quality unknown (no evaluation of both)"
+        return "quality unknown (no score that both have)"
     value, base = here[name]["last"][0], there[name]["last"][0]
     both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
     metric = run.metric(name)
@@ -48,7 +48,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     if apart <= tolerance:
         how_far = f"{percent(apart)} apart" if apart else "the same"
         return f"equal quality ({metric.title} {how_far}, tolerance {percent(tolerance)})"
-    which = "other" if not metric.sign else "better" if metric.sign * (value - base) > 0 else "worse"
+    which = "different" if not metric.sign else "better" if metric.sign * (value - base) > 0 else "worse"
     return f"unequal quality ({both}, {percent(apart)} {which}, tolerance {percent(tolerance)})"
 
 

@@ -14,9 +14,9 @@ from train.observe.report.texts import count, score, share
 from train.system.folders import Folder
 from train.system.schema import BadContent, of_type, record
 
-FIRST = ("train", "validation")  # the first splits, before the others by name
+FIRST = ("train", "validation")  # these splits come first, and the others follow by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
-ROWS = (  # of the table of splits: label and field of SplitFacts
+ROWS = (  # rows of the table of splits: label and field of SplitFacts
     ("Rows of the data", "examples"),
     ("Rows for the model", "rows"),
     ("Used by this run", "used_rows"),
@@ -62,7 +62,7 @@ class Evaluated:
     """The evaluation of a split."""
 
     name: str
-    metrics: Numbers = field(default_factory=dict)  # with related numbers, such as a threshold
+    metrics: Numbers = field(default_factory=dict)  # metrics and related numbers, such as a threshold
     labels: list[str] = field(default_factory=list)
     per_class: dict[str, Numbers] = field(default_factory=dict)  # precision, recall, f1 and support by label
     confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
@@ -130,7 +130,7 @@ EVALUATION: dict[str, Any] = {"step": int | None}
 def fields_of(
     hints: dict[str, Any], name: str, kind: type[SplitFacts | Evaluated], content: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return fields of Records: `name` has the splits as `kind`, train and validation first. Unknown keys go."""
+    """Return fields of Records. `name` has the splits as `kind`, train and validation first, without unknown keys."""
     result = {key: of_type(hint, content[key], key) for key, hint in hints.items() if key in content}
     splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
     result[name], known = [], {item.name for item in fields(kind)}

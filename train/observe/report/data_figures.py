@@ -13,8 +13,8 @@ from train.observe.report.texts import file_name, printable, shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELS, MAX_NUMBERED = 40, 12  # the most labels that a figure names, and that a heat map shows with numbers
-MAX_SCATTERED = 8  # the most targets of a split that have a scatter plot
+MAX_LABELS, MAX_NUMBERED = 40, 12  # maximum number of labels that a figure names, or a heat map shows with numbers
+MAX_SCATTERED = 8  # maximum number of targets per split with a scatter plot
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:

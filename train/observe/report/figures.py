@@ -57,7 +57,7 @@ class Panel:
     percent: bool = False
     from_zero: bool = True
     at_most: tuple[float, ...] = ()  # candidates for the top of the y axis; the first that no value exceeds is taken
-    spikes: bool = False  # a logarithmic axis if the values differ by more than a factor of 100
+    spikes: bool = False  # use a logarithmic axis if values differ by more than a factor of 100
 
 
 X_LABELS = {
@@ -68,7 +68,7 @@ X_LABELS = {
 }
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", "tokens_per_s")
-PANELS = (  # below the panels of the quality
+PANELS = (  # shown below the panels of quality
     Panel("learning_rate", "Learning rate", "learning rate", "lr"),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", "mfu", percent=True),
     Panel("padding_share", "Padding", "share of all tokens", "padding_share", percent=True),

@@ -236,7 +236,7 @@ class Reading:
             self.faults.add(line)
 
     def attempts(self) -> list[Attempt]:
-        """Return the attempts after all lines were added. Attempts without steps are left out, unless none has steps."""
+        """Return the attempts after all lines were added. Those without steps are left out, unless none has steps."""
         known = list(reversed(self.by_number.values()))
         for attempt in known:
             attempt.finish()

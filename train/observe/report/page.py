@@ -29,7 +29,7 @@ from train.system import samples
 from train.system.folders import LocalFolder
 from train.system.schema import BadContent
 
-TITLES = ("Training report: ", "Comparison of ")  # how titles in report.html.j2 begin
+TITLES = ("Training report: ", "Comparison of ")  # beginnings of the titles in report.html.j2
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ def samples_of(run: Run) -> samples.Samples | None:
 
 
 def shown_figures(figures: Sequence[tuple[str, str, bytes]]) -> list[tuple[str, str, int]]:
-    """Return (title, PNG in base64, least width in pixels) of figures. At this width a point of text is a pixel."""
+    """Return (title, PNG in base64, least width in pixels) of figures. At this width, a point is a pixel."""
     widths = [int.from_bytes(png[16:20], "big") * 72 // DPI for _, _, png in figures]  # read from the header of a PNG
     encoded = [(title, base64.b64encode(png).decode()) for _, title, png in figures]
     return [(*each, width) for each, width in zip(encoded, widths, strict=True)]

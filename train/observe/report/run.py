@@ -127,7 +127,7 @@ def last(lines: list[Line], key: str) -> float | None:
 
 
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
-    """Return the mean of values weighted by seconds. For MFUs, this is all FLOPs over those at the devices' peak."""
+    """Return the mean of values weighted by seconds. For MFUs, this is all FLOPs divided by the peak FLOPs."""
     known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
     return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
 
@@ -158,7 +158,7 @@ def summarise(run: Run) -> Summary:
 
 
 def setting(run: Run) -> Summary:
-    """Return what was trained, on which data and machines. For settings left to auto, this is what the run chose."""
+    """Return what was trained, on which data and machines. Settings left to auto have the run's choice."""
     config, environment, end = run.config, run.environment, newest_summary(run)
     from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")

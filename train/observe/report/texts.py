@@ -30,7 +30,7 @@ def as_text(value: object) -> str:
 
 
 def file_name(prefix: str, name: str) -> str:
-    """Return a figure's file name, the same in every report. If `name` is no file name, a hash keeps it distinct."""
+    """Return a figure's file name, the same in every report. If characters are replaced, a hash is added."""
     plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
     hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
     return f"{prefix}_{plain}{hashed}"
