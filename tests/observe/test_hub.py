@@ -212,7 +212,7 @@ def test_who_may_push_may_train_and_only_rank_0_asks(the_hub, tmp_path, monkeypa
 NO_TOKEN, OFFLINE = {"HF_TOKEN": None}, {"HF_HUB_OFFLINE": True}
 NOBODY_THERE = {"ENDPOINT": f"http://127.0.0.1:{free_port()}"}
 REJECTED = [
-    ({}, "mary/tweets", "that of jane, who is neither mary"),
+    ({}, "mary/tweets", "belongs to jane, who is neither mary"),
     (NO_TOKEN, TO, "no token of the Hugging Face Hub"),
     ({"HF_TOKEN": "hf_wrong"}, TO, "does not know the token"),
     ({"HF_TOKEN": READ_TOKEN}, TO, "may only read, not write"),

@@ -118,4 +118,4 @@ def test_what_cannot_grow_is_one_line(published, grown, prepared, tmp_path):
         pretrained = [f"tokenizer.pretrained={published[0]}", f"tokenizer.add_tokens={given}"]
         rejects(says, prepare.prepare, prepare_config(tmp_path / "out", tmp_path / "text.txt", *pretrained))
     new = ["tokenizer.add_tokens=[x]"]
-    rejects("tokenizer.add_tokens is for tokenizer.pretrained", prepare_config, tmp_path, tmp_path / "text.txt", *new)
+    rejects("tokenizer.add_tokens needs tokenizer.pretrained", prepare_config, tmp_path, tmp_path / "text.txt", *new)

@@ -45,7 +45,7 @@ class WatchdogConfig(Section, prefix="watchdog."):
 
 @dataclass(kw_only=True)
 class NonfiniteConfig(Section, prefix="nonfinite."):
-    """Limits for steps with a NaN or infinite gradient, which change neither weights nor optimizer."""
+    """Limits for steps with a NaN or infinite gradient. These steps change neither weights nor optimizer."""
 
     max_skips: int = setting(3, above=0)  # The number of consecutive steps without a finite gradient after which the
     # run goes back to its newest checkpoint and skips the data that it has read since. On CPUs and with backend=neuron

@@ -26,7 +26,7 @@ class InputError(Exception):
 
 
 class NotPermitted(InputError):
-    """An error because the role or user may not delete objects, the only permission that a run can do without."""
+    """An error because the role or user may not delete objects. A run needs every permission but this one."""
 
 
 class Unset(InputError):

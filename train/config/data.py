@@ -113,7 +113,7 @@ class RecordsConfig(DataConfig):
         given = [] if self.lengths == "auto" else self.lengths
         ok = isinstance(given, list) and all(type(length) is int for length in given)
         ok = ok and all(0 < a < b for a, b in zip([1, *given], given, strict=False))
-        check(ok, f"data.lengths={self.lengths} must be auto, or rising numbers of tokens, such as [32,64,128]")
+        check(ok, f"data.lengths={self.lengths} must be auto, or token counts in rising order, such as [32,64,128]")
         check(
             len(given) <= MOST_LENGTHS,
             f"data.lengths has {len(given)} lengths, but at most {MOST_LENGTHS} are supported",

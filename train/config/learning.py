@@ -40,7 +40,7 @@ class TaskConfig(Section, prefix="task."):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, prefix="model."):
-    """A Hugging Face encoder, built from sizes or read from a checkpoint. None is the architecture's default size."""
+    """A Hugging Face encoder, built from sizes or read from a checkpoint. None leaves a size to the architecture."""
 
     pretrained: str | None = None  # The Hub id or folder of a model's configuration and weights; sizes that are set
     # must agree with it.

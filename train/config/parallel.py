@@ -192,7 +192,7 @@ class PipelineConfig(ParallelConfig):
     def replicas(self, world_size: int) -> int:
         check(
             world_size % self.stages == 0,
-            f"parallel.stages={self.stages} does not divide the {world_size} ranks of this run; start a multiple of it",
+            f"parallel.stages={self.stages} does not divide the {world_size} ranks of this run; start a multiple",
         )
         return world_size // self.stages
 

@@ -34,7 +34,7 @@ SETTINGS = (  # labels, and flat keys of config.yaml and environment.json
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
-TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
+TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # labels of the report's table
 MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
 MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 

@@ -53,7 +53,7 @@ class Journal:
 
     @cached_property
     def cost_before_usd(self) -> float:
-        """The cost of the earlier attempts up to their last line; 0 if the machines have no price."""
+        """The cost of the earlier attempts up to their last line; 0 if their price is unknown."""
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
         return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
 

@@ -74,7 +74,7 @@ class Recorder:
     train_s: float = 0.0
     passes_s: float = 0.0  # seconds of all ranks in forward and backward passes, without the first line, the warm-up
     spans_s: float = 0.0  # seconds from the first to the last pass of steps, summed like passes_s; 0 without a pipeline
-    steps_done: int = 0  # in this attempt
+    steps_done: int = 0  # optimizer steps in this attempt
     steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
     last_length: int = 0
     is_first_evaluation: bool = True
@@ -180,7 +180,7 @@ class Recorder:
                 self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
             elif not (self.skips_in_a_row or self.backend.collects or all(map(math.isfinite, (loss, norm)))):
                 raise FloatingPointError(
-                    f"the loss is {loss}, the gradient's norm {norm} at step {step}: a new run_dir with a lower "
+                    f"the loss is {loss} and the gradient norm {norm} at step {step}: a new run_dir with a lower "
                     "optim.lr, or fp32, may help"
                 )
 

@@ -101,7 +101,7 @@ class Monitor:
                 self.add(reading)
                 self.add(host_reading())
         except Exception as error:  # a failed reading must never fail a run
-            logger.warning(f"monitor: {type(error).__name__}: {error}; the devices are not read, training continues")
+            logger.warning(f"monitor: {type(error).__name__}: {error}; devices are no longer read; training continues")
         with self.lock:
             self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
             self.num_errors = self.num_errors or None

@@ -103,7 +103,7 @@ class HostTimer:
         if not taken_s:  # the operators ran in an evaluation
             return ""
         names = ", ".join(sorted(self.timed))
-        return f"in this step {taken_s:.3g} s went into {names} on the CPU, with the copies and waits for the device"
+        return f"in this step {taken_s:.3g} s went into {names} on the CPU, including copies and waits for the device"
 
     def close(self) -> None:
         if self.tracing is not None:

@@ -77,7 +77,7 @@ def name_of(folder: RunFolder) -> str:
 
 
 def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
-    """Return the files to push: the path or content by name on the Hub. Raises InputError if nothing was exported."""
+    """Return {name on the Hub: path or content} of the files to push. Raises InputError if nothing was exported."""
     export = run / "export"
     check(
         (export / "config.json").is_file() and any(export.glob("*.safetensors")),
@@ -140,7 +140,7 @@ def check_name(key: str, to: str) -> None:
         validate_repo_id(to if "/" in to else "/")
     except HFValidationError as error:
         raise InputError(
-            f"{key}{to} must be user/name, as jane/tweets-bert: letters, digits, '-', '_' and '.'"
+            f"{key}{to} must be user/name, such as jane/tweets-bert: letters, digits, '-', '_' and '.'"
         ) from error
 
 
@@ -162,9 +162,9 @@ def open_hub(to: str, *, private: bool) -> HfApi:
         who = api.whoami()
         names = [who.get("name"), *(each.get("name") for each in who.get("orgs") or ())]
         user = to.partition("/")[0]
-        check(user in names, f"the Hub's token is that of {names[0]}, who is neither {user} nor a member of it: {to}")
+        check(user in names, f"the Hub's token belongs to {names[0]}, who is neither {user} nor a member of it: {to}")
         role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
-        check(role != "read", f"the Hub's token may only read, not write to {to}; make one that may write")
+        check(role != "read", f"the Hub's token may only read, not write to {to}; create one that may write")
         try:
             is_private = bool(api.model_info(to).private)
         except RepositoryNotFoundError:

@@ -26,7 +26,7 @@ from train.config import TelemetryConfig, TrainConfig, check, flat
 from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-MOST_LINES = 1000  # lines that wait to be sent
+MOST_LINES = 1000  # maximum number of lines that wait to be sent
 END_WAIT_S = 15.0  # seconds to wait at the end, for all trackers together
 END_TRIES, RETRY_S = 3, 0.5  # tries to send at the end, when no line follows, and the pause between them
 unended: list[Tracker] = []  # trackers whose libraries may make the process wait without limit when it exits

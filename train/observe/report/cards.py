@@ -14,10 +14,10 @@ from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
 MOST_CHARS = 300  # maximum length of an outcome's reason
-# A masked language model uses little context if its loss is less than this below the unigram entropy.
+# A masked language model uses little context if its loss is below the unigram entropy by less than this.
 FREQUENCIES_NATS = 1.0
 MOST_WRONG = 0.5  # most answers are wrong if the share of right ones is below this
-MOST_NATS = 20.0  # losses are limited to this before they become a number of choices
+MOST_NATS = 20.0  # upper limit of a loss before exp() turns it into a number of choices
 MOST_OTHERS = 3  # maximum number of other metrics on the card of the main metric
 
 
@@ -236,7 +236,7 @@ class Cell(NamedTuple):
     """A card in the table of several runs."""
 
     card: Card | None
-    ratio: str  # to the first run
+    ratio: str  # ratio to the first run, in words
     is_best: bool
 
 

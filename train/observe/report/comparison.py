@@ -30,7 +30,7 @@ def times(run: Run, baseline: Run, key: str) -> str:
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
-    """Say whether the last validation scores (best.metric, or else the loss) are equal, unless the data differs."""
+    """Say whether the last validation scores (best.metric, or else the loss) are equal, if the data is the same."""
     there, here = baseline.summary["scores"], run.summary["scores"]
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
@@ -215,4 +215,4 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
         if known["attempts"] > 1:
             yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
         if known["cost_usd"] is not None and known["cost_partial"]:
-            yield f"{run.label}: the cost is a lower bound, not every attempt recorded its cost to the end"
+            yield f"{run.label}: the cost is a lower bound: not every attempt recorded its cost to the end"

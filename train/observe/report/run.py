@@ -158,7 +158,7 @@ def summarise(run: Run) -> Summary:
 
 
 def setting(run: Run) -> Summary:
-    """Return what was trained, on which data and machines. Settings left to auto have the run's choice."""
+    """Return what was trained, on which data and machines. Settings left to auto show the value used."""
     config, environment, end = run.config, run.environment, newest_summary(run)
     from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")
@@ -226,7 +226,7 @@ def speed(run: Run) -> Summary:
         "peak_host_bytes": max(numbers(run.summaries, "peak_host_bytes"), default=None),
         "least_rank_bytes": min(peaks, default=None),
         "most_rank_bytes": max(peaks, default=None),
-        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # of all attempts so far
+        "cost_usd": last([attempt.newest for attempt in run.attempts], "cost_usd"),  # the sum over all attempts so far
         "cost_partial": without_summary > 0 or any(number(each.last, "cost_usd") is None for each in run.attempts),
         "train_loss": number(newest[0], "loss") if newest else None,  # None: it was not finite
         "attempts": len(run.attempts),
