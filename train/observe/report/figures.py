@@ -215,7 +215,7 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     finish(axes, panel, values, end)
     handles, named = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        widths = [len(name) + 7 for name in named]  # in letters; a row has room for about 60
+        widths = [len(name) + 7 for name in named]  # in letters; about 60 fit in a row
         columns = len(widths) if sum(widths) <= 60 else max(1, 60 // max(widths))
         figure.legend(loc="outside lower center", ncols=columns)
         figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))  # a long legend must not squeeze the axes
