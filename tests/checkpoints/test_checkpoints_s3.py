@@ -212,7 +212,7 @@ def test_an_owner_that_slept_through_its_replacement_commits_nothing(bucket, sto
 
     with monkeypatch.context() as slow:
         slow.setattr(store.folder, "upload", upload_slowly)
-        with pytest.raises(LeaseLost, match="has a newer owner, by lease/00000002.json: nothing is committed"):
+        with pytest.raises(LeaseLost, match="has a newer owner, lease/00000002.json: nothing is committed"):
             save(store, 6, fence=1)
     assert store.steps() == [3]
     save(store, 6, fence=2)

@@ -78,7 +78,7 @@ def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str
     environ = {name: value for name, value in {**TWO, **change}.items() if value is not None}
     with pytest.raises(InputError, match=f"^.*{named}") as rejected:
         launched(environ)
-    assert "\n" not in str(rejected.value) and "start one torchrun a machine" in str(rejected.value)
+    assert "\n" not in str(rejected.value) and "start one torchrun per machine" in str(rejected.value)
 
 
 # ---- ranks that never come -------------------------------------------------------------------------------------------

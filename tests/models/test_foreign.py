@@ -162,7 +162,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "vocab makes": {"tokenizer_config.json": {"vocab": "/etc/passwd"}},
     "merges_file makes": {"tokenizer_config.json": {"merges_file": "../secret.txt"}},
     "init_inputs makes": {"tokenizer_config.json": {"init_inputs": ["/etc/passwd"]}},
-    "'vocab_file' is no special token": {"special_tokens_map.json": {"vocab_file": "/etc/passwd"}},
+    "'vocab_file' is not a special token": {"special_tokens_map.json": {"vocab_file": "/etc/passwd"}},
     "index out of bounds": {"tokenizer.json": {"normalizer": charsmap(UNITS + b"x\0")}},
     "Cannot parse precompiled_charsmap": {"tokenizer.json": {"normalizer": charsmap(b"\1")}},
     "adds a token of number 4294967295": {"tokenizer.json": {"post_processor": TEMPLATE}},

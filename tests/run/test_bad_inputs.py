@@ -87,7 +87,7 @@ TYPED = [
         for digits in ("\uff11\uff12", "\u0666")
     ),
     ('optim.betas=["\uff10.9",0.95]', "optim.betas[0] must be a number in the digits"),
-    ("run_dir=$HOME/x", "$HOME is not looked up here"),
+    ("run_dir=$HOME/x", "$HOME is not expanded here"),
     # ---- names
     ("max_step=3", "did you mean max_steps?"),
     ("export=3", "export must be true or false"),

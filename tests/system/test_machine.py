@@ -165,7 +165,7 @@ def test_the_port_of_torchrun_is_taken():
 def test_several_machines_do_not_join_at_localhost(host):
     environ = {"MASTER_ADDR": host, **({"NEURON_RT_ROOT_COMM_ID": "localhost:62182"} if host == "head" else {})}
     wanted(environ)
-    rejects("is another machine for each of the 2; .* --master-addr", wanted, environ, nodes=2)
+    rejects("means a different machine on each of the 2 machines; .* --master-addr", wanted, environ, nodes=2)
 
 
 def test_stochastic_rounding_is_on_only_when_asked_for_and_the_user_may_not_turn_it_off():

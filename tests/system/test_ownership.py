@@ -86,7 +86,7 @@ def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
 def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(folder, content):
     with folder.ownership:
         folder.storage.write("environment.json", content)
-        rejects("environment.json is damaged; remove that file alone, and the same command resumes", check, folder)
+        rejects("environment.json is damaged; remove only that file, and the same command resumes", check, folder)
     (folder.path / "lease/00000001.json").unlink()  # without which it may be another program's
     rejects(r"holds files that are not a run's \(environment.json\)", check, folder)
 
@@ -98,7 +98,7 @@ def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(
 def test_a_name_of_a_run_that_is_of_another_kind_is_rejected(folder, name, make):
     folder.path.mkdir()
     make(folder.path / name)
-    rejects(f"{name} is no f(ile|older), as a run has it", check, folder)
+    rejects(f"{name} is not a f(ile|older), as in a run", check, folder)
     if make is os.mkfifo:
         rejects("it is a pipe", folder.storage.read, name)
 

@@ -61,7 +61,7 @@ def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(log):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     (text,) = log.messages
-    assert text.startswith(f"{hard} open files at most, one of {hard} ranks may need {hard + 1023}: add '* -")
+    assert text.startswith(f"only {hard} open files, but each of {hard} ranks may need {hard + 1023}: add '* -")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_killed_run_resumes_with_the_same_file_alone(code, settings, trained, 
         assert (ended.returncode, ended.stderr.count("error: ")) == (2, 1), ended.stderr
         return ended.stderr.strip().splitlines()[-1]
 
-    missing = f"error: {tmp_path / 'run'} is of a run with --import focal.py: repeat that, with the path of the file"
+    missing = f"error: {tmp_path / 'run'} is of a run with --import focal.py: repeat the flag with the file's path"
     assert rejected(*command) == missing
     assert rejected(str(tmp_path / "run"), "--text", "x", module="train.predict") == missing
     (tmp_path / "focal.py").write_text(code.read_text().replace("self.cfg.gamma", "(self.cfg.gamma + 1)"))
@@ -178,5 +178,5 @@ def test_names_of_files_are_told_apart(no_code, tmp_path):
         (tmp_path / folder / "mine.py").write_text("SCHEDULES = {'mine': max}")
     own.take(str(tmp_path / "a/mine.py"))
     own.take(str(tmp_path / "a/mine.py"))  # once more is the same
-    rejects("have one name, by which a run knows them", own.take, str(tmp_path / "b/mine.py"))
+    rejects("have the same file name; rename one of them", own.take, str(tmp_path / "b/mine.py"))
     SCHEDULES.pop("mine")

@@ -1,10 +1,11 @@
 """Checkpoints: a step is whole and verified, or absent.
 
-`checkpoints/step_00001000/` holds `model.pt`, `optimizer.pt`, `ranks.pt` (tensors and plain containers, the same for
-every backend) and, written last, `manifest.json`: length and sha256 of each file, the run's identity, settings and
-progress. An engine that splits the state over ranks has each of them write its part, `model_00001.pt` of rank 1.
+`checkpoints/step_00001000/` holds `model.pt`, `optimizer.pt` and `ranks.pt`: tensors and plain containers, the same for
+every backend. `manifest.json`, written last, records the length and sha256 of each file, and the run's identity,
+settings and progress. If an engine splits the state over ranks, each rank writes its part: rank 1 `model_00001.pt`.
 
-Readers go by the manifests; `LATEST`, on disk, is a hint for people. Checksums are compared before any file is loaded.
+Readers rely on the manifests only; `LATEST`, on disk, is a hint for people. Checksums are verified before a file is
+loaded.
 
     manifest    describes a step              store, store_s3   steps on disk and in S3
     staging     the copy in host memory       retention         which steps to keep
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def open_store(folder: Folder, scratch: Path) -> Store:
-    """Return the checkpoints of a run folder; `scratch` is on this machine, for files on their way to and from S3."""
+    """Return the checkpoints of a run folder. `scratch` is a local folder for files on their way to and from S3."""
     if isinstance(folder, LocalFolder):
         from train.checkpoints.store import LocalStore
 

@@ -1,4 +1,4 @@
-"""`python -m train.checkpoints`; its code is in `train.tools.checkpoints`."""
+"""The command `python -m train.checkpoints`. Its code is in `train.tools.checkpoints`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differences of two checkpoints: settings, progress, and the tensors one by one, on the host."""
+"""The differences between two checkpoints: settings, progress and each tensor, compared on the host."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from train.system.identity import differences
 
 class Difference(NamedTuple):
     name: str
-    is_equal: bool  # bit by bit
-    largest: float = 0.0  # absolute difference; NaN if either number is NaN
-    relative: float = 0.0  # norm of the difference / norm of the first; infinite for tensors that cannot be compared
-    fault: str = ""  # why they cannot be compared
+    is_equal: bool  # whether all bits are equal
+    largest: float = 0.0  # the largest absolute difference; NaN if either number is NaN
+    relative: float = 0.0  # norm of the difference / norm of the first tensor; infinite if they cannot be compared
+    fault: str = ""  # why the tensors cannot be compared
 
     def __str__(self) -> str:
         text = f"relative {self.relative:.3g}, largest {self.largest:.3g}"
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: int | None) -> Iterator[str]:
-    """Yield lines on two verified steps, the second against the first. `limit`: tensors of each file; None: all."""
+    """Yield lines that compare two verified steps. `limit` is the number of tensors shown per file; None shows all."""
     yield f"step {manifests[0].step} -> step {manifests[1].step}"
     names = ("identity", "settings", "progress", "versions")
     tables = {name: [vars(manifest)[name] for manifest in manifests] for name in names}
@@ -59,7 +59,7 @@ def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: in
 
 
 def differences_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences of all tensors in two states, largest relative ones first. Holds both in memory."""
+    """Return the differences between all tensors of two states, largest first. Both states are held in memory."""
     first, second = (dict(named(state)) for state in (one, other))
     compared = [difference(name, first.get(name), second.get(name)) for name in {**first, **second}]
     return sorted(compared, key=lambda each: (each.is_equal, not math.isnan(each.relative), -each.relative))
@@ -80,5 +80,5 @@ def difference(name: str, one: Tensor | None, other: Tensor | None) -> Differenc
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bits, so that NaN equals NaN and -0.0 differs from 0.0."""
+    """Return a tensor's bytes, in which NaN equals NaN and -0.0 differs from 0.0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

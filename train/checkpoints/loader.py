@@ -1,4 +1,4 @@
-"""The restoring of the newest valid checkpoint, the same on all ranks, whatever their number and backend."""
+"""The loader of the newest valid checkpoint. All ranks load the same one, whatever their count and backend."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ logger = logging.getLogger("train")
 @dataclass
 class Loaded:
     progress: Progress = field(default_factory=Progress)
-    faults: list[str] = field(default_factory=list)  # on rank 0: the faults of newer checkpoints
-    ranks: list[State] = field(default_factory=list)  # the state of each rank of the saved run
+    faults: list[str] = field(default_factory=list)  # faults of newer checkpoints, known only to rank 0
+    ranks: list[State] = field(default_factory=list)  # state of each rank of the run that saved the checkpoint
 
 
 def newest_valid(
@@ -43,12 +43,13 @@ def newest_valid(
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Fetch the newest valid checkpoint: to each machine the files that `names` returns there.
+    """Fetch the newest valid checkpoint. Each machine fetches the files that `names` returns there.
 
-    All ranks of the `world` call it; None: this process alone. Returns its manifest, None if there never was a
-    checkpoint, and the faults of newer ones, which are put in quarantine after `check_owner`.
+    All ranks of the `world` call this function; None stands for this process alone. Returns the checkpoint's manifest
+    (None if there never was a checkpoint), and the faults of newer checkpoints. These are put in quarantine after
+    `check_owner`.
 
-    Raises NoneValid if there are checkpoints and none is valid. All are left as they are.
+    Raises NoneValid if checkpoints exist but none is valid. They are all left as they are.
     """
     world, faults = world or World(), dict[int, str]()
     while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
@@ -67,7 +68,7 @@ def newest_valid(
 
 
 def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
-    """Return the newest step that has no fault so far and whose files have their lengths; add faults that are found."""
+    """Return the newest step without a known fault whose files have the right lengths. Add new faults to `faults`."""
     for step in reversed(store.steps()):
         if step not in faults:
             try:
@@ -90,8 +91,8 @@ def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
 def fetch_everywhere(
     store: Store, manifest: Manifest, names: Collection[str], world: World, on_wait: Callable[[], None]
 ) -> str | None:
-    """Fetch these files of a step to each machine, and verify them. Returns a fault, on all ranks."""
-    # Raises Failure on all ranks if rank 0 finds a file valid that is damaged for another rank.
+    """Fetch these files of a step to each machine, and verify them. Returns a fault, or None, the same on all ranks."""
+    # Raises Failure on all ranks if a file is damaged for another rank but valid for rank 0.
 
     def fetch(names: Collection[str]) -> str | None:
         try:
@@ -122,9 +123,10 @@ def load(
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Restore weights, optimizer and random numbers of the newest valid checkpoint; all ranks call it.
+    """Restore weights, optimizer and random number generators from the newest valid checkpoint. All ranks call this.
 
-    Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
+    Raises InputError if the checkpoint is another run's (unless `force`), and NoneValid on all ranks if every
+    checkpoint is damaged.
     """
     world = backend.world
     here = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
@@ -151,7 +153,7 @@ def load(
             ranks = read(path / "ranks.pt")["ranks"]
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
-            # Copies, since `ranks` may be mapped from the file, which is removed below.
+            # The result is a copy, since `ranks` may be mapped from the file, which is removed below.
             return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
 
     plain = world.agree(restore)
@@ -160,8 +162,8 @@ def load(
     logger.info("resuming from the checkpoint of step %d", manifest.step)
     if not backend.continues_dropout and has_dropout(engine.model):
         logger.warning(
-            "dropout on a %s is not known to continue where a checkpoint left it: losses may differ from those of a "
-            "run that did not stop, as between two seeds; without dropout a resume is exact",
+            "dropout on a %s is not known to continue where a checkpoint left it: losses may differ from those of an "
+            "uninterrupted run, as they differ between two seeds; without dropout a resume is exact",
             backend.device_name,
         )
     return Loaded(Progress(**manifest.progress), faults, plain)
@@ -173,7 +175,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raise Untrusted if the data that the block reads from a checkpoint's folder is not the state of this model."""
+    """Raise Untrusted if the block reads files from a checkpoint's folder that do not hold the state of this model."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -189,15 +191,15 @@ def fitting(path: Path) -> Iterator[None]:
 
 
 def read_weights(folder: Path, manifest: Manifest, *, are_all: bool = True) -> Tensors:
-    """Read the weights of a verified checkpoint from the files of all ranks that wrote some.
+    """Read the weights of a verified checkpoint from the files of all ranks that wrote weights.
 
-    Unless `are_all`, the manifest names some of the files and only these are read. Called in `fitting`.
+    Unless `are_all`, the manifest names only some of the files, and only these are read. Call this inside `fitting`.
     """
     return Tensors({name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all)
 
 
 def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) -> State:
-    """Read the optimizer's state in the same way: its "state" has the tensors of each parameter, by number."""
+    """Read the optimizer's state as `read_weights` reads weights. Its "state" maps a parameter's index to tensors."""
     contents = {name: read(folder / name) for name in manifest.files_of("optimizer")}
     first, *others = contents.values()
     by_number: dict[Any, dict[str, Any]] = {}
@@ -206,16 +208,16 @@ def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) ->
             by_number.setdefault(number, {})[name] = tensors
     state = {number: Tensors(parts, are_all=are_all) for number, parts in sorted(by_number.items())}
     lacking = {number for group in first["param_groups"] for number in group["params"]} - state.keys()
-    if others and lacking and are_all:  # a single file may hold no moments: not every optimizer has some
+    if others and lacking and are_all:  # a single file may lack moments, since not every optimizer has moments
         raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")
     return {**first, "state": state}
 
 
 def read(path: Path) -> State:
-    """Read a file of a checkpoint whose checksum was compared before.
+    """Read a file of a checkpoint. Its checksum must have been verified.
 
-    Raises Untrusted if it holds code or tensors other than plain ones on the CPU, or is missing because the manifest
-    does not name it.
+    Raises Untrusted if the file contains code, or tensors other than plain CPU tensors, or if it is missing because the
+    manifest does not name it.
     """
     try:
         state = load_file(path)

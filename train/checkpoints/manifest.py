@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, with its run's progress, and the comparison of files with it. It imports no torch."""
+"""A checkpoint's manifest, including the run's progress, and the verification of files against it. No torch here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from train.system.folders import canonical_json
 from train.system.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
-FORMAT_OF_PARTS = 5  # some files are from ranks other than rank 0; versions that know only FORMAT would leave them out
+FORMAT_OF_PARTS = 5  # for files of ranks other than rank 0; versions that know only FORMAT would leave these files out
 FILE = "manifest.json"
 LATEST = "LATEST"
-PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 has written
+PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 wrote
 
 
 class Damaged(RuntimeError):
-    """An error because a checkpoint does not match its manifest, or has none that can be read."""
+    """An error because a checkpoint does not match its manifest, or has no readable manifest."""
 
 
 class NoneValid(Failure):
-    """An error because there are checkpoints, and none is valid."""
+    """An error because checkpoints exist but none is valid."""
 
 
 class Untrusted(Failure):
@@ -35,38 +35,38 @@ class Untrusted(Failure):
 
 
 class OtherVersion(Failure):
-    """An error because a checkpoint's format is of another version. The checkpoint is left as it is."""
+    """An error because another version wrote a checkpoint, in another format. The checkpoint is left as it is."""
 
 
 @dataclass
 class Progress:
     """The progress of a run."""
 
-    step: int = 0  # optimizer steps done, skipped ones too
-    lr: float | None = None  # the rate of the last step
-    examples: int = 0  # sequences drawn by all ranks, the position in the data; more than step * batch after a rollback
-    lanes: int | None = None  # of the order of the data; None: not yet decided
-    window_shards: int | None = None  # shuffled together in each lane; None: not yet decided
-    best_loss: float | None = None  # best_metric of the evaluations so far, negated if more is better
+    step: int = 0  # optimizer steps done, including skipped steps
+    lr: float | None = None  # learning rate of the last step
+    examples: int = 0  # sequences drawn by all ranks: the position in the data; above step * batch after a rollback
+    lanes: int | None = None  # lanes in the order of the data; None: not yet decided
+    window_shards: int | None = None  # shards shuffled together in each lane; None: not yet decided
+    best_loss: float | None = None  # the best value of best_metric so far, negated if higher is better
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
-    owes_evaluation: bool = False  # at this step: the run was asked to stop, and had no time to evaluate
+    owes_evaluation: bool = False  # whether a request to stop left no time for the evaluation of this step
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
-    productive_s: float = 0.0  # in steps that were not lost
+    productive_s: float = 0.0  # seconds in steps that were not lost
     window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
 
     def advance(self, examples: int, lr: float) -> None:
-        """Count a step with this number of examples of all ranks, at the rate `lr`."""
+        """Count a step with this number of examples of all ranks, at the learning rate `lr`."""
         self.step += 1
         self.examples += examples
         self.lr = lr
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
-        """Record an evaluation; return whether it is better than all before by the same metric. Lower is better.
+        """Record an evaluation, and return whether its score is the best by this metric so far. Lower is better.
 
-        An improvement resets the count for early stopping only if it is at least `min_delta`.
+        An improvement resets the count for early stopping only if it exceeds `min_delta`.
         """
         before = self.best_loss if metric == self.best_metric else None
         is_better = not math.isnan(score) and (before is None or score < before)
@@ -81,32 +81,32 @@ class Progress:
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    fence: int  # the number of the lease under which it was written
-    identity: dict[str, Any]  # settings of the run that must not change when it resumes
+    fence: int  # number of the lease under which the checkpoint was written
+    identity: dict[str, Any]  # settings that must not change when the run resumes
     settings: dict[str, Any]  # all settings, flat: "optim.lr"
     progress: dict[str, Any]
     world_size: int
     backend: str
-    metric: float | None  # best.metric of an evaluation of this step, negated if more is better
+    metric: float | None  # best.metric in an evaluation of this step, negated if higher is better
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    folder: FileName | None = None  # in S3: where the files are, below the step
+    folder: FileName | None = None  # in S3: the folder of the files, below the step
 
     @property
     def num_bytes(self) -> int:
         return sum(entry["bytes"] for entry in self.files.values())
 
     def of_ranks(self, ranks: Collection[int] | None) -> Manifest:
-        """Return the manifest with the files of rank 0 and of these ranks alone; None: of all."""
+        """Return the manifest with only the files of rank 0 and of `ranks`; None keeps the files of all ranks."""
         return self.only(None if ranks is None else [name for name in self.files if rank_of(name) in (0, *ranks)])
 
     def only(self, names: Collection[str] | None) -> Manifest:
-        """Return the manifest with these files alone; None: with all."""
+        """Return the manifest with only the files `names`; None keeps all files."""
         files = {name: entry for name, entry in self.files.items() if names is None or name in names}
         return replace(self, files=files)
 
     def files_of(self, content: str) -> list[FileName]:
-        """Return the files of "model" or "optimizer", rank 0's first, whether or not the manifest names that one."""
+        """Return the files of "model" or "optimizer". Rank 0's file comes first, even if the manifest lacks it."""
         first = file_name(content, 0)
         return [first, *sorted(name for name in self.files if is_part(name) and name.startswith(f"{content}_"))]
 
@@ -116,7 +116,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes, *, step: int | None = None) -> Manifest:
-        """Parse a manifest. Raises Damaged if it was changed or not of `step`, OtherVersion if of another format."""
+        """Parse a manifest. Raises Damaged if it was changed or is not of `step`, OtherVersion on another format."""
         try:
             body = read_object(content)
             if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
@@ -146,7 +146,7 @@ def is_part(name: str) -> bool:
 
 
 def rank_of(name: str) -> int:
-    """Return the rank that has written a file."""
+    """Return the rank that wrote a file."""
     match = PART.fullmatch(name)
     return int(match[1]) if match else 0
 
@@ -162,13 +162,13 @@ def step_of(name: str) -> int | None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless all files in `folder` have their length and checksum."""
+    """Raise Damaged unless all files in `folder` have the lengths and checksums in the manifest."""
     try:
         for checksum in (False, True):  # all lengths are compared before the first file is read
             for name, entry in manifest.files.items():
                 if (fault := fault_of_file(folder / name, entry, checksum=checksum)) is not None:
                     raise Damaged(f"{name} {fault}")
     except OSError as error:
-        if error.errno != errno.EIO:  # EIO: the disk has lost the data; other errors, as a stale NFS handle, may pass
+        if error.errno != errno.EIO:  # EIO: the disk lost the data; others, like a stale NFS handle, may be temporary
             raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error

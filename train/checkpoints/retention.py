@@ -1,4 +1,4 @@
-"""The choice of checkpoints to keep: the newest, the best, the last two valid ones, and damaged ones. Others may go."""
+"""The checkpoints to keep: the newest, the best, the last two valid ones, and damaged ones. Others may be removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALWAYS_VALID = 2
 
 
 def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
-    """Remove the steps without a reason in `retention`, and return them. Raises NotPermitted."""
+    """Remove the steps that `retention` gives no reason to keep, and return these steps. Raises NotPermitted."""
     removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
     for step in removed:
         store.remove(step)
@@ -19,10 +19,10 @@ def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int
 
 
 def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
-    """Return the reason to keep each step, None for a step that may be removed; `keep` newest stay, 0: all.
+    """Return the reason to keep each step; None for a step that may be removed. The newest `keep` steps (0: all) stay.
 
     A damaged step is kept, since somebody may repair it. Each step is read once to verify it, unless S3 compared its
-    files when it took them, and is added to `verified`.
+    checksums during the upload. A verified step is added to `verified`.
     """
     known: set[int] = set() if verified is None else verified
 
@@ -49,9 +49,10 @@ def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict
 
 
 def best(manifests: dict[int, Manifest]) -> int | None:
-    """Return the step with the best evaluation by the run's present metric, the first of equals; None without one.
+    """Return the step with the best evaluation by the run's current metric; None without evaluations.
 
-    A step may be evaluated after it was saved: then only the newest checkpoint records that it is the best.
+    Of equal steps, it is the first. A step may be evaluated after it was saved. Then only the newest checkpoint records
+    that this step is the best.
     """
     if not manifests:
         return None

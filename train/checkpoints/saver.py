@@ -1,8 +1,8 @@
-"""Saves concurrent with the training, which waits only for a copy to host memory.
+"""Saves that run while training continues. Training waits only for a copy to host memory.
 
-A thread of each rank that has a part of the state writes and uploads that part, and rank 0's thread commits the step;
-the threads communicate in a separate group. At most one save is pending. A failed save is an alarm; several failures in
-a row end the run.
+On each rank that has a part of the state, a thread writes and uploads that part. Rank 0's thread commits the step. The
+threads communicate in a separate process group. At most one save is pending. A failed save raises an alarm, and several
+failures in a row end the run.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from train.system.run_folder import RunFolder
 
 logger = logging.getLogger("train")
-UNSENT = (InputError, Unreachable)  # errors of a service that cannot be reached or rejects: it may take the files later
-MAX_WAIT_S = 10.0  # wait for the previous save while training stands still; after that the save is left out
-MAX_LOSS_S = 1800.0  # work that a fault may cost
-MAX_FAILURES = 3  # in a row, after which the run ends: a first one may be a service's bad moment
-LONGEST_PAUSE_S = 10.0  # between two attempts at a request of the last save
+UNSENT = (InputError, Unreachable)  # the service rejects files or cannot be reached; it may accept them later
+MAX_WAIT_S = 10.0  # longest wait of training for the previous save; after that, the new save is left out
+MAX_LOSS_S = 1800.0  # seconds of work that a fault may cost
+MAX_FAILURES = 3  # failures in a row that end the run; a single failure may be a temporary fault of the service
+LONGEST_PAUSE_S = 10.0  # longest pause between two attempts at a request
 Result = TypeVar("Result")
 
 
 class SavesFail(Failure):
-    """Checkpoints cannot be written: training on would put more and more work at risk."""
+    """An error because checkpoints cannot be written: further training would put more and more work at risk."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Saved:
     """The result of a save, for the metrics."""
 
     step: int
-    stall_s: float  # how long the training waited
-    save_s: float  # how long it took until it was committed, or failed
+    stall_s: float  # how long training waited
+    save_s: float  # time until the save was committed or failed
     num_bytes: int
     failure: str | None = None
 
 
 class AsyncSaver:
-    """Saves checkpoints. All ranks make one and call `save` and `wait` at the same steps; rank 0 commits."""
+    """The saver of checkpoints. All ranks create one, and call `save` and `wait` at the same steps. Rank 0 commits."""
 
     def __init__(
         self,
@@ -74,21 +74,21 @@ class AsyncSaver:
         draft: Manifest,
         folder: RunFolder,
     ) -> None:
-        """`draft` has what the manifests of this attempt have in common."""
+        """Create a saver. `draft` has the fields that all manifests of this attempt share."""
         self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S
         self.engine, self.backend, self.world = engine, backend, backend.world
         self.staging = Staging()
         self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
-        self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
+        self.writers: World | None = None  # the ranks whose threads write, set by the first call of `join`
         self.pool = pool_beside_training("save")
         self.pending: Future[Saved | None] | None = None  # returns None except on rank 0
         self.pending_began_s = 0.0
-        self.results: list[Saved] = []  # since the last call of `take`
-        self.failures: list[str] = []  # the reasons of saves that failed in a row
-        self.newest: int | None = None  # committed, or the one that the run resumes from
+        self.results: list[Saved] = []  # saves that ended since the last call of `take`
+        self.failures: list[str] = []  # reasons of the latest saves, if they failed in a row
+        self.newest: int | None = None  # the newest committed step, or the step from which the run resumed
         self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []
-        self.save_s = 0.0  # the duration of the last save
+        self.save_s = 0.0  # duration of the last save
         self.warming = self.pool.submit(lambda: None)
 
     # ---- all ranks -----------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class AsyncSaver:
     ) -> None:
         """Begin to save this step, with this rank's small state `own`.
 
-        While the last save is pending, this waits for MAX_WAIT_S and then leaves the step out; with `must` it waits as
-        long as it takes. A request to S3 that fails is retried for `patience_s`.
+        If the previous save is still pending, this waits up to MAX_WAIT_S, and then leaves the step out. With `must` it
+        waits without a limit. Failed requests to S3 are retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -130,25 +130,25 @@ class AsyncSaver:
         self.pending = self.pool.submit(self._save, state, manifest, stall_s, began_s, patience_s)
 
     def join(self, part: State) -> World:
-        """Return the ranks whose threads write: all if ranks other than rank 0 have a part of the state."""
+        """Return the ranks whose threads write: all ranks, or rank 0 alone if no other rank has a part of the state."""
         if self.writers is None:
             is_split = self.world.sum([self.world.rank != 0 and bool(part)])[0] > 0
             self.writers = self.world.beside(self.backend.subgroup(list(range(self.world.size))) if is_split else None)
         return self.writers
 
     def warm(self) -> None:
-        """Allocate the host memory of the first save in the thread, while the first steps run."""
+        """Allocate the host memory for the first save, in the saver's thread, while the first steps run."""
         part = self.engine.state()
         self.join(part)
         if part:
             self.warming = self.pool.submit(self.staging.warm, part, self.backend)
 
     def wait(self, on_wait: Callable[[], None] = no_wait) -> None:
-        """Wait until the last save is committed or has failed."""
+        """Wait until the pending save is committed or has failed."""
         self.world.wait_until(lambda: self.pending is None or self.pending.done(), on_wait)
 
     def is_free(self, step: int, began_s: float) -> bool:
-        """Return whether the last save has ended, on rank 0; wait for it a while."""
+        """Return whether the previous save has ended, after waiting for it up to MAX_WAIT_S. Rank 0 calls this."""
         if self.pending is not None:
             wait_for([self.pending], timeout=max(0.0, self.max_wait_s - (time.monotonic() - began_s)))
             self.collect()
@@ -183,7 +183,7 @@ class AsyncSaver:
 
     @property
     def failure(self) -> SavesFail | None:
-        """The reason why the run has to end; None if saves succeed."""
+        """The error that must end the run; None unless several saves failed in a row."""
         if len(self.failures) < MAX_FAILURES:
             return None
         text = f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}"
@@ -196,7 +196,7 @@ class AsyncSaver:
 
     @property
     def unsent_text(self) -> str:
-        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer one may have replaced it
+        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer save may have replaced it
             return ""
         step, folder = self.unsent
         return f"; step {step} is whole in {folder}; docs/faults.md says how to upload it"
@@ -206,12 +206,12 @@ class AsyncSaver:
     def _save(
         self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float
     ) -> Saved | None:
-        """Write a step and, on rank 0, commit and prune. A failure is logged and returned."""
+        """Write a step. Rank 0 also commits it and prunes old steps. A failure is logged and returned in the result."""
         num_bytes, failure = 0, None
         try:
             num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
             if self.world.rank == 0:
-                self.folder.ownership.check()  # older checkpoints are removed next
+                self.folder.ownership.check()  # before older checkpoints are removed
                 if self.failures:
                     with suppress(NotPermitted):
                         self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
@@ -221,20 +221,20 @@ class AsyncSaver:
                     self.keep = 0  # keep all steps from now on
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is saved, but {error}"
-            if isinstance(error, LeaseLost) and self.world.rank == 0:  # nobody else may remove files that it has sent
+            if isinstance(error, LeaseLost) and self.world.rank == 0:  # no other job may remove the files sent so far
                 with suppress(InputError, Failure):
                     self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
-            level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0 names the rank that failed
+            level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0's error names the failed rank
             logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
         if self.world.rank != 0:
             return None
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
     def _write(self, state: State, manifest: Manifest, until_s: float) -> int:
-        """Write this rank's files of a step; rank 0 commits it, or removes all of it. Returns the bytes of all.
+        """Write this rank's files of a step. Rank 0 commits the step, or removes all of it. Returns all ranks' bytes.
 
-        Requests to S3 are retried until `until_s`, by time.monotonic(). A complete step that S3 did not take is left on
-        this machine: `unsent`.
+        Requests to S3 are retried until the time `until_s` of time.monotonic(). A complete step that S3 did not accept
+        is kept on this machine, as `unsent`.
         """
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
@@ -257,7 +257,7 @@ class AsyncSaver:
                 return manifest.folder
 
             parts = self.writers.run_and_gather(write_files)
-            # Only rank 0's manifest names the files of all ranks: the others only need the folder of their files.
+            # Only rank 0's manifest names the files of all ranks. The other ranks only need the folder of their files.
             manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
             manifest = replace(manifest, folder=self.writers.run_and_broadcast(prepare))
             self.writers.run_and_gather(
@@ -274,16 +274,16 @@ class AsyncSaver:
             raise
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
-            if folder is not None and is_own and not keeps and folder.is_dir():  # on disk a commit has renamed it
+            if folder is not None and is_own and not keeps and folder.is_dir():  # on disk, a commit renamed the folder
                 discard(folder)
 
     def _prepare_folder(self) -> None:
-        """Upload the metrics first, so that the run folder has the lines of all steps that a checkpoint covers."""
+        """Upload the metrics before the commit, so that the run folder has metrics of all steps of the checkpoint."""
         self.folder.ownership.check()
         self.folder.mirror()
 
     def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:
-        """Take an action, repeatedly until `until_s` while the service does not answer or rejects it."""
+        """Run `action`. While the service does not answer or rejects it, run it again until `until_s`."""
         while True:
             try:
                 return action()
@@ -306,7 +306,7 @@ class AsyncSaver:
                 try:
                     self.backend.save(value, file)  # type: ignore[arg-type]
                 except RuntimeError as error:
-                    raise file.failure or error from None  # torch's error is about its archive: "unexpected pos"
+                    raise file.failure or error from None  # torch's error only names its archive: "unexpected pos"
                 raw.flush()
                 os.fsync(raw.fileno())
             files[own] = FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
@@ -314,7 +314,7 @@ class AsyncSaver:
 
 
 class Hashing:
-    """A file that computes the checksum of the bytes it is given, whatever the disk stores."""
+    """A file that computes the checksum of the bytes written to it, whatever the disk stores."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0

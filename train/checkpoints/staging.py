@@ -1,4 +1,4 @@
-"""The copy in host memory from which a save is written while training continues."""
+"""The copy of the state in host memory from which a save is written while training continues."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ State = dict[str, Any]  # tensors and plain containers
 
 
 class Staging:
-    """Host memory that is reused by all saves: first touching a page costs many times the copy (benchmarks/notes.md).
+    """Host memory that all saves reuse: the first touch of a page costs many times its copy (benchmarks/notes.md).
 
-    It is as large as the state, and one save at a time uses it.
+    It is as large as the state. Only one save at a time may use it.
     """
 
     def __init__(self) -> None:
-        self.buffers: list[Tensor] = []  # one for each tensor of the state, in its order
+        self.buffers: list[Tensor] = []  # one for each tensor of the state, in the same order
 
     def copy(self, state: State, backend: Backend) -> State:
         """Return the state with its tensors copied to the host. Waits for the device."""
@@ -37,7 +37,7 @@ class Staging:
             buffer.zero_()
 
     def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
-        """Return the tensors, one for each buffer: tied weights share one."""
+        """Return the state's tensors, and allocate a buffer for each. Tied weights share a buffer."""
         tensors = list({id(tensor): tensor for _, tensor in named(state)}.values())
         if [(each.shape, each.dtype) for each in self.buffers] != [(each.shape, each.dtype) for each in tensors]:
             self.buffers = [
@@ -47,7 +47,7 @@ class Staging:
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a state, with each tensor changed; tuples become lists."""
+    """Copy a state, with each tensor replaced by `change(tensor)`. Tuples become lists."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -58,7 +58,7 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Return the name of a floating-point tensor that holds NaN or infinity; None if none does."""
+    """Return the name of a floating-point tensor that contains NaN or infinity; None if there is no such tensor."""
     for name, tensor in named(state):
         is_number = tensor.is_floating_point() and tensor.numel()
         if is_number and not all(map(torch.isfinite, torch.aminmax(tensor))):  # many times faster than a norm
@@ -67,7 +67,7 @@ def first_not_finite(state: State) -> str | None:
 
 
 def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
-    """List all tensors of a state, each with its name: "model.embeddings.weight"."""
+    """List all tensors of a state with their names, such as "model.embeddings.weight"."""
     if isinstance(value, Tensor):
         return [(prefix, value)]
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()

@@ -1,6 +1,6 @@
-"""The protocol for checkpoints in a folder on disk or in S3, and its implementation on disk.
+"""The protocol for checkpoints on disk or in S3, and its implementation on disk.
 
-On disk, which all ranks see, a step is a folder that gets its name by a rename. It imports no torch.
+All ranks must see the disk. On disk, a step is a folder that gets its name by a rename. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
 
 
 class Store(Protocol):
-    """The checkpoints of a run, by their steps. A broken one is put in quarantine under another name, never deleted.
+    """The checkpoints of a run, by step. A damaged checkpoint is put in quarantine under another name, never deleted.
 
-    A save calls `begin`, on other ranks with a part of the state `join`, then `prepare`, `send` on every rank, and
-    `commit`; a load calls `look`, on each machine `fetch`, `path_of`, `release`. Methods that a disk seen by all ranks
-    does not need have a body here.
+    A save calls `begin` on rank 0, `join` on each other rank with a part of the state, `prepare` on rank 0, `send` on
+    every rank with files, and `commit` on rank 0. A load calls `look`, and on each machine `fetch`, `path_of` and
+    `release`. Methods that a disk does not need have a body here.
     """
 
     location: str
-    compares_when_written: bool = False  # whether the service compares checksums when it takes files, as S3 does
+    compares_when_written: bool = False  # whether the service verifies checksums during an upload, as S3 does
 
     def steps(self) -> list[int]:
-        """Return the steps that exist by name, ascending, valid or not."""
+        """Return the steps in ascending order, whether valid or not."""
 
     def quarantined(self) -> list[str]:
         """Return the names of the checkpoints in quarantine."""
@@ -42,61 +42,64 @@ class Store(Protocol):
         """Read a step's manifest. Raises Damaged."""
 
     def look(self, step: int) -> Manifest:
-        """Return the manifest, after comparing the length of each file. Raises Damaged."""
+        """Return the manifest of a step after comparing the length of each file. Raises Damaged."""
 
     def look_at_all(self) -> Looked:
-        """Return the manifests of the steps whose files have their lengths, and the faults of the others."""
+        """Return the manifests of steps whose files have the right lengths, and the faults of other steps."""
         return looked(self.look, self.steps())
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
-        """Return a folder on this machine with these files of the step (None: all), each verified. Raises Damaged."""
+        """Return a local folder with these files of the step (None: all files), all verified. Raises Damaged."""
 
     def path_of(self, manifest: Manifest) -> Path:
-        """Return the folder to which this or another rank of this machine has fetched the step."""
+        """Return the folder to which a rank of this machine fetched the step."""
 
     def release(self, fetched: Path) -> None:
-        """Remove the files that `fetch` has copied."""
+        """Remove the files that `fetch` copied."""
         return
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        """Make an empty folder of this machine for rank 0's files of a step. Raises OSError if its disk is too full."""
+        """Make an empty local folder for rank 0's files of a step. Raises OSError if its disk is too full."""
 
     def join(self, name: str, num_bytes: int) -> Path:
-        """Make another rank's folder, named as rank 0's. Raises OSError if that is gone or the disk is full."""
+        """Return the folder for another rank's files; `name` is the name of rank 0's folder.
+
+        Raises OSError if rank 0's folder is gone, or if the disk is too full.
+        """
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        """Return the manifest to commit, now that all files of the step are written on their machines.
+        """Return the manifest to commit. All files of the step must be written on their ranks' machines.
 
-        In S3 it says where they go; if `scratch` has all of them, it then is a checkpoint that can be uploaded
-        by hand.
+        In S3, the manifest then names the folder for the files. If `scratch` has all files, it becomes a checkpoint
+        that can be uploaded by hand.
         """
         return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
-        """Bring a rank's files, which are synced, to the place where `commit` needs them."""
+        """Bring a rank's files, which must be synced, to the place where `commit` needs them."""
         return
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Make a step of the files that were sent. It exists only once this returns."""
+        """Turn the files that were sent into a step. The step exists only once this returns."""
 
     def quarantine(self, step: int, why: str) -> str:
-        """Rename a step so that it no longer counts, and return the new name, which says why."""
+        """Rename a step so that it no longer counts, and return the new name, which contains `why`."""
 
     def remove(self, step: int) -> None: ...
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        """Remove the files of uncommitted saves of these leases, all of which have ended; return their folders' names.
+        """Remove the files of uncommitted saves under `leases`, and return their folders' names; `dry` removes nothing.
 
-        With `dry` it removes nothing. On disk a save that fails has removed them.
+        All saves under these leases must have ended. On disk, a failed save has already removed its files.
         """
         return []
 
     def leftovers(self) -> list[str]:
-        """Return the names of folders of uncommitted saves, whether running or abandoned."""
+        """Return the folder names of uncommitted saves, whether running or abandoned."""
         return self.remove_uncommitted(range(sys.maxsize), dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove leftovers of killed saves of leases below this number; return their names. Only the owner calls it."""
+        """Remove what killed saves under lower leases than `ended_below` left. Return the names. The owner calls it."""
 
 
 class LocalStore(Store):
@@ -113,12 +116,12 @@ class LocalStore(Store):
     def manifest(self, step: int) -> Manifest:
         try:
             return Manifest.from_json((self.path / step_name(step) / FILE).read_bytes(), step=step)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # other errors may pass
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # other errors may be temporary
             raise Damaged(f"{FILE}: {error.strerror}") from error
 
     def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)
-        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)  # a shared disk answers slowly
+        sizes = at_once(LocalFolder(self.path_of(manifest)).size, manifest.files)  # a shared disk may answer slowly
         compare_sizes(manifest, dict(zip(manifest.files, sizes, strict=True)))
         return manifest
 
@@ -128,7 +131,7 @@ class LocalStore(Store):
         return self.path_of(manifest)
 
     def path_of(self, manifest: Manifest) -> Path:
-        return self.path / step_name(manifest.step) / (manifest.folder or "")  # a step copied from S3 has one
+        return self.path / step_name(manifest.step) / (manifest.folder or "")  # a step copied from S3 has a folder
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path / step_name(step))
@@ -140,8 +143,8 @@ class LocalStore(Store):
         return self.path / name  # not made here: a new owner of the run folder may have removed it
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        # It fails, and changes nothing, if a new owner of the run folder has removed `scratch`.
-        write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced
+        # If a new owner of the run folder has removed `scratch`, this fails and changes nothing.
+        write_atomic(scratch / FILE, manifest.to_json())  # also syncs the folder, whose files are already synced
         path = self.path_of(manifest)
         try:
             publish_folder(scratch, path)
@@ -164,12 +167,12 @@ class LocalStore(Store):
         return remove_temporaries(self.path, TEMPORARIES, dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        # Leases do not matter: a save whose folder was removed cannot be committed any more.
+        # Leases do not matter here: a save whose folder was removed can no longer be committed.
         return remove_temporaries(self.path, TEMPORARIES)
 
 
 def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
-    """Return the result of `look_at_all`, by a look at each step."""
+    """Call `look` for each step, and return the result of `look_at_all`."""
     manifests: dict[int, Manifest] = {}
     damaged: dict[int, Damaged] = {}
     for step in steps:
@@ -181,7 +184,7 @@ def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
 
 
 def compare_sizes(manifest: Manifest, sizes: Mapping[FileName, int | None]) -> None:
-    """Raise Damaged unless all files of a step exist with their lengths."""
+    """Raise Damaged unless all files of a step exist and have the lengths in the manifest."""
     for name, entry in manifest.files.items():
         if (fault := fault_of(entry, sizes.get(name))) is not None:
             raise Damaged(f"{name} {fault}")

@@ -1,4 +1,4 @@
-"""Checkpoints in S3, which has no rename: the names of files are unique, and the manifest is created last."""
+"""Checkpoints in S3. As S3 has no rename, each save's files have unique names, and the manifest is created last."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from train.system.schema import BadContent, FileName, Head, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-SAVING, PARTS = "saving", "parts"  # on this machine; a save with a manifest is complete but not in S3
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # next to the folder of the save
+SAVING, PARTS = "saving", "parts"  # local folders; a save in SAVING that has a manifest is complete, but not in S3
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # an object next to the folder of a save
 
-DOWNLOADS = 8  # at the same time; each opens several connections for parts of a file
+DOWNLOADS = 8  # files downloaded at the same time, each over several connections
 READS = 3  # attempts before a file that does not match its checksum counts as damaged
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 
 class S3Store(Store):
-    """Checkpoints in S3. There is no LATEST file: it is only a hint, and writing it could fail after the commit.
+    """Checkpoints in S3. There is no LATEST file: it would only be a hint, and its write could fail after the commit.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random number: unique to a save
-    checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
+    checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   a mark: names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
 
-    Only files that an `.unfinished` object, a mark, names are ever removed. So the files of a checkpoint whose manifest
-    somebody deleted are kept, and so are the user's objects.
+    Only files that a mark names are ever removed. If somebody deletes a manifest, the files of its checkpoint are
+    therefore kept. The user's objects are kept too.
     """
 
     compares_when_written = True
@@ -49,7 +49,7 @@ class S3Store(Store):
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder, self.local = folder, scratch
         self.location = f"{folder.location}/checkpoints"
-        self.known: dict[int, tuple[str, Manifest]] = {}  # manifests read before, with their version
+        self.known: dict[int, tuple[str, Manifest]] = {}  # version and content of the manifests read so far
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -58,7 +58,7 @@ class S3Store(Store):
         return self.key(manifest.step, below(manifest, name))
 
     def objects(self, prefix: str = "step_") -> dict[int, dict[str, Head]]:
-        """Return the objects of the steps, by the name below their step."""
+        """Return the objects of each step, by their names below the step."""
         steps: dict[int, dict[str, Head]] = {}
         for name, item in self.folder.listing(PREFIX + prefix).items():
             head, _, below = name.removeprefix(PREFIX).partition("/")
@@ -85,14 +85,14 @@ class S3Store(Store):
         return self.compare(step, self.objects(f"{step_name(step)}/").get(step, {}))
 
     def look_at_all(self) -> Looked:
-        # One listing has the lengths of all files; manifests that were read before are not read again.
+        # One listing has the lengths of all files, and manifests that were read before are not read again.
         objects = self.objects()
         steps = sorted(step for step in objects if FILE in objects[step])
         self.known = {step: self.known[step] for step in steps if step in self.known}
         return looked(lambda step: self.compare(step, objects[step]), steps)
 
     def compare(self, step: int, objects: Mapping[str, Head]) -> Manifest:
-        """Return the manifest, once its files' lengths match these objects. Each version of it is read once."""
+        """Return the manifest if these objects have its files' lengths. Each version of a manifest is read once."""
         version = objects[FILE].version if FILE in objects else ""
         known, manifest = self.known.get(step, ("", None))
         if manifest is None or known != version:
@@ -104,8 +104,8 @@ class S3Store(Store):
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
         manifest = self.look(step).only(names)
-        self.clear("fetched")  # the step of an earlier call, or files that could not be verified
-        self.clear(PARTS)  # leftovers of killed saves: no step is loaded while another is saved
+        self.clear("fetched")  # holds the step of an earlier call, or files that could not be verified
+        self.clear(PARTS)  # holds only leftovers of killed saves: no step is loaded while another is saved
         target = self.path_of(manifest)
         target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
@@ -135,7 +135,7 @@ class S3Store(Store):
         try:
             check_space(folder, num_bytes)
         except OSError:
-            self.clear(SAVING)  # saves that could not be uploaded give way to a newer one
+            self.clear(SAVING)  # older saves, which could not be uploaded, make room for this one
             folder.mkdir(parents=True, exist_ok=True)
             check_space(folder, num_bytes)
         return folder
@@ -148,7 +148,7 @@ class S3Store(Store):
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-        if not any(map(is_part, manifest.files)):  # parts of other ranks are on other machines
+        if not any(map(is_part, manifest.files)):  # other ranks' parts may be on other machines
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
@@ -161,7 +161,7 @@ class S3Store(Store):
             self.folder.upload(self.file_key(manifest, name), folder / name)
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        # It raises LeaseLost, and commits nothing, if another job took the run folder during the upload.
+        # If another job took the run folder during the upload, this raises LeaseLost and commits nothing.
         self.check_fence(manifest.fence)
         if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
             self.check_fence(manifest.fence)  # never replace a step of a newer owner
@@ -174,17 +174,17 @@ class S3Store(Store):
         return self.key(manifest.step, f"{manifest.folder}.unfinished")
 
     def mark(self, manifest: Manifest) -> None:
-        """Mark the files of a manifest as leftovers, which they are while no manifest names them."""
+        """Mark the files of a manifest as leftovers. The mark has no effect while their manifest exists."""
         self.folder.write(self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)}))
 
     def remove_mark(self, manifest: Manifest) -> None:
-        with suppress(InputError, Failure):  # the work is done; while its manifest is there a mark means nothing
+        with suppress(InputError, Failure):  # a mark that stays has no effect: its manifest exists, or its files do not
             self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
         newest = max(numbers(self.folder), default=0)
         if newest > fence:
-            raise LeaseLost(f"{self.folder.location} has a newer owner, by {name_of(newest)}: nothing is committed")
+            raise LeaseLost(f"{self.folder.location} has a newer owner, {name_of(newest)}: nothing is committed")
 
     def quarantine(self, step: int, why: str) -> str:
         target = f"manifest.{why}-{uuid.uuid4().hex[:8]}.json"
@@ -196,7 +196,7 @@ class S3Store(Store):
         manifest = self.manifest(step)
         if manifest.folder:
             self.mark(manifest)
-        self.folder.remove(self.key(step, FILE))  # first: without it there is no such checkpoint
+        self.folder.remove(self.key(step, FILE))  # first: the checkpoint ends with its manifest
         list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
         if manifest.folder:
             self.remove_mark(manifest)
@@ -207,7 +207,7 @@ class S3Store(Store):
         return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        # A manifest in quarantine may be unreadable, so its step is left alone, and so are marks of unknown form.
+        # A manifest in quarantine may be unreadable, so its step is left alone. So are marks of unknown form.
         left = []
         found = self.objects()
         in_doubt = {step for step, objects in found.items() if any(map(in_quarantine, objects))}
@@ -226,9 +226,9 @@ class S3Store(Store):
         return left
 
     def tidy_saving(self, newest: int) -> None:
-        """Remove leftovers of killed saves on this machine, and saves that S3 has; warn of those that it lacks."""
+        """Remove local leftovers of killed saves, and local saves that S3 has. Warn of saves that S3 lacks."""
         for folder in (self.local / SAVING).glob("*"):
-            step = None  # of a manifest that cannot be read
+            step = None  # if the manifest cannot be read
             with suppress(Damaged, OtherVersion):
                 step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
             if step is not None and step <= newest:
@@ -239,7 +239,7 @@ class S3Store(Store):
 
 
 def below(manifest: Manifest, name: str) -> str:
-    """Return the name of a file below its step: with the save's folder, which a run copied from a disk lacks."""
+    """Return the name of a file below its step. It includes the save's folder, which a run copied from a disk lacks."""
     return f"{manifest.folder}/{name}" if manifest.folder else name
 
 

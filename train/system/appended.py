@@ -1,10 +1,11 @@
-"""Files to which a run appends, as S3 holds them: NAME holds the newest lines, and the older ones are in parts.
+"""Files to which a run appends, as they are stored in S3: NAME holds the newest lines, and parts hold the older lines.
 
-    metrics.jsonl  metrics/00000002-000001.jsonl  (lease and number of its writer)
+    metrics.jsonl  metrics/00000002-000001.jsonl  (lease number of the writer, number of its part)
 
-Lines of more than PART_BYTES move to a part, which never changes; NAME then begins with a line that counts the parts
-and is written after them, so that a reader finds each line once at any time. A part that no such line counts is of a
-job that was killed between the two, or has lost the folder: its lines are in NAME as well. It imports no torch.
+When NAME grows beyond PART_BYTES, its older lines move to a part, which never changes. NAME then begins with a line
+that counts the parts. NAME is written after the parts, so a reader finds each line exactly once at any time. A part
+that is not counted comes from a job that was killed between the two writes, or that has lost the folder: NAME has its
+lines too. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from train.system.atomic_io import open_whole
 from train.system.folders import Folder
 from train.system.schema import BadContent
 
-PART_BYTES = 2**18  # uploaded at each save at most, unless more was written since the previous one
-BLOCK_BYTES = 2**16  # read at a time, backwards
+PART_BYTES = 2**18  # most bytes uploaded at a save, unless more were written since the previous save
+BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
 MAX_PARTS = 10**6  # per writer
 MARK = b'{"kind": "parts", '
 
@@ -30,12 +31,12 @@ MARK = b'{"kind": "parts", '
 class Parts:
     """The parts of a file, in the order of their lines."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # per writer, named by the 8 digits of its lease
-    num_bytes: int = 0  # the sum over all parts
+    counts: dict[str, int] = field(default_factory=dict)  # parts per writer, by the 8 digits of the writer's lease
+    num_bytes: int = 0  # total over all parts
 
     @property
     def head(self) -> bytes:
-        """The first line of the file that continues these parts."""
+        """The first line of the file that continues these parts; empty without parts."""
         values = {"kind": "parts", "parts": self.counts, "bytes": self.num_bytes}
         return json.dumps(values).encode() + b"\n" if self.counts else b""
 
@@ -43,7 +44,7 @@ class Parts:
         return [of(name, writer, part) for writer, count in self.counts.items() for part in range(1, count + 1)]
 
     def next_of(self, writer: str, num_bytes: int) -> tuple[str, int, Parts]:
-        """Return writer and number of the next part, and the parts with it. No lease comes before an earlier one."""
+        """Return the next part's writer and number, and the parts with it. The writer's lease never gets lower."""
         writer = max([writer, *self.counts])
         number = self.counts.get(writer, 0) + 1
         return writer, number, Parts({**self.counts, writer: number}, self.num_bytes + num_bytes)
@@ -56,7 +57,7 @@ def of(name: str, writer: str, number: int) -> str:
 
 
 def read_head(file: BinaryIO, where: str) -> Parts:
-    """Read which parts a file continues, and leave it where its lines begin. Raises InputError if line 1 is bad."""
+    """Read which parts a file continues; its lines are then next. Raises InputError if line 1 is damaged."""
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
@@ -70,7 +71,7 @@ def read_head(file: BinaryIO, where: str) -> Parts:
             return parts
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
-    raise BadContent(f"{where} line 1 is damaged: it counts the parts of the file that come before it")
+    raise BadContent(f"{where} line 1 is damaged: it should count the parts that precede this file")
 
 
 def open_part(folder: Folder, name: str) -> BinaryIO:
@@ -78,11 +79,11 @@ def open_part(folder: Folder, name: str) -> BinaryIO:
     try:
         return folder.open(name)
     except FileNotFoundError as error:
-        raise InputError(f"{folder.location}/{name} is missing: it holds a part of the run's lines") from error
+        raise InputError(f"{folder.location}/{name} is missing: it holds some of the run's lines") from error
 
 
 def rows(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file and its parts without line ends, oldest first. Raises FileNotFoundError without it."""
+    """Yield the lines of a file and its parts, oldest first, without line ends. Raises FileNotFoundError."""
     with folder.open(name) as newest:
         for part in read_head(newest, f"{folder.location}/{name}").names(name):
             with open_part(folder, part) as file:
@@ -91,7 +92,7 @@ def rows(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
-    """Yield the lines that `rows` yields, newest first, read in blocks as they are asked for."""
+    """Yield the lines that `rows` yields, but newest first, and read them in blocks only as needed."""
     with folder.open(name) as newest:
         parts = read_head(newest, f"{folder.location}/{name}").names(name)
         yield from back(newest, newest.tell())
@@ -101,7 +102,7 @@ def rows_back(folder: Folder, name: str) -> Iterator[bytes]:
 
 
 def back(file: BinaryIO, first: int) -> Iterator[bytes]:
-    """Yield the lines from the byte `first` on without their ends, newest first; the first is empty or half written."""
+    """Yield the lines after byte `first`, newest first, without line ends. The newest is empty or half written."""
     pieces: list[bytes] = []
     end = file.seek(0, 2)
     while end > first:
@@ -118,20 +119,20 @@ def back(file: BinaryIO, first: int) -> Iterator[bytes]:
 
 
 class Mirrored:
-    """A file on this machine that grows, and its copy in S3."""
+    """A growing file on this machine, and its copy in S3."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name, self.parts = path, name, Parts()
 
     def upload(self, folder: Folder, replace: Callable[[str, bytes], None], writer: str) -> None:
-        """Write the parts that S3 lacks to `folder`, and the newest lines by `replace`; the last may be unfinished."""
+        """Write the parts that S3 lacks to `folder`, and the newest lines by `replace`. The last may be unfinished."""
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self.parts.num_bytes)
             while True:
                 content = file.read(PART_BYTES)
                 content += file.readline()
-                if file.tell() >= size:  # the newest lines, of which there is always one
+                if file.tell() >= size:  # these are the newest lines; NAME always has at least one
                     break
                 name, number, parts = self.parts.next_of(writer, len(content))
                 folder.write(of(self.name, name, number), content)
@@ -142,8 +143,8 @@ class Mirrored:
     def download(self, folder: Folder) -> None:
         """Copy the file from S3.
 
-        An older local copy is kept only if it continues that file by whole lines: the run may have been on another
-        machine since, or have been removed from S3 for a new one.
+        The local copy is kept only if it begins with all whole lines of the file in S3. Otherwise the run has continued
+        on another machine since, or was removed from S3 for a new run.
         """
         self.parts = Parts()
         try:

@@ -1,8 +1,8 @@
-"""Writing files and folders so that they are whole or absent, even after a kill or a power failure.
+"""Functions that write a file or folder whole or not at all, even if the process is killed or the power fails.
 
-Each is made under a temporary name in the same folder, synced, and renamed. A new file is as private as its folder, or
-more so if the umask says so. So a user who lets others read a run folder also lets them read its later files. It is
-never an error that a file cannot be removed.
+A file or folder is made under a temporary name next to its final name, synced, and renamed. A new file is as private as
+its folder, or more private if the umask is stricter: whoever may read a run folder may also read files that are added
+later. If a file cannot be removed, a warning is logged and no error is raised.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 logger = logging.getLogger("train")
-TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # the name and 38 bytes
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename if the new name is taken
-LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of a link on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync on a folder there
-said = set[object]()  # warnings that this process has given
+TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # the final name plus 38 bytes
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename() if the new name is taken
+LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of link() on SMB, exFAT and gcsfuse
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on a folder of these systems
+said = set[object]()  # keys of the warnings that this process has logged
 
 
 def temporary_for(path: Path) -> Path:
@@ -37,9 +37,10 @@ def is_temporary(path: Path) -> bool:
 
 
 def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[str]:
-    """Remove what killed processes left: temporary files and folders for names that match the pattern `name`.
+    """Remove the temporary files and folders that killed processes left, if their final names match the regex `name`.
 
-    The caller must know that no process is writing them now. Returns what was removed; with `dry`, what would be.
+    The caller must know that no process is still writing them. Returns the names that were removed or, with `dry`,
+    would be removed.
     """
     matches = [match for path in folder.glob(".*.tmp-*") if (match := TEMPORARY.fullmatch(path.name))]
     names = sorted(match[0] for match in matches if re.fullmatch(name, match[1]))
@@ -49,8 +50,8 @@ def remove_temporaries(folder: Path, name: str, *, dry: bool = False) -> list[st
 
 
 def discard(path: Path) -> None:
-    """Remove a file, or a folder with all its files, that nobody needs any more."""
-    # A file that is open on NFS, or belongs to another user, cannot be removed. Then one warning is logged.
+    """Remove a file, or a folder with its contents, that is no longer needed."""
+    # A file that is open on NFS, or belongs to another user, cannot be removed. A single warning is then logged.
     failures = list[OSError]()
 
     def remember(_function: object, _path: str, info: Any) -> None:
@@ -83,7 +84,7 @@ def bits_of(folder: Path) -> int:
 
 
 def open_alike(path: Path, mode: str) -> BinaryIO:
-    """Open a file; only those who can read its folder can read a new one."""
+    """Open a file. If it is new, only users who can read its folder can read it."""
     bits = bits_of(path.parent) & 0o666
     return cast("BinaryIO", open(path, mode, opener=lambda name, flags: os.open(name, flags, bits)))
 
@@ -100,7 +101,7 @@ def make_alike(folder: Path) -> None:
 
 @contextmanager
 def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` when the block ends. An error leaves nothing behind."""
+    """Open a new file, which is renamed to `path` when the block ends. If the block fails, the file is removed."""
     temporary = temporary_for(path)
     try:
         with open_alike(temporary, "wb") as file:
@@ -114,13 +115,13 @@ def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a whole file; after a crash either the old content is there or the new one."""
+    """Write a whole file. After a crash, the file has either its old or its new content."""
     with open_whole(path) as file:
         file.write(content)
 
 
 def create_atomic(path: Path, content: bytes) -> bool:
-    """Write a whole file unless the name is taken, and return whether it did: only one of several writers gets True."""
+    """Write a whole file unless it exists. Returns whether it was written: only one of several writers gets True."""
     try:
         with open_whole(path, publish=link) as file:
             file.write(content)
@@ -132,8 +133,8 @@ def create_atomic(path: Path, content: bytes) -> bool:
 def link(temporary: Path, path: Path) -> None:
     """Give a file a second name.
 
-    Unlike a rename, it raises FileExistsError if the name is taken. On a disk without links the name is first taken by
-    an empty file, which a reader may see for a moment.
+    Unlike a rename, this raises FileExistsError if the name is taken. On a disk without links, an empty file takes the
+    name first, and a reader may see that file for a moment.
     """
     try:
         os.link(temporary, path)
@@ -145,7 +146,7 @@ def link(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or renames inside a folder, durable (POSIX: a rename lives in the folder)."""
+    """Make the content of a file, or the renames inside a folder, durable (in POSIX, the folder stores a rename)."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -164,9 +165,9 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Make an empty folder for the block to fill; it is named `path` when the block ends. An error leaves nothing.
+    """Yield an empty folder, which is renamed to `path` when the block ends. If the block fails, it is removed.
 
-    Raises FileExistsError if something has that name by then, unless `replaces` is set.
+    Raises FileExistsError if `path` exists at the end of the block, unless `replaces` is set.
     """
     temporary = begin_folder(path)
     try:
@@ -178,7 +179,7 @@ def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def begin_folder(path: Path) -> Path:
-    """Make an empty folder next to `path`, and missing parents. `publish_folder` renames it later."""
+    """Make an empty folder next to `path`, and any missing parents. `publish_folder` renames it later."""
     if not path.parent.is_dir():
         make_alike(path.parent)
         sync(path.parent.parent)
@@ -188,10 +189,10 @@ def begin_folder(path: Path) -> Path:
 
 
 def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> None:
-    """Rename a folder from `begin_folder` to its name, once all files in it are synced.
+    """Give a folder from `begin_folder` its final name. All files in it must already be synced.
 
-    Raises FileNotFoundError if somebody has removed it, and FileExistsError if the name is taken and `replaces` is not
-    set.
+    Raises FileNotFoundError if somebody has removed the folder, and FileExistsError if `path` exists, unless `replaces`
+    is set.
     """
     try:
         temporary.rename(path)
@@ -205,9 +206,9 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name immediately.
+    """Remove a folder so that others see it whole or not at all. The folder `instead` immediately takes its name.
 
-    A folder that this user may not write to is kept, with one warning: somebody may have protected it.
+    A folder that this user may not write to is kept, since somebody may have protected it. One warning is logged.
     """
     if instead is None and not os.access(path, os.W_OK | os.X_OK):
         warn_once(path, f"{path} is not removed: this user may not write to it")
@@ -221,8 +222,8 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files below a folder. Those that libraries wrote become as private as the folder."""
-    for path in (*folder.rglob("*"), folder):  # a folder comes before what is in it
+    """Sync a folder and everything below it. Files that libraries wrote are first made as private as their folder."""
+    for path in (*folder.rglob("*"), folder):  # a folder comes before its contents
         bits = path.stat().st_mode & 0o777
         if path != folder and bits & ~bits_of(path.parent):
             path.chmod(bits & bits_of(path.parent))
@@ -230,7 +231,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """Return the folder `path`; if it is absent, `make` fills it. Only one process does, and others wait for it."""
+    """Return the folder `path`. If it is missing, one process fills it with `make`, and other processes wait."""
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.is_dir():

@@ -1,4 +1,4 @@
-"""A table of the errors of S3, EC2, SSM and IAM: the meaning of each and the cure, in one line."""
+"""A table of the errors of S3, EC2, SSM and IAM, with the meaning and the cure of each error in one line."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ UNKNOWN = ["InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "AuthFa
 UNKNOWN += ["UnrecognizedClientException"]
 NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "UnauthorizedOperation"]
 DISABLED = ["AllAccessDisabled", "AccountProblem", "InvalidPayer", "NotSignedUp"]
-KMS = "KMS."  # prefix of the codes that S3 passes on from AWS's key service
+KMS = "KMS."  # the prefix of codes that S3 passes on from AWS's key service
 TEMPORARY_CODES = ["RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded"]
 TEMPORARY_CODES += ["InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable"]
-# S3 answers with status 400 and one of several codes if a body came late or damaged.
+# S3 answers with status 400 and one of these codes if a body arrived late or damaged.
 TEMPORARY_CODES += ["RequestTimeout", "IncompleteBody", "BadDigest"]
 TEMPORARY_CODES += ["XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"]
 TEMPORARY_STATUS = (429, 500, 502, 503, 504)
 NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
 NO_CREDENTIALS = ["NoCredentialsError", "PartialCredentialsError"]
 NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
-CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, *NO_CREDENTIALS]  # codes that say nothing about the request itself
-SAID = "{service} answers {answer}: {text}"  # in AWS's own words
+CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, *NO_CREDENTIALS]  # codes that concern the credentials, not the request
+SAID = "{service} answers {answer}: {text}"  # the text is AWS's
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere aws configure sso makes a profile, which AWS_PROFILE=... chooses"
 WHOSE = "aws sts get-caller-identity shows the user"
-ROWS: list[tuple[list[str], str, str]] = [  # codes of AWS or classes of botocore's errors, the problem, the cure
+ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error classes, the problem, and the cure
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
     (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
     (UNKNOWN, "{service} does not know these credentials ({code})", f"{WHOSE}, aws configure sets others"),
@@ -49,19 +49,19 @@ ROWS: list[tuple[list[str], str, str]] = [  # codes of AWS or classes of botocor
     (DISABLED, SAID, "the account or the bucket is disabled: see its bills, ask AWS's support"),
     (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
     (["Blocked"], SAID, "the account is blocked: ask AWS's support"),
-    (["PendingVerification"], SAID, "AWS still verifies the account: try in some minutes"),
+    (["PendingVerification"], SAID, "AWS is still verifying the account: try again in some minutes"),
     (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
     (["PartialCredentialsError"], "{text}", GET_SOME),
     (NO_RENEWAL, "the AWS credentials cannot be renewed ({text})", RENEW),
     (["NoRegionError"], "no region is named", "set it in the settings, or AWS_DEFAULT_REGION"),
-    (["EndpointConnectionError"], "{text}", "is there such a region, and a route to it?"),
+    (["EndpointConnectionError"], "{text}", "check the name of the region, and the route to it"),
     (NO_ANSWER[:2], "no answer from {service}: {text}", ""),
 ]
 TABLE = {code: (problem, cure) for codes, problem, cure in ROWS for code in codes}
 
 
 class Rejected(InputError):
-    """An answer of AWS that rejects a request, with its code."""
+    """An error because AWS rejected a request, with the code of AWS's answer."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Rejected(InputError):
 
 
 class BadCredentials(Rejected):
-    """Credentials that are absent, expired or unknown, so that no request can succeed."""
+    """An error because credentials are absent, expired or unknown, so that no request can succeed."""
 
 
 def one_line(error: object) -> str:
@@ -77,14 +77,14 @@ def one_line(error: object) -> str:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of AWS's answer; without one, the name of the error's class or base class in TABLE, or ""."""
+    """Return the code of AWS's answer; without an answer, the error's class or base class in TABLE, or ""."""
     if isinstance(error, ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return next((each.__name__ for each in type(error).__mro__ if each.__name__ in TABLE), "")
 
 
 def is_temporary(status: int, code: str | None) -> bool:
-    """Return whether the same request may succeed later. EC2's status 500 for a lack of capacity does not count."""
+    """Return whether the same request may succeed later. EC2's status 500 for lack of capacity is not temporary."""
     return (code or "").removeprefix(KMS) in TEMPORARY_CODES or (
         status in TEMPORARY_STATUS and "Capacity" not in (code or "")
     )
@@ -93,7 +93,7 @@ def is_temporary(status: int, code: str | None) -> bool:
 def problem_and_cure(
     code: str, text: str = "", *, status: int = 0, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Return the meaning of a code, with AWS's text, and the cure ("" if none is known). `cures` override TABLE's."""
+    """Return the meaning of a code, with AWS's text, and its cure ("" if unknown). `cures` overrides TABLE."""
     problem, cure = TABLE.get(KMS if code.startswith(KMS) else code, (SAID if code or status else "{text}", ""))
     answer = f"{status or ''} {code}".strip()
     if is_temporary(status, code):
@@ -105,7 +105,7 @@ def problem_and_cure(
 def explain(
     error: BaseException, where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> Exception:
-    """Return Rejected, BadCredentials or Unreachable for an error of boto3: one line that begins with `where`."""
+    """Return Rejected, BadCredentials or Unreachable for an error of boto3. Its one line begins with `where`."""
     code, text, status, times = code_of(error), one_line(error), 0, 1
     if isinstance(error, ClientError):
         metadata = error.response.get("ResponseMetadata", {})
@@ -125,7 +125,7 @@ def explain(
 
 @contextmanager
 def explained(where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raise errors of boto3 as `explain` translates them."""
+    """Raise boto3's errors as the errors that `explain` returns."""
     try:
         yield
     except (BotoCoreError, ClientError) as error:

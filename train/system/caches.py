@@ -1,4 +1,4 @@
-"""Folders of compiled graphs and kernels, private to this user: later runs load them as code. It imports no torch."""
+"""Folders of compiled graphs and kernels, private to this user since later runs load them as code. No torch here."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from train.system import machine
 from train.system.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # owned by root, on an image built with compile_cache (ami/provision)
-NOBODY = 65534  # the owner that a container with mapped users shows for root's files (user_namespaces(7))
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # root's, on an image that was built with compile_cache (ami/provision)
+NOBODY = 65534  # the owner of root's files, as a container with mapped users shows it (user_namespaces(7))
 
 
 def unshared_folder(path: Path, name: str) -> Path:
-    """Make a folder of mode 0700, or take an existing one; return its path without links.
+    """Make a folder of mode 0700, or take an existing one. Returns its path with links resolved.
 
-    Raises InputError, which says that `name` decides where it is, if another user could write to it.
+    Raises InputError if another user could write to the folder. The message says that `name` sets its place.
     """
     real = Path(os.path.realpath(path.expanduser()))
     try:
         for folder in (*reversed(real.parents), real):
             if not folder.is_dir():
-                folder.mkdir(0o700, exist_ok=True)  # other ranks make it too
+                folder.mkdir(0o700, exist_ok=True)  # other ranks may make it at the same time
             fault = foreign_fault(folder.lstat(), is_parent=folder != real)
             check(
                 fault is None,
@@ -42,16 +42,16 @@ def unshared_folder(path: Path, name: str) -> Path:
 
 
 def private_folder(path: Path, name: str) -> Path:
-    """Make or take a folder as `unshared_folder` does, and close it to others, who might write to folders in it."""
+    """Make or take a folder as `unshared_folder` does, and set its mode to 0700: subfolders may be open to others."""
     real = unshared_folder(path, name)
     real.chmod(0o700)
     return real
 
 
 def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
-    """Return how others could change files in a folder, or replace it if it is a parent; None if they cannot."""
+    """Return how other users could change files in a folder or, if it is a parent, replace it; None if they cannot."""
     if not stat.S_ISDIR(status.st_mode):
-        return "is a link or a file of somebody"
+        return "is a link or a file"
     if status.st_uid != os.geteuid() and not (is_parent and status.st_uid in (0, NOBODY)):
         return f"belongs to user {status.st_uid}, and you are {os.geteuid()}"
     writable = status.st_mode & (stat.S_IWOTH if is_parent else stat.S_IWOTH | stat.S_IWGRP)
@@ -61,9 +61,9 @@ def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
 
 
 def place_kernels() -> None:
-    """Set where TorchInductor and Triton keep kernels, unless the user has. Call it before Inductor is imported.
+    """Set where TorchInductor and Triton keep kernels, unless the user has. Call this before Inductor is imported.
 
-    Raises InputError if others could write to that folder.
+    Raises InputError if others could write to one of the folders.
     """
     root = machine.compile_root()
     for variable, folder in KERNELS.items():
@@ -75,15 +75,15 @@ def place_kernels() -> None:
 
 
 def headers_folder() -> Path:
-    """Return where TorchInductor keeps compiled C++ headers, whatever its variable says: below its default folder."""
+    """Return where TorchInductor keeps compiled C++ headers: in its default folder, whatever its variable says."""
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     return Path(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, str]:
-    """Return the variable that names Neuron's cache, with its folder, which begins as a copy of the image's graphs.
+    """Return the variable that names Neuron's cache, with the cache's folder; {} if the cache is in a bucket.
 
-    Raises InputError if others could write to that folder. A bucket is left as it is.
+    A new folder begins as a copy of the image's graphs. Raises InputError if others could write to the folder.
     """
     name = machine.NATIVE_CACHE if is_native else "NEURON_COMPILE_CACHE_URL"
     location = machine.native_cache(environ) if is_native else machine.cache_location(environ)

@@ -1,4 +1,4 @@
-"""Comparison of files with their manifest, and of a manifest with its checksum."""
+"""The verification of files against a manifest, and of a manifest against its checksum."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHOWN_DIGITS = 12  # digits of a sha256 in a message
 
 
 def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
-    """Return the difference from the manifest, as text that follows the name of the file; None if there is none.
+    """Return how a file differs from its manifest entry, as text to follow the file's name; None if it does not differ.
 
-    `size` is the length in bytes, or None if the file is missing; `sha256` computes the checksum; if it is None only
+    `size` is the length in bytes, or None if the file is missing. `sha256` computes the checksum; if it is None, only
     the length is compared.
     """
     if size is None:
@@ -32,19 +32,19 @@ def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | Non
 
 
 def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None:
-    """Return what `fault_of` returns, for a file of this machine."""
+    """Return the result of `fault_of` for a file on this machine."""
     size = path.stat().st_size if path.is_file() else None
     return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
 
 
 def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) -> str | None:
-    """Return the fault that `examine` finds in the first faulty item, in order; None without one. Works in threads."""
+    """Return the fault that `examine` finds in the first faulty item, or None. Several items are examined at a time."""
     with closing(at_once(examine, items)) as faults:
         return next(filter(None, faults), None)
 
 
 def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: bool) -> None:
-    """Raise InputError if a file is missing or does not have its entry's length or, with `checksums`, checksum."""
+    """Raise InputError if a file is missing or differs from its entry in length or, with `checksums`, in checksum."""
 
     def examine(name: str) -> str | None:
         fault = fault_of_file(folder / name, entries[name], checksum=checksums)
@@ -57,9 +57,10 @@ def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: 
 def read_verified(
     source: Folder, name: str, sha256: str | None, *, advice: str, fault: str = "is damaged: its sha256 differs"
 ) -> bytes:
-    """Read a file that a manifest names; `sha256` is None if its checksum is unknown.
+    """Read a file that a manifest names, and compare its checksum with `sha256`, which is None if unknown.
 
-    Raises InputError if it is missing, or with `fault` if its checksum differs; `advice` says what to do.
+    Raises InputError if the file is missing, or with the text `fault` if its checksum differs. Both messages end with
+    `advice`, which says what to do.
     """
     try:
         content = source.read(name)
@@ -71,12 +72,12 @@ def read_verified(
 
 
 def sealed(body: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
-    """Return the content of a manifest with its checksum under `key`."""
+    """Return the content of a manifest, with its checksum added under `key`."""
     return {**body, key: sha256_json(body)}
 
 
 def unsealed(content: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
-    """Return the content without its checksum. Raises BadContent if the checksum is wrong."""
+    """Return the content of a manifest without its checksum. Raises BadContent if the checksum is wrong."""
     body = {name: value for name, value in content.items() if name != key}
     try:
         seen = sha256_json(body)

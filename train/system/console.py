@@ -31,7 +31,7 @@ class Console:
 
 def use_console(*names: str) -> None:
     """Make writes to these streams ("stdout", "stderr") always succeed, for programs that do more than print."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream was closed: no file may get its number
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # no file may get the descriptor of a closed stream
         pass
     os.close(handle)
     for name in (each for each in names if not isinstance(getattr(sys, each), Console)):
@@ -41,7 +41,7 @@ def use_console(*names: str) -> None:
 
 @contextmanager
 def without_stdout() -> Iterator[None]:
-    """Drop all that this process prints on standard output in the block, from any thread and from C++ libraries."""
+    """Drop everything that this process prints to standard output in the block, from any thread or C++ library."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -1,4 +1,4 @@
-"""Versions, commit and machine of a process, for environment.json. It imports no torch."""
+"""The versions, commit and machine of a process, for environment.json. It imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, commit, code folders, and machine. Environment variables may be secret and are left out."""
+    """Return versions, commit, code folders and machine. Other variables than NEURON_CC_FLAGS may hold secrets."""
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),
@@ -43,13 +43,13 @@ def versions() -> dict[str, str | None]:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return the maker's name of this machine's processors; None if Linux does not say."""
+    """Return the model name of this machine's processors; None if Linux does not report it."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def commit() -> str | None:
-    """Return the git commit of the code, with a plus sign if it was changed; None outside a checkout."""
+    """Return the git commit of the code, followed by "+" if the code was changed; None outside a checkout."""
     if shutil.which("git") is None:
         return None
     folder = Path(train.__file__).parent

@@ -1,4 +1,4 @@
-"""RUN/export/, a run's model for transformers, with the step at which it was written, since a run may resume later."""
+"""RUN/export/: a run's model for transformers. It records the step at which it was written: a run may resume later."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from train.system.folders import Folder, canonical_json
 from train.system.run_folder import RunFolder
 from train.system.schema import read_object
 
-MARK = "baretrain.json"  # in export/: {"step": reached by the run, "weights": step of the weights}
-NO_STEP = -1  # in S3, while files are being uploaded
+MARK = "baretrain.json"  # file in export/: {"step": step that the run had reached, "weights": step of the weights}
+NO_STEP = -1  # the "step" in S3 while files are being uploaded
 
 
 @contextmanager
 def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterator[Path]:
-    """Yield an empty folder for the model of a run at `step`, with the weights of step `weights` if that is earlier.
+    """Yield an empty folder for a run's model at `step`; `weights` is the step of the weights if it is an earlier one.
 
-    When the block ends, it replaces export/ on this machine; after an error the old export stays. Only the owner of the
-    run folder calls it.
+    When the block ends, the folder replaces export/ on this machine. If the block fails, the old export is kept. Only
+    the owner of the run folder may call this.
     """
     folder.ownership.check()
     remove_temporaries(folder.path, folder.export.name)
     with new_folder(folder.export, replaces=True) as scratch:
         yield scratch
         (scratch / MARK).write_bytes(canonical_json({"step": step, "weights": step if weights is None else weights}))
-        sync_tree(scratch)  # before the check of the owner, because it may take long
+        sync_tree(scratch)  # may take long, so the ownership is checked afterwards
         folder.ownership.check()
 
 
@@ -38,18 +38,18 @@ def mirror(folder: RunFolder) -> None:
         return
     folder.folder.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))
     files = [path for path in sorted(folder.export.rglob("*")) if path.is_file()]
-    for path in sorted(files, key=lambda path: path.name == MARK):  # MARK last
+    for path in sorted(files, key=lambda path: path.name == MARK):  # MARK is uploaded last
         folder.folder.upload(path.relative_to(folder.path).as_posix(), path)
 
 
 def is_outdated(run: Folder) -> bool:
-    """Return whether a run has trained on since it wrote its export, or is writing it now."""
+    """Return whether a run has saved a checkpoint after its export, or is writing the export now."""
     step = marked(run, "step")
-    return step is None or step < max(saved_steps(run), default=0)  # damaged: a checkpoint is better
+    return step is None or step < max(saved_steps(run), default=0)  # without a valid mark, a checkpoint is safer
 
 
 def marked(run: Folder, key: str) -> int | None:
-    """Return one of the steps in an export's mark; None if there is no mark, or if it is damaged or lacks this step."""
+    """Return the step under `key` in an export's mark; None if the mark is missing or damaged, or lacks this key."""
     try:
         return int(read_object(run.read(f"export/{MARK}"))[key])
     except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
@@ -57,7 +57,7 @@ def marked(run: Folder, key: str) -> int | None:
 
 
 def saved_steps(run: Folder) -> dict[int, str]:
-    """Return the manifest's name of each checkpoint, by its step."""
+    """Return the name of each checkpoint's manifest, by step."""
     names = run.names("checkpoints/")
     matches = (re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name) for name in names)
     return {int(match[1]): match[0] for match in matches if match}

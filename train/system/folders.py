@@ -1,6 +1,6 @@
-"""Folders that hold the files of a run or a data set, on this machine or in S3.
+"""Folders on this machine or in S3 that contain the files of a run or a data set.
 
-A file is whole or absent: atomic_io.py writes it on disk, and S3 shows an object when all of it has arrived.
+A reader sees a whole file or none: atomic_io.py ensures it on disk, and S3 shows only objects that arrived completely.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ from train.system.atomic_io import create_atomic, discard, is_temporary, make_al
 from train.system.schema import Head, RelativePath
 from train.system.torchrun import file_of_start, has_rejected
 
-CHUNK_BYTES = 2**20  # read at a time for hashing
-NAME_MAX, PATH_MAX = 255, 4096  # bytes, the limits of Linux
+CHUNK_BYTES = 2**20  # bytes read at a time for hashing
+NAME_MAX, PATH_MAX = 255, 4096  # the limits of Linux, in bytes
 # A name with ":/", or with a known scheme and ":", was meant to be a URL.
 NO_URL = re.compile(
     r"\s*([a-z][a-z0-9+.-]*:/|(s3[an]?|gs|gcs|hdfs|abfss?|az|wasbs?|https?|file|hf|dbfs):)", re.IGNORECASE
 )
 PRIVATE = 0o700  # mode of a new folder; an existing one keeps its mode
-SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
-AT_ONCE = 16  # hashing runs outside of Python's lock; requests to S3 and to shared disks wait for the network
+SPACE_FACTOR = 1.1  # required free bytes / bytes to write
+AT_ONCE = 16  # threads: hashing releases Python's lock, and requests to S3 or a shared disk wait for the network
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Folder(Protocol):
-    """Files by relative names with slashes: `tokenizer/tokenizer.json`. Faults that a user can mend are InputErrors."""
+    """Files, named by relative paths: `tokenizer/tokenizer.json`. Faults that a user can fix raise InputError."""
 
-    location: str  # as the user writes it
+    location: str  # as the user wrote it
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. Raises FileNotFoundError if there is none."""
+        """Return the content of a file. Raises FileNotFoundError if it is missing."""
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for random access; one from S3 is held in memory. Raises FileNotFoundError if there is none."""
+        """Open a file for random access. S3 files are held in memory. Raises FileNotFoundError if it is missing."""
 
     def write(self, name: str, content: bytes) -> None:
         """Write a whole file, replacing an earlier one."""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a whole file unless there is one, and return whether it did: only one of several writers gets True."""
+        """Write a whole file unless it exists, and return whether it was written: only one of several writers wins."""
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
-        """Write a whole file if it still has this version (None: any), and return the new version.
+        """Write a whole file if its current version is `version` (None: any), and return the new version.
 
-        Raises FileExistsError or FileNotFoundError if the version differs. Only S3 compares and writes in one step.
+        Raises FileExistsError or FileNotFoundError if the version differs. Only in S3 is this one atomic operation.
         """
 
     def upload(self, name: str, path: Path) -> None:
-        """Write a whole file, replacing an earlier one, with the content of a file of this machine."""
+        """Copy the local file `path` into this folder, replacing an earlier file."""
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file to `path`, for the caller to verify. Raises FileNotFoundError if there is none."""
+        """Copy a file to the local `path`; the caller verifies it. Raises FileNotFoundError if it is missing."""
 
     def head(self, name: str) -> Head | None:
-        """Return length and version of a file; None if there is no such file."""
+        """Return the length and version of a file; None if it is missing."""
 
     def size(self, name: str) -> int | None:
-        """Return the length in bytes; None if there is no such file."""
+        """Return the length of a file in bytes; None if it is missing."""
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists. Raises NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the files whose names begin with `prefix`, sorted, subfolders included, if they are RelativePaths."""
+        """Return the sorted names that begin with `prefix`, in subfolders too. Names unfit for a path are left out."""
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
-        """Return length and version of the files that `names` returns. One request to S3 asks for 1,000."""
+        """Return the length and version of each file that `names` returns. S3 lists 1,000 files per request."""
 
     def names_here(self) -> set[str]:
         """Return the names of the files and subfolders directly in this folder."""
@@ -89,7 +89,7 @@ def is_s3(location: str) -> bool:
 
 
 def open_folder(location: str, s3: S3Config) -> Folder:
-    """Return the folder at a path, a file:// or an s3:// URL, which need not exist. Raises InputError on other URLs."""
+    """Return the folder at a path or a file:// or s3:// URL; it need not exist. Raises InputError on other URLs."""
     check_place(location)
     if is_s3(location):
         from train.system.s3 import S3Folder  # late: boto3 takes long to import
@@ -99,7 +99,7 @@ def open_folder(location: str, s3: S3Config) -> Folder:
 
 
 class LocalFolder:
-    """A folder of this machine. The first file makes it for this user alone, whatever the umask: it may hold texts."""
+    """A folder on this machine. The first write makes it private whatever the umask, since it may hold users' texts."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.location = path, str(path)
@@ -117,7 +117,7 @@ class LocalFolder:
     def open(self, name: str) -> BinaryIO:
         path = self.at(name)
         with disk_errors("read", path):
-            if not path.is_file():  # nor a pipe, on which a reader would wait
+            if not path.is_file():  # a pipe counts as missing too: its reader could wait without end
                 raise FileNotFoundError(path)
             return path.open("rb")
 
@@ -155,7 +155,7 @@ class LocalFolder:
 
     def head(self, name: str) -> Head | None:
         path = self.at(name)
-        with suppress(FileNotFoundError), disk_errors("read", path):  # another process may remove it after the check
+        with suppress(FileNotFoundError), disk_errors("read", path):  # another process may remove it after is_file()
             return head_of(path) if path.is_file() else None
         return None
 
@@ -190,9 +190,9 @@ def head_of(path: Path) -> Head:
 
 
 def files_below(top: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of those below it, without temporary ones.
+    """Yield the files in a folder and its subfolders, without temporary ones.
 
-    A folder that another process removes meanwhile is left out. Raises InputError if one cannot be read.
+    A subfolder that another process removes meanwhile is skipped. Raises InputError if a folder cannot be read.
     """
 
     def stop(error: OSError) -> None:
@@ -206,7 +206,7 @@ def files_below(top: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(action: str, path: Path) -> Iterator[None]:
-    """Raise the disk's errors as InputError, but FileNotFoundError if a file to read is missing."""
+    """Raise each OSError of the block as InputError, except FileNotFoundError if `action` is "read"."""
     try:
         yield
     except OSError as error:
@@ -218,43 +218,43 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
 
 
 def check_place(location: str) -> None:
-    """Raise InputError if a path or URL has control characters, or a variable that no shell has expanded."""
+    """Raise InputError if a path or URL contains control characters, or a variable that no shell has expanded."""
     check_printable(location)
     if variable := re.search(r"\$[A-Za-z_]\w*", location):
-        raise InputError(f"{location}: {variable[0]} is not looked up here; let the shell do it, without single quotes")
+        raise InputError(f"{location}: {variable[0]} is not expanded here; let the shell do it, without single quotes")
 
 
 def local_path(location: str) -> Path:
-    """Return a local path given by the user, with "~" expanded. Raises InputError if it is invalid or not permitted."""
+    """Return a local path given by the user, with "~" expanded. Raises InputError if it is invalid or inaccessible."""
     check_place(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
-    if "://" not in location and NO_URL.match(location):  # a library for paths has reduced two slashes to one
-        raise InputError(f"{location} is neither a URL, s3://bucket/name, nor a usual path; a local one begins with ./")
+    if "://" not in location and NO_URL.match(location):  # a path library may have turned "//" into "/"
+        raise InputError(f"{location} is neither a URL (s3://bucket/name) nor a usual path; begin a local path with ./")
     if not location.removeprefix("file://"):
         raise InputError("a path is empty (a variable that is not set?); name a file or folder")
     try:
         path = Path(location.removeprefix("file://")).expanduser()
-    except RuntimeError as error:  # no such user, or one without a home
-        raise InputError(f"{location}: {error}; write the folder out") from error
+    except RuntimeError as error:  # the user is unknown or has no home folder
+        raise InputError(f"{location}: {error}; write the whole path") from error
     long = any(len(os.fsencode(part)) > NAME_MAX for part in path.parts)
     if long or len(os.fsencode(path)) >= PATH_MAX:
         raise InputError(
             f"{location[:40]}... is too long for a path: {NAME_MAX} bytes is the longest name, {PATH_MAX - 1} the "
             "longest path"
         )
-    check_printable(str(path.absolute()))  # a relative path is checked with the folder that it begins in
+    check_printable(str(path.absolute()))  # a relative path is checked together with the working folder
     with disk_errors("open", path), suppress(FileNotFoundError, NotADirectoryError):  # the caller may create it
         path.stat()
     return path
 
 
 def make_folder(path: Path) -> Path:
-    """Create `path`, for this user alone, and its parents. Raises InputError if it cannot be written to."""
+    """Create `path`, private to this user, and its parents. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
-        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # a name that no other rank takes
-        os.close(handle)  # before it is removed: NFS renames open files
+        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # each rank gets a different name
+        os.close(handle)  # first, since NFS renames an open file instead of removing it
         discard(Path(probe))
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
@@ -263,12 +263,12 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def empty_folders_removed(*paths: Path) -> Iterator[None]:
-    """Remove folders and parents that the block makes and leaves empty, if it is rejected.
+    """If the block rejects the run, remove the folders and parents that it made and left empty.
 
-    Ranks that torchrun has started on this machine make them together, and the last one to leave removes them.
+    The ranks that torchrun started on this machine make these folders together. The last rank to leave removes them.
     """
     all_paths = {folder for path in paths for folder in (path, *path.parents)}
-    made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # the innermost first
+    made = sorted((folder for folder in all_paths if not folder.exists()), reverse=True)  # innermost first
     of_all = file_of_start("made")
     with suppress(OSError):
         if made:
@@ -286,7 +286,7 @@ def empty_folders_removed(*paths: Path) -> Iterator[None]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Remove the folder and raise OSError unless its disk has space for `num_bytes`."""
+    """If the folder's disk lacks space for `num_bytes`, remove the folder and raise OSError."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < num_bytes * SPACE_FACTOR:
         discard(folder)
@@ -297,9 +297,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
 def at_once(
     action: Callable[[Item], Result], items: Iterable[Item], threads: int = AT_ONCE
 ) -> Generator[Result, None, None]:
-    """Yield the result of an action for each of many files, in order, with several under way at the same time.
+    """Yield the result of `action` for each item, in order; several actions run at the same time.
 
-    The first failure is raised, and actions that have not begun by then never begin.
+    The first failure is raised. Actions that have not begun by then are cancelled.
     """
     pool = ThreadPoolExecutor(threads)
     try:
@@ -310,11 +310,11 @@ def at_once(
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder in TMPDIR, removed when the block ends. Raises InputError if its disk gets full."""
+    """Yield a folder in TMPDIR, which is removed when the block ends. Raises InputError if its disk fills up."""
     with tempfile.TemporaryDirectory(prefix="baretrain-", ignore_cleanup_errors=True) as folder:
         try:
             yield Path(folder)
-        except Exception as error:  # libraries written in Rust raise plain ones
+        except Exception as error:  # libraries written in Rust raise a plain Exception
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
                 hint = "free some space, or set TMPDIR to another folder"
                 raise InputError(f"{Path(folder).parent} is full; {hint}") from error
@@ -322,7 +322,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sha256_file(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))  # one buffer: new memory costs page faults
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))  # reused: new memory costs page faults
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -334,12 +334,12 @@ def sha256_bytes(content: bytes) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return readable JSON, the same bytes for the same value."""
+    """Return readable JSON. Equal values give equal bytes."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file that this program wrote; None if there is none."""
+    """Return the content of a JSON file that this program wrote; None if it is missing."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Access to the Hugging Face Hub, probed only once, so that no library retries for minutes.
+"""Access to the Hugging Face Hub. It is probed once per process, so that no library retries for minutes.
 
-If it does not answer, the libraries are switched to offline: they use their cache, or fail immediately.
+If the Hub does not answer, its libraries are switched to offline mode: they use their cache, or fail immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def hub_or_path(source: str) -> str:
-    """Return a Hub id or a folder as a library takes it, with "~" expanded."""
+    """Return a Hub id unchanged, and a folder as a path that libraries accept, with "~" expanded."""
     return str(local_path(source)) if source.startswith(("~", "file://")) else source
 
 
@@ -30,7 +30,7 @@ def is_at_hub(source: str) -> bool:
 
 @cache
 def silence() -> str | None:
-    """Return why the Hub does not answer, for an error message; None if it does."""
+    """Return why the Hub does not answer, for an error message; None if it answers."""
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HTTPError
 
@@ -45,7 +45,7 @@ def silence() -> str | None:
 
 @contextmanager
 def asking_hub(source: str) -> Iterator[None]:
-    """Let calls in the block ask the Hub for `source`. If the Hub does not answer, they use their cache alone."""
+    """Let calls in the block ask the Hub for `source`. If the Hub does not answer, the calls use only their cache."""
     if not is_at_hub(source) or silence() is None:
         yield
         return
@@ -60,7 +60,7 @@ def asking_hub(source: str) -> Iterator[None]:
 
 
 def fetched(source: str, patterns: Sequence[str]) -> Path:
-    """Return a folder itself, or the folder in the Hub's cache into which these files of a model are fetched."""
+    """Return `source` if it is a folder. Otherwise fetch a model's files that match `patterns` into the Hub's cache."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -69,11 +69,11 @@ def fetched(source: str, patterns: Sequence[str]) -> Path:
 
 
 def why_missing(source: str, error: BaseException) -> str:
-    """Return the meaning of a library's error about `source` ("": local files), in one line."""
+    """Explain a library's error about `source` in one line. An empty `source` stands for local files."""
     if "trust_remote_code" in str(error):
-        return "it holds code of its own, which is never executed here"
+        return "it contains code, which is never executed here"
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if is_at_hub(source):  # or the misspelt name of a folder
+    if is_at_hub(source):  # `source` may also be the misspelt name of a folder
         why = why if silence() is None else f"it is not in the Hub's cache, and {silence()}"
         return f"there is no such file or folder here, and at the Hub: {why}"
     return why if not source or local_path(source).exists() else "there is no such file or folder"

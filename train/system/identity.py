@@ -1,7 +1,6 @@
-"""The identity of a run: the settings that a resume keeps, and the files by which a run folder is recognised.
+"""The identity of a run: the settings that a resume must keep, and the files that mark a run folder.
 
-A folder without environment.json, which describes the run, and without a lease is a run folder only if it is empty. No
-torch here.
+A run folder has environment.json, which describes the run, or a lease, or is empty. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ logger = logging.getLogger("train")
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
 FOLDERS = ("checkpoints", "export", "lease", "log", "model", "predictions", "tensorboard")
-WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # written in place; others are replaced
-# Settings of the model and the optimizer that may change: the same sums computed in another way, and the end of a run,
-# for which `check_continues` of train/parallel/optimizers.py holds the steps that are done.
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")  # changed in place; others are replaced
+# Settings of the model and the optimizer that may change. The first only selects an implementation. The second only
+# changes the end of a run: `check_continues` in train/parallel/optimizers.py rejects a change to steps already done.
 FREE = ("model.attention", "optim.decay_fraction")
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # These files are written by other ranks before rank 0 has taken the folder, or exist on every new disk.
@@ -37,7 +36,7 @@ NEUTRAL = re.compile(
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings that must stay the same for a run to resume, as one flat table."""
+    """Return the settings that a run must keep to resume, as one flat table."""
     plain = to_dict(cfg)
     sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
     for key in FREE:
@@ -48,20 +47,20 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str, lengths: Sequence[in
         "global_batch_size": plan.global_batch_size,
         **sections,
         **imported.identity(),
-        **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order of rows depends on them
+        **({} if lengths is None else {"data.lengths": list(lengths)}),  # the order of rows depends on the lengths
     }
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" for each key that differs between two flat tables."""
+    """Return "key: old -> new" for each key whose value differs between two flat tables."""
     now = json.loads(canonical_json(now))
     keys = sorted({**before, **now})
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 
 def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
-    """Raise InputError with all differences if `before`, read from `source`, is another run's; warn if `force`."""
-    known = {key: value for key, value in identity.items() if key in before or value}  # omits new settings that are off
+    """Raise InputError with all differences, or warn if `force`, if `before`, read from `source`, is another run's."""
+    known = {key: value for key, value in identity.items() if key in before or value}  # without new settings set to off
     changed = differences(before, known)
     if changed and force:
         logger.warning("resume.force=true: resuming although the run differs from %s: %s", source, ", ".join(changed))
@@ -69,7 +68,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     imported.check_repeated(before, source)
     lengths = ",".join(map(str, before.get("data.lengths") or ()))
     is_same = not any(each.startswith("data.lengths: ") for each in changed)
-    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches, which other devices would not choose"
+    hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches; other devices choose other lengths"
     check(
         not changed,
         f"{source} is of another run ({', '.join(changed)}); choose another run_dir, or resume with the new settings "
@@ -81,7 +80,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
 
 
 def check_layout(location: str) -> None:
-    """Raise InputError if the folder has links or wrong kinds of files, or if this user may not write them."""
+    """Raise InputError if a file in the folder is a link, is of the wrong kind, or is not writable for this user."""
     path = local_path(location)
     with disk_errors("list", path):
         files = [*path.iterdir()] if path.is_dir() else []
@@ -90,7 +89,7 @@ def check_layout(location: str) -> None:
         kind = "folder" if file.name in FOLDERS else "file"
         check(
             is_right is None or is_right(),
-            f"run_dir={location}: {file.name} is no {kind}, as a run has it; move it away, or choose another folder",
+            f"run_dir={location}: {file.name} is not a {kind}, as in a run; move it away, or choose another folder",
         )
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
@@ -100,7 +99,7 @@ def check_layout(location: str) -> None:
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
-    """Return the identity of the run in the folder; None without environment.json, or if that is not a run's."""
+    """Return the identity of the run in the folder; None if environment.json is missing or not a run's."""
     with suppress(FileNotFoundError, BadContent):
         identity = read_object(folder.read(ENVIRONMENT)).get("identity")
         if isinstance(identity, dict) and identity.keys() >= IDENTITY_KEYS:
@@ -109,14 +108,14 @@ def find_identity(folder: Folder) -> dict[str, Any] | None:
 
 
 def is_owned(folder: Folder) -> bool:
-    """Return whether a job has left a lease that can be read."""
+    """Return whether the folder has a readable lease."""
     return any(parse(folder.read(name_of(number))) for number in numbers(folder))
 
 
 def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
-    """Return the identity of the run that the folder, with these names, belongs to; {} without environment.json.
+    """Return the identity of the run in the folder, which contains `names`; {} without environment.json.
 
-    Raises InputError if the folder is neither a run's nor empty.
+    Raises InputError if the folder is neither a run folder nor empty.
     """
     identity = find_identity(folder) if ENVIRONMENT in names else None
     if identity is not None:
@@ -124,8 +123,8 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     if LEASES.rstrip("/") in names and is_owned(folder):
         check(
             ENVIRONMENT not in names,
-            f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove that file alone, and the same command "
-            "resumes from the checkpoints, which name their run as well",
+            f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove only that file, and the same command resumes "
+            "from the checkpoints, which also name their run",
         )
         return {}
     inner = [name for top in ("lease/", "log/") if top.rstrip("/") in names for name in folder.names(top)]

@@ -1,6 +1,7 @@
-"""Files of the user's own code that `--import` names: each is run once, and known by its name and checksum.
+"""Files of user code that `--import` names. Each file is run once, and is identified by its name and checksum.
 
-Only the command line names them, never a setting, so that nothing in a run folder runs code. It imports no torch.
+Only the command line can name these files. No setting can, so that nothing in a run folder runs code. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ class Imported:
     module: ModuleType
 
 
-IMPORTED: dict[str, Imported] = {}  # by the name of the file
+IMPORTED: dict[str, Imported] = {}  # by file name
 
 
 def load(given: str) -> ModuleType:
-    """Return the module that a file is, which is run unless it was. Raises InputError if that fails."""
+    """Run a file as a module, unless it was run before, and return the module. Raises InputError if it fails."""
     path = local_path(given).absolute()
     is_name = NAME.fullmatch(path.name) is not None
-    check(is_name, f"{FLAG} {given} must be a Python file, as path/to/focal.py, which may import installed modules")
+    check(is_name, f"{FLAG} {given} must be a Python file like path/to/focal.py; it may import installed modules")
     check(path.is_file(), f"{FLAG} {given}: there is no file {path}")
     if (known := IMPORTED.get(path.name)) is not None:
-        check(known.path == path, f"{FLAG}: {known.path} and {path} have one name, by which a run knows them")
+        check(known.path == path, f"{FLAG}: {known.path} and {path} have the same file name; rename one of them")
         return known.module
     content = path.read_bytes()
-    module = ModuleType(f"imported_{path.stem}")  # no other module is called so
+    module = ModuleType(f"imported_{path.stem}")  # a name that no other module has
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look for their module there
+    sys.modules[module.__name__] = module  # dataclasses and pickle look up a class's module there
     try:
-        # Python's own loader would take bytecode of another content that has the same time and length.
+        # Python's loader could take cached bytecode of older content with the same modification time and length.
         exec(compile(content, str(path), "exec", dont_inherit=True), module.__dict__)
     except Exception as error:
         del sys.modules[module.__name__]
@@ -56,34 +57,34 @@ def load(given: str) -> ModuleType:
 
 
 def flags() -> list[str]:
-    """Return the flags by which another process imports the same files."""
+    """Return the flags with which another process imports the same files."""
     return [f"{FLAG}={each.path}" for each in IMPORTED.values()]
 
 
 def identity() -> dict[str, str]:
-    """Return the part of a run's identity that the files are."""
+    """Return the imported files' part of a run's identity: the checksum of each file."""
     return {f"{FLAG} {name}": each.sha256 for name, each in IMPORTED.items()}
 
 
 def check_repeated(identity: Mapping[str, object], source: object) -> None:
-    """Raise InputError that names the files with which the run of this identity began and which are not imported."""
+    """Raise InputError if this identity's run began with files that are not imported now; the message names them."""
     missing = [key for key in identity if key.startswith(FLAG) and key.removeprefix(f"{FLAG} ") not in IMPORTED]
-    check(not missing, f"{source} is of a run with {' '.join(missing)}: repeat that, with the path of the file")
+    check(not missing, f"{source} is of a run with {' '.join(missing)}: repeat the flag with the file's path")
 
 
 def code_of(kind: type) -> dict[str, str]:
-    """Return the checksum of the files that define a class or one that it extends; empty if the program does."""
+    """Return the checksums of the imported files that define a class or its base classes; {} if none does."""
     modules = {base.__module__ for base in kind.__mro__}
     return {name: each.sha256 for name, each in IMPORTED.items() if each.module.__name__ in modules}
 
 
 def line_in(error: BaseException, path: Path) -> int | None:
-    """Return the line of a file in which an error arose, or which called what did; None if the file has no part."""
+    """Return the innermost line of a file in an error's traceback; None if the file is not in the traceback."""
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path)]
     return lines[-1] if lines else None
 
 
 def blamed(error: BaseException) -> str | None:
-    """Return the file and line of the user's code in which an error arose; None if it is the program's."""
+    """Return the imported file and line that led to an error; None if no imported file is in its traceback."""
     lines = ((name, line_in(error, each.path)) for name, each in IMPORTED.items())
     return next((f"{name}, line {line}" for name, line in lines if line is not None), None)

@@ -1,4 +1,4 @@
-"""The launcher of this process (torchrun, Slurm or none) and its ranks, from the environment."""
+"""The launcher of this process (torchrun, Slurm or none) and the ranks, from environment variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from train.config import InstanceConfig, check
 
 FIX = (
-    "start one torchrun a machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
+    "start one torchrun per machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
     "single process"
 )
 
@@ -19,14 +19,14 @@ class Launched:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1  # number of ranks on this machine
-    is_distributed: bool = False  # the ranks have to connect, even if there is only one
-    master_addr: str = ""  # address at which they connect
+    local_world_size: int = 1  # count of ranks on this machine
+    is_distributed: bool = False  # whether ranks must connect, even a single one
+    master_addr: str = ""  # the address at which ranks connect
     master_port: int = 0
-    run_id: str | None = None  # of torchrun; None: not started by torchrun
-    restart_count: int = 0  # number of restarts by torchrun
-    uses_agent_store: bool = False  # torchrun holds the store through which ranks connect; else rank 0 does
-    slurm_tasks: int = 1  # number of tasks that one srun has started
+    run_id: str | None = None  # torchrun's run id; None: not started by torchrun
+    restart_count: int = 0  # count of restarts by torchrun
+    uses_agent_store: bool = False  # whether torchrun holds the store through which ranks connect, instead of rank 0
+    slurm_tasks: int = 1  # count of tasks that one srun has started
 
     @property
     def is_under_torchrun(self) -> bool:
@@ -38,14 +38,14 @@ class Launched:
 
     @property
     def torchrun(self) -> list[str]:
-        """An identity of torchrun, the same in all its restarts."""
+        """Values that identify a torchrun, and are the same in all its restarts."""
         return [self.run_id or "", self.master_addr, str(self.master_port or "")]
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Read how this process was started; an empty variable counts as unset.
+    """Read from the environment how this process was started. An empty variable counts as unset.
 
-    Raises InputError if variables contradict each other: ranks would train apart, or wait for ever.
+    Raises InputError if variables contradict each other: ranks would train separately, or wait forever.
     """
     given = {name: value for name, value in environ.items() if value}
     is_distributed = "RANK" in given
@@ -53,7 +53,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
     local_rank, local_world_size = whole(given, "LOCAL_RANK", 0), whole(given, "LOCAL_WORLD_SIZE", 1, least=1)
     check(
         is_distributed or world_size == 1,
-        f"WORLD_SIZE={world_size} without RANK: this process would train on its share of each batch alone; {FIX}",
+        f"WORLD_SIZE={world_size} without RANK: this process would train alone, on a part of each batch; {FIX}",
     )
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in given]
     check(not (is_distributed and missing), f"RANK={rank} without {', '.join(missing)}: {FIX}")
@@ -61,7 +61,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
         ("RANK", rank, "WORLD_SIZE", world_size),
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
     ):
-        check(number < of, f"{name}={number} must be below {total}={of}, ranks count from 0; {FIX}")
+        check(number < of, f"{name}={number} must be below {total}={of}, since ranks count from 0; {FIX}")
     return Launched(
         rank=rank,
         world_size=world_size,
@@ -78,12 +78,12 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, or a process without a launcher. No other variable is checked."""
+    """Return whether this is rank 0, or a process without a launcher. Only the variable RANK is read."""
     return os.environ.get("RANK", "") in ("", "0")
 
 
 def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = 2**31) -> int:
-    """Return the integer in a variable. Raises InputError if it is not one in the range."""
+    """Return the integer in a variable. Raises InputError unless it is an integer from `least` to `most`."""
     text = given.get(name, str(default))
     ok = text.isascii() and text.isdigit() and least <= int(text) <= most
     check(ok, f"{name}={text} must be a whole number from {least} to {most}; {FIX}")
@@ -91,14 +91,15 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
 
 
 def check_launch(instance: InstanceConfig, launch: Launched) -> None:
-    """Raise InputError if the instance cannot run this number of ranks, or torchrun did not start the tasks.
+    """Raise InputError if the instance cannot run this number of ranks, or if Slurm started several tasks alone.
 
-    Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are rejected by the runtime.
+    The valid counts of trn1 are from the Neuron SDK guide "torch-neuron-envvars". With other counts, ranks hang or are
+    rejected by the runtime.
     """
     world, local = launch.world_size, launch.local_world_size
     check(
         launch.is_distributed or launch.slurm_tasks == 1,
-        f"Slurm started {launch.slurm_tasks} tasks without torchrun: each would train alone; run one torchrun a "
+        f"Slurm started {launch.slurm_tasks} tasks without torchrun: each would train alone; run one torchrun per "
         "machine",
     )
     if instance.rank_counts is None:
@@ -111,6 +112,6 @@ def check_launch(instance: InstanceConfig, launch: Launched) -> None:
     )
     check(
         world == local or local == max(valid),
-        f"{local} ranks on each of {world // local} machines: several {instance.name} work together with all "
-        f"{max(valid)} each; start torchrun with --nproc-per-node={max(valid)}",
+        f"{local} ranks on each of {world // local} machines: several {instance.name} work together only with "
+        f"{max(valid)} ranks each; start torchrun with --nproc-per-node={max(valid)}",
     )

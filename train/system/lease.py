@@ -1,6 +1,6 @@
-"""The files of leases, one for each owner of a run folder; ownership.py has the rules. It imports no torch.
+"""The lease files, one for each owner of a run folder. ownership.py has the rules. This module imports no torch.
 
-lease/00000007.json   see KINDS; the highest number is the owner's
+lease/00000007.json   see KINDS; the highest number is the current owner's
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ LEASES = "lease/"
 LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
 KINDS: dict[str, Any] = {
     "number": int,
-    "owner": str,  # unique to every lease
+    "owner": str,  # an id, unique to each lease
     "host": str,
     "pid": int,
     "process_start": int | None,  # clock ticks after the boot; None: not Linux
     "boot_id": str | None,
     "pid_namespace": str | None,
-    "job": str | None,  # the id of Slurm's job or of torchrun's run
-    "started": str,  # for people only
+    "job": str | None,  # the id of the Slurm job, or of torchrun's run
+    "started": str,  # shown to people, and never parsed
     "ttl_s": float | int,
     "beats": int,
     "step": int,
     "released": bool,
 }
-MAX_PID, MAX_TTL_S = 2**31, 1e6  # limits of a lease that this program can have written
+MAX_PID, MAX_TTL_S = 2**31, 1e6  # a lease beyond these limits was not written by this program
 
 
 def name_of(number: int) -> str:
@@ -47,7 +47,7 @@ def numbers(folder: Folder) -> list[int]:
 
 
 def newest(folder: Folder) -> tuple[int, bytes]:
-    """Return the highest number (0: none) and the content of its file, which is empty if it was just removed."""
+    """Return the highest number (0: no lease) and the content of its file; b"" if the file was just removed."""
     number = max(numbers(folder), default=0)
     try:
         return number, folder.read(name_of(number)) if number else b""
@@ -56,7 +56,7 @@ def newest(folder: Folder) -> tuple[int, bytes]:
 
 
 def parse(content: bytes) -> dict[str, Any] | None:
-    """Return the fields of a lease file, see KINDS; None if it is damaged or another program's."""
+    """Return the fields of a lease file (see KINDS); None if it is damaged or another program's."""
     with suppress(BadContent):
         lease = read_object(content)
         fits = all(name in lease and isinstance(lease[name], kind) for name, kind in KINDS.items())
@@ -66,7 +66,7 @@ def parse(content: bytes) -> dict[str, Any] | None:
 
 
 def describe(content: bytes) -> str:
-    """Return the owner, for a message."""
+    """Describe the owner for a message."""
     lease = parse(content)
     if lease is None:
         return "an owner whose lease file cannot be read"
@@ -75,14 +75,14 @@ def describe(content: bytes) -> str:
 
 
 def identity() -> dict[str, Any]:
-    """Return the process and the job of this lease, as far as the system names them."""
+    """Return the lease fields that identify this process and its job. A field that the system does not know is None."""
     process, run_id = read_process(os.getpid()), launched().run_id
     boot_id: str | None = None
     pid_namespace: str | None = None
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid_namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not Linux: every owner is watched
+    except OSError:  # not Linux: a new job must watch the owner's heartbeats
         pass
     return {
         "host": platform.node(),
@@ -95,6 +95,6 @@ def identity() -> dict[str, Any]:
 
 
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether process ids mean the same to both. Hosts count, as copies of a virtual machine share a boot id."""
+    """Return whether process ids mean the same in both leases. Hosts differ in copies of a machine with one boot id."""
     keys = ("host", "boot_id", "pid_namespace")
     return all(one[key] is not None and one[key] == other[key] for key in keys)

@@ -1,7 +1,7 @@
-"""torchrun for the ranks of one machine, which other machines cannot reach: `python -m train.system.local_torchrun`.
+"""torchrun for ranks on one machine that other machines cannot reach: `python -m train.system.local_torchrun`.
 
-Ranks join through torch's TCPStore, which listens on every interface whatever its address is, unless it is given a
-socket. A machine that reaches it decides which objects the ranks unpickle.
+Ranks join through torch's TCPStore. Unless it is given a socket, the store listens on every interface, whatever address
+it is given. A machine that reaches the store decides which objects the ranks unpickle.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = str(Path(__file__).parent)
-    sys.path = [each for each in sys.path if each != here]  # the folder of a script, whose neighbours are not libraries
+    sys.path = [each for each in sys.path if each != here]  # Python added the script's folder, which has no libraries
     main()

@@ -1,7 +1,7 @@
 """Facts about a machine and its environment that can be read without opening a device. It imports no torch.
 
-Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching), of
-SDK 2.31, the last that ships it.
+Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching) in
+SDK 2.31, the last one with PyTorch/XLA.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
 from train.system.versions import read_versions, release
 
-NATIVE = ("trn2", "trn3")  # the beginnings of types with native PyTorch
-NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # names the folder of native PyTorch's compiled operators
-LOCAL_ROOT = "/var/tmp/baretrain-{}"  # for a user whose home is on the network; see compile_root
+NATIVE = ("trn2", "trn3")  # prefixes of the instance types with native PyTorch
+NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # the variable that names native PyTorch's folder of compiled operators
+LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` of a user whose home folder is on the network
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
-ROOT_COMM_PORT = 62182  # of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
+ROOT_COMM_PORT = 62182  # port of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
 
 
 @dataclass(frozen=True)
 class Knob:
-    """An environment variable that does not have the effect that its user expects."""
+    """An environment variable whose effect its user may not expect."""
 
     name: str
     why: str
@@ -43,7 +43,7 @@ class Knob:
 KNOBS = (
     Knob("XLA_USE_BF16", "silently rounds every float32 to bfloat16; unset it and set backend.precision=bf16", True),
     Knob("XLA_DOWNCAST_BF16", "silently rounds float32 to bfloat16; unset it and set backend.precision=bf16", True),
-    Knob("NEURON_EXTRACT_GRAPHS_ONLY", "only collects graphs, every number computed is 0; unset it", True),
+    Knob("NEURON_EXTRACT_GRAPHS_ONLY", "only collects graphs, so every result is 0; unset it", True),
     Knob("XLA_USE_DUMMY_STORE", "leaves the ranks without a store through which they connect; unset it", True),
     Knob("XRT_TPU_CONFIG", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
     Knob("XRT_WORKERS", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
@@ -55,7 +55,7 @@ KNOBS = (
 
 
 def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
-    """Return the variables of KNOBS that are set to anything but an empty text or 0."""
+    """Return those of KNOBS that are set to anything but an empty text or 0."""
     return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
 
 
@@ -63,13 +63,13 @@ def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
 
 
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
-    """Append the `wanted` options to NEURON_CC_FLAGS; an option that the user gave already is kept."""
+    """Append the `wanted` options to NEURON_CC_FLAGS, except options that the user already gave."""
     given = {part.split("=")[0] for part in split_flags(flags)}
     return " ".join([*([flags] if flags.strip() else []), *(f for f in wanted if f.split("=")[0] not in given)])
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else this project's folder."""
+    """Return where compiled graphs are kept: --cache_dir, or NEURON_COMPILE_CACHE_URL, or this project's folder."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
@@ -77,7 +77,7 @@ def cache_location(environ: Mapping[str, str]) -> str:
 
 
 def native_cache(environ: Mapping[str, str]) -> str:
-    """Return where native PyTorch keeps compiled operators: its default is a fixed folder in /tmp."""
+    """Return where native PyTorch keeps compiled operators. PyTorch's default, a fixed folder in /tmp, is not used."""
     return environ.get(NATIVE_CACHE) or str(compile_root() / "neff")
 
 
@@ -90,7 +90,7 @@ def split_flags(flags: str) -> list[str]:
 
 
 def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of file system that a path is, or will be, on ("ext4", "nfs4", "lustre"); "" if unknown."""
+    """Return the type of a path's file system ("ext4", "nfs4", "lustre"), "" if unknown. The path need not exist."""
     real_path, best, kind = Path(os.path.realpath(Path(path).expanduser().absolute())), -1, ""
     for point, type_, source in mounts(mountinfo):
         if real_path.is_relative_to(point) and len(point.parts) >= best:  # later mounts hide earlier ones
@@ -100,7 +100,7 @@ def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo
 
 
 def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield mount point, type and source of each file system, as in proc(5). Names may be any bytes."""
+    """Yield the mount point, type and source of each file system (see proc(5)). Names may contain any bytes."""
     for line in filter(None, os.fsdecode(mountinfo.read_bytes()).split("\n")) if mountinfo.is_file() else ():
         left, _, right = line.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])  # \040 is a space
@@ -109,7 +109,7 @@ def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def cache_fault(environ: Mapping[str, str]) -> str | None:
-    """Return why the compile cache has to be elsewhere; None if it need not."""
+    """Return why the compile cache must be moved to another place; None if it need not."""
     location = cache_location(environ)
     if "://" in location:
         is_usable = location.startswith("s3://")
@@ -124,10 +124,10 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
 
 
 def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
-    """Return the graphs of a local compile cache that have a file of this name; None for a cache in S3.
+    """Return the graphs in a local compile cache that have a file called `name`; None if the cache is in S3.
 
-    Names are model.done (compiled), model.log (failed), *.lock (being compiled, or left by a killed process), in
-    folders neuronxcc-<version>/MODULE_<graph>+<flags> (optimum-neuron's cache guide).
+    The files are model.done (compiled), model.log (failed) and *.lock (being compiled, or left by a killed process).
+    They are in folders neuronxcc-<version>/MODULE_<graph>+<flags> (optimum-neuron's cache guide).
     """
     files = Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}")
     return None if "://" in cache else {str(Path(*path.parts[-3:-1])) for path in files}
@@ -137,10 +137,10 @@ def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
 
 
 def runtime_environment(environ: Mapping[str, str], *, nodes: int, timeout_s: float) -> dict[str, str]:
-    """Return the variables that the Neuron runtime reads when it starts; those that the user has set are kept."""
+    """Return variables for the Neuron runtime to read when it starts, without those that the user has set."""
     wanted = {"NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}"}
     if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
-        wanted["NEURON_RT_NUM_CORES"] = "1"  # without it a process that is the only rank takes all cores
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # otherwise a process that is the only rank takes all cores
     if nodes > 1:
         wanted |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -151,10 +151,10 @@ def neuron_environment(
 ) -> dict[str, str]:
     """Return the variables to set before the Neuron runtime starts.
 
-    The user's variables are kept; compiler flags are added to theirs.
+    The user's variables are kept. Compiler flags are added to the user's flags.
 
-    An execution waits for the other ranks of its collectives, so it gets their `timeout_s`: in the 600 s of AWS's
-    samples no other machine could compile. Where nothing compiles, the watchdog ends a hang sooner.
+    `timeout_s` limits the time of an execution, which waits for the other ranks of its collectives. AWS's samples use
+    600 s, too short for another machine to compile. If nothing has to be compiled, the watchdog ends a hang sooner.
 
     Raises InputError if a variable of the user would round silently, or give the ranks an address that is in use.
     """
@@ -179,8 +179,8 @@ def neuron_environment(
         )
         check(
             nodes == 1 or not address.startswith(("localhost", "127.", "[::1]")),
-            f"NEURON_RT_ROOT_COMM_ID={address} is another machine for each of the {nodes}; give torchrun the "
-            "address of one by --master-addr",
+            f"NEURON_RT_ROOT_COMM_ID={address} means a different machine on each of the {nodes} machines; give "
+            "torchrun the address of one machine by --master-addr",
         )
     if nodes > 1:
         wanted["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] = "512"
@@ -202,7 +202,7 @@ def first_slurm_host(environ: Mapping[str, str]) -> str | None:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return the versions of the packages `names`, without packages that are not installed."""
     versions = {}
     for name in names:
         try:
@@ -245,16 +245,16 @@ def neuron_devices() -> list[str]:
 
 @dataclass(frozen=True)
 class Chip:
-    """One Neuron chip. A rank takes one logical core."""
+    """A Neuron chip. Each rank takes one logical core."""
 
     number: int
-    num_cores: int  # logical
-    holders: tuple[tuple[int, str], ...]  # process id and command, which may be empty
-    address: str  # on the PCI bus, with its domain; may be empty
+    num_cores: int  # logical cores
+    holders: tuple[tuple[int, str], ...]  # process id and command (may be empty) of each process on the chip
+    address: str  # PCI address with its domain; may be empty
 
 
 def read_neuron_ls(text: str) -> list[Chip]:
-    """Parse `neuron-ls -j`, whose older versions have fewer fields. Raises ValueError if it is not as documented."""
+    """Parse the output of `neuron-ls -j`. Older versions print fewer fields. Raises ValueError on other output."""
     chips = []
     try:
         for number, entry in enumerate(json.loads(text)):
@@ -271,7 +271,7 @@ def read_neuron_ls(text: str) -> list[Chip]:
 
 
 def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
-    """Return PCI addresses of NVIDIA's display and 3D controllers (vendor 10de, class 03), with or without a driver."""
+    """Return the PCI addresses of NVIDIA GPUs (vendor 10de, class 03: display or 3D), with or without a driver."""
     gpus = []
     for device in sorted(bus.glob("*")):
         vendor, kind = device / "vendor", device / "class"
@@ -281,32 +281,32 @@ def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 
 
 def is_ec2(kind: str) -> bool:
-    """Return whether the name of a machine is that of an EC2 instance, family.size."""
+    """Return whether a machine's name has the form of an EC2 instance type, family.size."""
     return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
 
 
 def is_native(*types: str) -> bool:
-    """Return whether one of these instance types has native PyTorch, without XLA."""
+    """Return whether any of these instance types has native PyTorch, without XLA."""
     return any(each.startswith(NATIVE) for each in types)
 
 
 def instance_names() -> list[str]:
-    """Return the names of the known instance types, those of conf/instance/*.yaml."""
+    """Return the names of the known instance types, from the files conf/instance/*.yaml."""
     folder = resources.files("conf") / "instance"
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
-    """Return EC2's name of this machine ("trn1.32xlarge"); for other machines the maker's name, or an empty text."""
+    """Return EC2's instance type of this machine ("trn1.32xlarge"); elsewhere the maker's name or an empty text."""
     return product.read_text().strip() if product.is_file() else ""
 
 
 def instance_stores(
     *, mountinfo: Path = Path("/proc/self/mountinfo"), sys_block: Path = Path("/sys/class/block")
 ) -> list[Path]:
-    """Return the writable mount points of this EC2 machine's local NVMe disks, or of a RAID of them.
+    """Return the writable mount points of this EC2 machine's local NVMe disks, or of a RAID of these disks.
 
-    They are recognised by the disk's model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store
+    A local disk is recognised by its model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store
     volumes").
     """
 
@@ -326,9 +326,9 @@ def instance_stores(
 
 
 def cache_root() -> Path:
-    """Return the folder for large files of this machine that may be lost: on its NVMe disk, or in the user's cache.
+    """Return the folder for large local files that may be lost: on a local NVMe disk, or in the user's cache.
 
-    It is made for this user alone: it holds tables and shards of texts that may be private.
+    It is private to this user, since it contains tables and shards of texts that may be private.
     """
     stores = instance_stores()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -342,6 +342,6 @@ def cache_root() -> Path:
 
 
 def compile_root() -> Path:
-    """Return the folder for compiled graphs and kernels, on a disk of this machine: networks' file locks may fail."""
+    """Return the folder for compiled graphs and kernels. It is on a local disk: a network's file locks may fail."""
     root = cache_root()
     return Path(LOCAL_ROOT.format(os.geteuid())) if filesystem(root).startswith(NETWORK_FILESYSTEMS) else root

@@ -1,4 +1,4 @@
-"""Memory and processors that this process or its container may use, its peak, and the kernel's count of OOM kills."""
+"""The memory and processors that this process may use, its peak memory, and the kernel's count of OOM kills."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 
 
 def own_peak_bytes() -> int:
-    """Return the peak memory of this process, without its loaders."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, getrusage(2)
+    """Return the peak memory of this process in bytes, without its loader workers."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux, see getrusage(2)
 
 
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 def total_memory_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Return the memory that this process can have: the machine's, or the limit of its container."""
+    """Return the bytes of memory that this process can have: the machine's memory, or its container's limit."""
     limits = [limit for _, limit in memory_limits(cgroups, proc)]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Return the memory that programs can still take without swapping.
+    """Return the bytes of memory that programs can still take without swapping.
 
-    It is MemAvailable of proc(5) or, in a container, its limit less the memory that its processes hold (files that the
-    kernel can drop are not counted).
+    This is MemAvailable of proc(5). In a container it is at most the limit minus the memory in use, not counting files
+    in the page cache that the kernel can drop.
     """
     lines = (proc / "meminfo").read_text().splitlines() if (proc / "meminfo").is_file() else []
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
@@ -40,16 +40,16 @@ def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
 
 
 def memory_limits(cgroups: Path, proc: Path) -> list[tuple[Path, int]]:
-    """Return the cgroups that limit this process's memory, with bytes; near 2**63 in version 1 if there is no limit."""
+    """Return the cgroups that limit this process's memory, with their limits in bytes."""
     found = []
     for folder in cgroup_folders("memory", cgroups, proc):
         limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
-        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]
+        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]  # version 1: about 2**63 if unlimited
     return found
 
 
 def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Return how many processors this process can keep busy: those it may run on, within its container's quota."""
+    """Return the count of processors that this process may run on, or its container's CPU quota if that is lower."""
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders("cpu", cgroups, proc):
         path = folder / "cpu.max"
@@ -63,42 +63,42 @@ def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
 
 def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
     """Return the folders of this process's cgroup and its ancestors, innermost first."""
-    # In a container the process's cgroup may be mounted as the root, so that only that is there.
+    # In a container, the process's cgroup may be mounted as the root; its ancestors are then not visible.
     found: list[Path] = []
     file = proc / "self/cgroup"
-    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names may be any bytes
+    lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names may contain any bytes
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all controllers
             root = cgroups / controller if controllers else cgroups
-            inside = Path("" if ".." in path else path.lstrip("/"))  # above the container's root
+            inside = Path("" if ".." in path else path.lstrip("/"))  # "..": the cgroup is above the container's root
             found += [root / each for each in (inside, *inside.parents)]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 
 def read_number(path: Path) -> int | None:
-    """Return the number in a file of the kernel; None if nothing is limited: no file, "max" or -1."""
+    """Return the number in a kernel file; None if there is no limit: the file is missing, or holds "max" or -1."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None
 
 
 def limit_allocations(most_bytes: int) -> None:
-    """Limit allocations of this process and its later children (RLIMIT_DATA: private writable memory, getrlimit(2))."""
+    """Limit the private writable memory of this process and its later children (RLIMIT_DATA of getrlimit(2))."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or most_bytes < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
 
 
 def find_oom_counter(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> Path | None:
-    """Return the file that counts processes killed for lack of memory: of this process's cgroup, or of the machine."""
-    names = ("memory.events", "memory.oom_control")  # of version 2, and of 1
+    """Return the file that counts OOM kills in this process's cgroup, or on the machine; None without such a file."""
+    names = ("memory.events", "memory.oom_control")  # cgroup version 2, version 1
     paths = (folder / name for folder in cgroup_folders("memory", cgroups, proc) for name in names)
     files = (path for path in (*paths, proc / "vmstat") if path.is_file())
     return next((path for path in files if "oom_kill " in path.read_text()), None)
 
 
 def count_oom_kills(counter: Path | None) -> int:
-    """Return the value of the counter; 0 if there is none."""
+    """Return the OOM kills in the file from `find_oom_counter`; 0 without a file."""
     if counter is None:
         return 0
     return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))

@@ -1,4 +1,4 @@
-"""EC2's instance metadata service, version 2: every request carries a token. No proxies, no redirects."""
+"""EC2's instance metadata service, version 2. Every request carries a token; proxies and redirects are not used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from train.config import check
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
-TIMEOUT_S = 1.0  # for a request: the service is on the machine's own host
-TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and how long before its end it is renewed
+TIMEOUT_S = 1.0  # per request; the service runs on the machine's host
+TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and the time before its end at which it is renewed
 
 
 class Metadata:
@@ -26,7 +26,7 @@ class Metadata:
         self.token, self.renew_at_s = "", 0.0
 
     def get(self, path: str) -> Any:
-        """Return the JSON of a category below /latest/meta-data/; None if there is none.
+        """Return the JSON of a category below /latest/meta-data/; None if the category does not exist.
 
         Raises OSError, HTTPException or ValueError if the service does not answer as it should.
         """
@@ -34,14 +34,14 @@ class Metadata:
         return None if content is None else json.loads(content)
 
     def text(self, path: str) -> str:
-        """Return the text of a category that every machine has. Raises the errors that `get` raises."""
+        """Return the text of a category that every machine has. Raises the same errors as `get`."""
         content = self.content(path)
         if content is None:
             raise OSError(f"{path} is answered with status 404")
         return content.decode("ascii")
 
     def content(self, path: str) -> bytes | None:
-        for _ in range(2):  # a second time, because the service may have forgotten its tokens
+        for _ in range(2):  # two attempts: the service may have forgotten its tokens
             if time.monotonic() >= self.renew_at_s:
                 self.renew()
             status, body = self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
@@ -76,6 +76,6 @@ class Metadata:
 
 
 def metadata_endpoint(environ: Mapping[str, str]) -> str:
-    """Return the service's address, from the variables that botocore reads."""
+    """Return the URL of the service, from the environment variables that botocore reads."""
     mode = environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
     return environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or ENDPOINTS.get(mode, ENDPOINTS["ipv4"])

@@ -1,6 +1,6 @@
-"""The JSON files of a model or tokenizer from elsewhere, checked before transformers sees the folder.
+"""Checks of the JSON files of a model or tokenizer from elsewhere, before transformers sees the folder.
 
-transformers takes the names of classes, of further files and of code from them.
+transformers reads the names of classes, further files and code from these JSON files.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Any
 from train.config import shortlist
 from train.system.schema import BadContent, of_type, read_object, shown
 
-# The code of these encoders of text in transformers loads nothing else: no kernels of the Hub, no inner model.
+# For these text encoders, the code in transformers loads nothing else: no kernels from the Hub and no inner model.
 ENCODERS = """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie eurobert flaubert
     fnet funnel ibert jina_embeddings_v3 longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert
     nystromformer rembert roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod
 """
-# By these keys a file names code to load, or a file of weights or settings that this module does not check.
+# These keys name code to load, or files of weights or settings that this module does not check.
 LOADS = re.compile(
     "auto_map|trust_remote_code|_?(attn|experts)_implementation.*|quantization_config|use_kernels|kernel_config|"
     "transformers_weights|configuration_files|fast_tokenizer_files|gguf_file|_auto_class"
 )
-WAS_SET = "_attn_implementation_autoset"  # true or false, which transformers 4.46 to 4.50 wrote into every config.json
-FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer has
-IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # of another machine; transformers replaces them
-LARGEST, DEEPEST = 10**9, 1000  # a size; layers: each is an object, so that a large number could keep a machine busy
+WAS_SET = "_attn_implementation_autoset"  # a boolean that transformers 4.46 to 4.50 wrote into every config.json
+FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")  # arguments that no saved tokenizer contains
+IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")  # paths on another machine, which transformers replaces
+LARGEST, DEEPEST = 10**9, 1000  # limits of a size and of a layer count; building more layers could hang a machine
 MOST_NAMED = 5  # folders named in an error
-MOST_LABELS = 10**6  # transformers makes a name for each
+MOST_LABELS = 10**6  # transformers makes a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
 DEPTHS = ("num_hidden_layers", "n_layers", "num_hidden_groups", "inner_group_num")
-ADAPTER = "adapter_config.json"  # it names another model, which transformers would load instead
+ADAPTER = "adapter_config.json"  # a file that names another model, which transformers would load instead
 
 
 def read_model_json(folder: Path) -> dict[str, Any] | None:
     """Return the content of config.json; None without the file.
 
-    Raises BadContent if the model is not an encoder known here, if a key makes transformers load something else, or if
-    a size is one that no model has.
+    Raises BadContent if the folder holds an adapter, if the model is not one of ENCODERS, if a key makes transformers
+    load something else, or if a size is out of range.
     """
     if (folder / ADAPTER).exists():
-        raise BadContent(f"{folder} holds an adapter ({ADAPTER}) of another model; give that model, merged with it")
+        raise BadContent(f"{folder} holds an adapter ({ADAPTER}) for another model; merge it into that model first")
     path = folder / "config.json"
     values = read_checked(path)
     if values is None:
@@ -68,7 +68,7 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
 
 
 def models_below(folder: Path) -> str:
-    """Return the end of a message about a folder that holds no model: the folders in it that do."""
+    """Return the end of a message about a folder without a model: the subfolders that contain one."""
     found = [path for pattern in ("*/config.json", "*/*/config.json") for path in sorted(folder.glob(pattern))]
     names = [name for path in found if (name := path.parent.relative_to(folder).as_posix()).isprintable()]
     return f"; there are models in {shortlist(names, MOST_NAMED)}: name one" if names else ""
@@ -77,7 +77,7 @@ def models_below(folder: Path) -> str:
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:
     """Return the content of tokenizer_config.json; {} without the file.
 
-    Raises BadContent if a key of it, or of special_tokens_map.json, makes transformers read files from elsewhere.
+    Raises BadContent if a key in it, or in special_tokens_map.json, makes transformers read files from elsewhere.
     """
     path = folder / "tokenizer_config.json"
     values = read_checked(path) or {}
@@ -86,14 +86,14 @@ def read_tokenizer_json(folder: Path) -> dict[str, Any]:
         if (name in FOR_THE_CLASS and value) or (is_path and name not in IGNORED_PATHS):
             raise BadContent(f"{path}: {name} makes transformers read {shown(value)}; remove it")
     path = folder / "special_tokens_map.json"
-    for name in read_checked(path) or {}:  # transformers passes all of it on
+    for name in read_checked(path) or {}:  # transformers passes every key to the tokenizer
         if not name.endswith(("_token", "_tokens")):
-            raise BadContent(f"{path}: {shown(name)} is no special token; remove it")
+            raise BadContent(f"{path}: {shown(name)} is not a special token; remove it")
     return values
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None without the file. Raises BadContent if a key at any depth loads something."""
+    """Return the object in a file; None without the file. Raises BadContent if a key, at any depth, loads something."""
     if not path.is_file():
         return None
     try:
@@ -117,14 +117,14 @@ def read_checked(path: Path) -> dict[str, Any] | None:
 
 
 def check_encoder(path: Path, kind: object) -> None:
-    """Raise BadContent if a model_type, of a model or within it, is not one of ENCODERS."""
+    """Raise BadContent if `kind`, a model_type at any depth of the file, is not one of ENCODERS."""
     if not isinstance(kind, str) or kind not in ENCODERS.split():
-        what = f"model_type {shown(kind)} is not an encoder of text that is known here"
+        what = f"model_type {shown(kind)} is not a supported text encoder"
         raise BadContent(f"{path}: {what}; choose albert, bert, modernbert, roberta, ...")
 
 
 def check_number(path: Path, name: str, value: object, *, least: int, most: int, kind: Any = int) -> None:
-    """Raise BadContent unless a value of config.json is missing, or a number from `least` to `most`."""
+    """Raise BadContent if a value of config.json is present but is not a number from `least` to `most`."""
     if value is None or (isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most):
         return
     raise BadContent(f"{path}: {name} is {shown(value)}; it must be a number from {least} to {most:,}")

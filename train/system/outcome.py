@@ -1,4 +1,4 @@
-"""outcome.json, the record of how an attempt ended, for launchers and restarts by torchrun. It imports no torch."""
+"""outcome.json: the record of how an attempt ended, for launchers and torchrun's restarts. It imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from train.system.launched import launched
 from train.system.schema import BadContent, read_object
 
 NAME = "outcome.json"
-STOP_FILE = "STOP"  # in the run folder: the run stops at its next step, with a checkpoint
-ENDS = ("done", "early_stop")  # reasons for which a run is complete
+STOP_FILE = "STOP"  # a file in the run folder that makes the run save a checkpoint and stop at its next step
+ENDS = ("done", "early_stop")  # reasons that make a run complete
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory", "out_of_shared_memory")
 
@@ -24,8 +24,8 @@ class Outcome:
     outcome: str  # done | stopped | failed | refused
     kind: str  # an identifier, for programs
     reason: str
-    step: int | None  # that the run has reached
-    checkpoint: int | None  # the newest step that is known to be committed; nothing up to there is lost
+    step: int | None  # the last step that the run reached
+    checkpoint: int | None  # the newest step known to be committed; the work up to it is safe
     goes_on: bool  # whether the same command may succeed
     launch: list[str] = field(default_factory=lambda: launched().torchrun)  # the identity of torchrun
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
@@ -35,9 +35,10 @@ KEYS = {each.name for each in fields(Outcome)}
 
 
 def may_continue(kind: str, previous: str) -> bool:
-    """Return whether the same command may succeed after a failure of this `kind` that followed one of `previous`.
+    """Return whether the same command may succeed after a failure of this `kind`.
 
-    After memory ran out it is tried once more, as another program may have taken the memory.
+    `previous` is the kind of the previous attempt's end. After memory ran out, one more attempt is allowed, since
+    another program may have taken the memory.
     """
     return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)
 
@@ -45,8 +46,8 @@ def may_continue(kind: str, previous: str) -> bool:
 def write_outcome(
     folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
 ) -> bool:
-    """Write the outcome unless there is one, and return whether it was written."""
-    # An outcome of a kind in `replaces` is replaced, except its checkpoint.
+    """Write the outcome unless one exists, and return whether it was written."""
+    # An existing outcome whose kind is in `replaces` is replaced, but its checkpoint is kept.
     if replaces_all:
         folder.write(NAME, canonical_json(asdict(outcome)))
     elif not folder.create(NAME, canonical_json(asdict(outcome))):
@@ -59,7 +60,7 @@ def write_outcome(
 
 
 def read_outcome(folder: Folder) -> dict[str, Any]:
-    """Return how the last attempt ended; {} if it left no outcome, or if another program wrote the file."""
+    """Return the outcome of the last attempt; {} if it left none, or if another program wrote the file."""
     with suppress(FileNotFoundError, BadContent):
         outcome = read_object(folder.read(NAME))
         if outcome.keys() >= KEYS:
@@ -68,10 +69,10 @@ def read_outcome(folder: Folder) -> dict[str, Any]:
 
 
 def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return the last outcome if it is final and of this torchrun, so that a restart cannot help; otherwise {}.
+    """Return the last outcome if this torchrun's run ended for good, so that a restart cannot help; otherwise {}.
 
-    torchrun takes every exit code but 0 for a failure and starts the run again. A stop by SIGTERM is not final:
-    torchrun itself sends it to ranks that it starts again because a rank elsewhere failed.
+    torchrun treats every exit code but 0 as a failure, and restarts the run. A stop by SIGTERM is not final: torchrun
+    itself sends SIGTERM to ranks that it restarts after a rank on another machine failed.
     """
     if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
         return {}

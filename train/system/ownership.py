@@ -1,29 +1,30 @@
 """The right to write a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
 
-lease/00000007.json   a file for each owner, see lease.py; the highest number is the owner's, its fencing number
+lease/00000007.json   one file per owner, see lease.py; the highest number, the fencing number, is the current owner's
 
-A job takes the folder by creating the file of the next number, which only one of several jobs can do, and removes all
-but the two newest files. The owner rewrites its file regularly, with its count of heartbeats raised by one. Clocks are
-not compared: a job that cannot ask the owner's kernel watches the heartbeats.
+A job takes the folder by creating the file with the next number, which only one of several jobs can do. When it ends,
+it removes all but the two newest files. The owner rewrites its file regularly, each time with a higher count of
+heartbeats. A job that cannot ask the owner's kernel watches this count; clocks are never compared.
 
 We list the folder to find the owner: probing only the next number would miss later owners if this process was
 suspended.
 
-Changes to the folder ask `Ownership` first:
+Before the run folder changes, `Ownership` is asked:
 
     most files, removal of STOP      `check`, each time: OwnedFolder
     settings, end of the metrics     `check`: train/system/run_folder.py (describe, cut_half_written_line)
     metrics.jsonl and its curves     `may_append`: train/observe/journal.py
-    logs                             `lost`, which the next heartbeat sets: train/system/run_folder.py (set_up_logging)
+    logs                             `lost`, set by the next heartbeat: train/system/run_folder.py (set_up_logging)
     stacks                           `check`: train/run/watchdog.py (report)
-    checkpoints, also their removal  `check`: train/checkpoints/saver.py, train/run/checkpoint_manager.py
+    checkpoints, and their removal   `check`: train/checkpoints/saver.py, train/run/checkpoint_manager.py
     export/                          `check`, before and after: train/system/exported.py, train/observe/card.py
     checkpoints that users prune     a lease for the command: train/tools/checkpoints.py (prune)
     STOP                             nothing: launch/commands.py (stop), launch/supervise.py (StopFile)
     report/                          nothing: train/tools/report.py
 
-Of a folder in S3 metrics and logs here are copies, which always grow. A change there that was allowed may come late:
-then S3 itself rejects a commit (train/checkpoints/store_s3.py), and metrics and settings (`RunFolder.replace`).
+If the run folder is in S3, this machine's metrics and logs are copies, which may always grow. A change that was allowed
+may reach S3 after another job took the folder. S3 itself then rejects a commit (train/checkpoints/store_s3.py), or an
+upload of metrics or settings (`RunFolder.replace`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from train.system.processes import is_alive
 from train.system.schema import Head
 
 logger = logging.getLogger("train")
-HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`, of the owner, and of a job that watches it
+HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`: heartbeats of an owner, and looks of a job that watches it
 
 
 class LeaseLost(Failure):
@@ -54,34 +55,35 @@ class LeaseLost(Failure):
 class Ownership:
     """The right of this process to write a run folder.
 
-    One process of a job, rank 0, takes the folder (a context manager, or `take` and `release`), and a thread renews the
-    lease; the other ranks `follow` it. Other programs write at their own risk.
+    Rank 0 of a job takes the folder (as a context manager, or by `take` and `release`), and a thread renews the lease.
+    The other ranks `follow` rank 0. Other programs write at their own risk.
 
-    `check` is to be called before each change: without a heartbeat for `ttl_s` (suspended, cut off, or in a call that
-    holds Python's lock) a job may lose the folder to another one.
+    Call `check` before each change: after `ttl_s` without a heartbeat, another job may take the folder. Heartbeats stop
+    while a job is suspended, cut off, or in a call that holds Python's lock.
     """
 
     def __init__(
         self, folder: Folder, ttl_s: float = LeaseConfig.ttl_s, *, on_wait: Callable[[str], None] = logger.info
     ) -> None:
         self.folder, self.ttl_s, self.on_wait = folder, ttl_s, on_wait
-        self.owner: str | None = None  # of the lease that counts here; "": none does; None: this rank does not know yet
+        self.owner: str | None = None  # the job's id in its lease; "": nothing is checked; None: not known yet
         self.lost: str | None = None  # the reason, once another job owns the folder
-        self.number = 0  # the fencing number, at least 1; like all below, unset unless this process took the folder
-        self.step = 0  # set by the loop, written with the heartbeats
-        self.previous: dict[str, Any] | None = None  # the last owner's lease, see KINDS; None: absent or damaged
-        self.ended_below = 1  # owners of lower numbers have certainly ended; the last owner may only be silent
+        # The fields below are set only in the process that took the folder.
+        self.number = 0  # the fencing number, at least 1
+        self.step = 0  # the training step, set by the loop and written with each heartbeat
+        self.previous: dict[str, Any] | None = None  # the previous owner's lease, see KINDS; None: absent or damaged
+        self.ended_below = 1  # owners with lower numbers have certainly ended; the previous owner may only be silent
         self.claim: dict[str, Any] = {}
         self.heartbeats = 0
-        self.is_withdrawn = False  # whether this job is rejected: then its lease is removed
+        self.is_withdrawn = False  # whether this job is rejected; `release` then removes its lease
         self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
 
     def follow(self, owner: str) -> None:
-        """Write for the job whose rank 0 has the lease `owner`; if that is empty, to a folder of this rank alone."""
+        """Write under the lease `owner`, which rank 0 holds. An empty `owner` means that only this rank writes."""
         self.owner = owner
 
     def check(self) -> None:
-        """Raise LeaseLost if another job now owns the folder. Takes two requests to S3, and raises their errors."""
+        """Raise LeaseLost if another job now owns the folder. Sends two requests to S3, and raises their errors."""
         if self.owner:
             number, content = newest(self.folder)
             lease = parse(content)
@@ -95,13 +97,13 @@ class Ownership:
         return LeaseLost(self.lost) if self.lost else None
 
     def may_append(self) -> bool:
-        """Return whether the run's files on this machine may still grow: the copies of a folder in S3 always may."""
+        """Return whether the run's files on this machine may still grow. Copies of a folder in S3 always may."""
         try:
             if not is_s3(self.folder.location):
                 self.check()
         except LeaseLost:
             return False
-        except (InputError, OSError):  # the lease cannot be read now: lines wait if they cannot be written either
+        except (InputError, OSError):  # the lease cannot be read now; lines that cannot be written either will wait
             pass
         return True
 
@@ -113,13 +115,14 @@ class Ownership:
         self.release()
 
     def take(self) -> None:
-        """Take the folder, after waiting up to `ttl_s` if nothing else can show that the owner has ended.
+        """Take the folder. If nothing else can show that the owner has ended, wait up to `ttl_s` for a heartbeat.
 
-        Raises InputError if the owner is alive, or if two jobs could own the folder.
+        Raises InputError if the owner is alive, or if the server would let two jobs own the folder.
         """
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self.claim = {**identity(), "owner": uuid.uuid4().hex, "ttl_s": self.ttl_s, "started": started}
-        # The answer to `create` may be lost, and a job that slept may create a file that others have long removed.
+        # The loop reads the result of `create` from the folder: S3's response may be lost, and a job that was suspended
+        # may create a file that others removed long ago.
         while True:
             number, content = newest(self.folder)
             lease = parse(content)
@@ -134,7 +137,7 @@ class Ownership:
         self.thread.start()
 
     def check_creates_once(self) -> None:
-        """Raise InputError, without a lease, if the folder lets a file be created twice: then two jobs could own it."""
+        """Raise InputError if the folder lets a file be created twice: two jobs could own it. The lease is removed."""
         if self.folder.create(name_of(self.number), self.content()):
             self.folder.remove(name_of(self.number))
             raise InputError(
@@ -143,15 +146,15 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Let the next job take the folder immediately. This never raises: if it fails, the next job waits."""
+        """Let the next job take the folder immediately. This never raises an error; if it fails, the next job waits."""
         self.stop.set()
-        if self.thread.ident is None:  # never taken
+        if self.thread.ident is None:  # this process never took the folder
             return
         self.thread.join(self.ttl_s)
         try:
             if self.thread.is_alive():
                 raise TimeoutError("a heartbeat is still on its way")
-            with suppress(LeaseLost):  # there is nothing to release
+            with suppress(LeaseLost):  # another job owns the folder, so there is nothing to release
                 self.heartbeat(released=True)
                 older = [number for number in numbers(self.folder) if number < self.number - 1]
                 with suppress(NotPermitted):
@@ -171,7 +174,7 @@ class Ownership:
             except LeaseLost as lost:
                 logger.error(str(lost))
                 return
-            except Exception as error:  # training continues; the next commit has the same fault and raises it
+            except Exception as error:  # training continues; if the fault lasts, the next commit raises it
                 if not failing:
                     risk = f"without a heartbeat for {self.ttl_s:g} s another job may take the folder"
                     logger.warning(f"the lease is not renewed: {type(error).__name__}: {error}; {risk}")
@@ -189,7 +192,7 @@ class Ownership:
     # ---- is the owner gone? -----------------------------------------------------------------------------------------
 
     def is_over(self, number: int, content: bytes) -> bool:
-        """Return whether this lease has ended; False if its file changed. Raises InputError if its owner is alive."""
+        """Return whether this lease has ended; False if its file changes. Raises InputError if its owner is alive."""
         lease = parse(content)
         if lease is not None:
             alive = is_alive(lease["pid"], lease["process_start"]) if same_machine(lease, self.claim) else None
@@ -199,13 +202,13 @@ class Ownership:
                 self.ended_below = number + 1
                 return True
         self.ended_below = number
-        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # of the owner's heartbeats
+        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # the owner's heartbeats may be rarer than ours
         until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
         self.on_wait(
-            f"{self.folder.location} was last used by {describe(content)}, whose state is not known here: watching for "
-            f"a heartbeat, up to {ttl_s:g} s (until {until})"
+            f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "
+            f"its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(LOOKS):  # counted, not timed: an answer that took long says nothing about the owner
+        for _ in range(LOOKS):  # counted, not timed: a slow response says nothing about the owner
             time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):
@@ -218,7 +221,7 @@ class Ownership:
     def in_use(self, content: bytes) -> str:
         return (
             f"run_dir={self.folder.location} is in use by {describe(content)}; stop it or choose another run_dir "
-            f"(if it is gone, its lease ends by itself after lease.ttl_s={self.ttl_s:g} without a heartbeat)"
+            f"(if it is gone, its lease expires after lease.ttl_s={self.ttl_s:g} seconds without a heartbeat)"
         )
 
 
@@ -226,7 +229,7 @@ class Ownership:
 
 
 class OwnedFolder:
-    """A run folder whose files only the owner changes. See `train.system.folders.Folder`."""
+    """A run folder whose files only the owner can change. See `train.system.folders.Folder`."""
 
     def __init__(self, storage: Folder, ownership: Ownership) -> None:
         self.storage, self.ownership, self.location = storage, ownership, storage.location

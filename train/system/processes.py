@@ -1,4 +1,4 @@
-"""Processes of this machine: a check if one still runs, and children that end with their parent. Standard library."""
+"""Liveness checks of processes on this machine, and children that end with their parent. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-ENDED_STATES = "ZX"  # of proc(5): it has ended, and its parent has not waited for it yet
+ENDED_STATES = "ZX"  # states of proc(5) in which a process has ended, before its parent has waited for it
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # constants of <sys/prctl.h>
 POLL_S, ORPHANS_POLL_S = 1.0, 0.1
-ENDING_S = 10.0  # for a process to end after SIGTERM
+ENDING_S = 10.0  # seconds for a process to end after SIGTERM
 TIMED_OUT = 124  # the exit code of timeout(1)
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # they make a process one of several
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # variables that make a process one of several ranks
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,17 +36,17 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """Return a process as /proc shows it; None if it shows none."""
+    """Return a process's entry in /proc; None if it has none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
+    fields = text.rpartition(")")[2].split()  # the process's name, before the last ")", may contain anything
     return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
 
 
 def age_s(pid: int) -> float:
-    """Return the seconds since a process of this machine was started; 0 if it has ended, or without /proc."""
+    """Return the seconds since a process on this machine started; 0 if it has ended, or if there is no /proc."""
     process = read_process(pid)
     if process is None:
         return 0.0
@@ -55,12 +55,12 @@ def age_s(pid: int) -> float:
 
 
 def is_alive(pid: int, started: int | None) -> bool | None:
-    """Return whether the process with this number and start still runs; None if the kernel does not say."""
+    """Return whether the process with this id and start time still runs; None if the kernel does not say."""
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # the latter for a number that no process has
+    except (ProcessLookupError, OverflowError):  # OverflowError: the id is larger than any process's
         return False
-    except PermissionError:  # another user's, which /proc may hide (hidepid)
+    except PermissionError:  # another user's process, which /proc may hide (hidepid)
         pass
     process = read_process(pid)
     if process is None:
@@ -69,13 +69,13 @@ def is_alive(pid: int, started: int | None) -> bool | None:
 
 
 def owner_name(pid: int) -> str:
-    """Return NODE-PID-STARTED, a name that no other process has, also on machines with a common folder."""
+    """Return NODE-PID-STARTED, a name that no other process has, even on other machines that share a folder."""
     process = read_process(pid)
     return f"{platform.node()}-{pid}-{process.started if process else 0}"
 
 
 def is_gone(owner: str) -> bool:
-    """Return whether the process with this owner_name has ended. False if this machine cannot tell."""
+    """Return whether the process with this `owner_name` has ended; False if this machine cannot tell."""
     match = re.fullmatch(r"(.+)-(\d+)-(\d+)", owner)
     return match is not None and match[1] == platform.node() and is_alive(int(match[2]), int(match[3])) is False
 
@@ -88,22 +88,22 @@ def end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         if LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-        if os.getppid() != parent:  # it ended meanwhile
+        if os.getppid() != parent:  # the parent ended before the call of prctl
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start(
     command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes] | int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command, which gets SIGTERM when this process ends, however it ends. Call it from the main thread."""
+    """Start a command that gets SIGTERM when this process ends, however it ends. Call this from the main thread."""
     stderr, ending = None if output is None else subprocess.STDOUT, partial(end_with_parent, os.getpid())
     return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=ending)
 
 
 def with_this_code(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for Python processes that run this code, whatever the working folder holds.
+    """Return an environment in which Python processes run this code, whatever the working folder contains.
 
-    These processes are no ranks.
+    The variables that would make these processes ranks are left out.
     """
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
@@ -116,8 +116,8 @@ def exit_code(
 ) -> int:
     """Wait for a process, call `meanwhile` every POLL_S, and return its exit code as shells report it.
 
-    After `limit_s` it is ended, and the code is TIMED_OUT. If it does not end, as in a driver that never answers, it is
-    left alone.
+    After `limit_s`, the process is ended and the code is TIMED_OUT. A process that cannot be ended, such as one that
+    waits for a driver, is left alone.
     """
     until_s = time.monotonic() + limit_s
     while True:
@@ -136,18 +136,18 @@ def exit_code(
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose parent ends: of ranks whose torchrun was killed."""
+    """Become the parent of every descendant whose parent ends, such as ranks whose torchrun was killed."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(limit_s: float) -> None:
-    """Wait for the adopted processes, which may be saving, and kill those that take longer than `limit_s`.
+    """Wait for the adopted processes, which may be saving. Kill processes that take longer than `limit_s`.
 
-    Call it while this process has no child that it started itself.
+    Call this while this process has no child that it started itself.
     """
     until_s = time.monotonic() + limit_s
-    with suppress(ChildProcessError):  # all have ended
+    with suppress(ChildProcessError):  # all adopted processes have ended
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 if time.monotonic() > until_s:
@@ -156,7 +156,7 @@ def end_orphans(limit_s: float) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield all processes below one, parents first."""
+    """Yield the ids of all processes below the process `pid`, parents first."""
     running = {int(path.name): read_process(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     parents = [pid]
     for parent in parents:
@@ -167,5 +167,5 @@ def descendants(pid: int) -> Iterator[int]:
 
 def kill(pids: Iterable[int]) -> None:
     for pid in list(pids):
-        with suppress(ProcessLookupError):  # it ended meanwhile
+        with suppress(ProcessLookupError):  # the process ended meanwhile
             os.kill(pid, signal.SIGKILL)

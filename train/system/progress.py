@@ -1,4 +1,4 @@
-"""Lines on standard error that show how far long work has come."""
+"""Progress lines on standard error for work that takes long."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-FIRST_S, EVERY_S = 1.5, 10.0  # time until the first line, and between lines
+FIRST_S, EVERY_S = 1.5, 10.0  # seconds until the first line, and between lines
 
 
 @dataclass
 class Phase:
     name: str
-    total: int | None = None  # number that `advance` will count to; None: unknown
-    unit: str = "rows"  # or bytes
-    has_bar: bool = False  # a progress bar replaces the lines on terminals
+    total: int | None = None  # the amount at which the phase is done; None if unknown
+    unit: str = "rows"  # "bytes" are shown in MB
+    has_bar: bool = False  # on a terminal, a progress bar replaces the lines
     done: int = 0
     began_s: float = field(default_factory=time.monotonic)
 
@@ -42,20 +42,20 @@ def begin(phase: Phase) -> None:
 
 
 def advance(count: int) -> None:
-    """Add `count` to the amount done of the current phase."""
+    """Add `count` to the amount that is done in the current phase."""
     _phase.done += count
 
 
 @contextmanager
 def reported(*, speaks: bool = True) -> Iterator[None]:
-    """Print every few seconds the current phase and its progress, if this process `speaks`."""
+    """Print the current phase and its progress every few seconds, if this process `speaks`."""
     ends = threading.Event()
 
     def report() -> None:
         wait_s = FIRST_S
         while not ends.wait(wait_s):
             wait_s = EVERY_S
-            with suppress(OSError, ValueError):  # a closed or full standard error stops no work
+            with suppress(OSError, ValueError):  # standard error may be closed or full
                 if not (_phase.has_bar and sys.stderr.isatty()):
                     print(f"... {_phase}", file=sys.stderr, flush=True)
 

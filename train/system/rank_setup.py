@@ -1,6 +1,7 @@
-"""The settings of a rank's machine before ranks join: network card, open files, EFA, processors. It imports no torch.
+"""The setup of a rank before the ranks join: network card, open files, EFA, processors. It imports no torch.
 
-Settings of the user or the launcher are kept. Not run on EFA or Neuron hardware, nor on several GPUs.
+Settings of the user or the launcher are kept. This module has not been run on EFA or Neuron hardware, nor on several
+GPUs.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from train.system.machine import read_neuron_ls
 
 logger = logging.getLogger("train")
 SYSFS = Path("/sys")
-AMAZON = "0x1d0f"  # PCI vendor
-OPEN_FILES = 65_535  # the number in AWS's scripts for Trainium; the hard limit of a container may be a billion
-OWN_FILES = 1024  # open files of a rank besides its sockets, one for each other rank: Linux's usual limit
-OUTSIDE = "192.0.2.1"  # an address of documentation (RFC 5737): the way to it is the default route
+AMAZON = "0x1d0f"  # Amazon's PCI vendor id
+OPEN_FILES = 65_535  # the limit in AWS's scripts for Trainium; the hard limit of a container may be a billion
+OWN_FILES = 1024  # open files of a rank, not counting a socket for each other rank: Linux's usual limit
+OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737), to which the default route leads
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 NEURON_TOOLS = "/opt/aws/neuron/bin"
 TOOL_TIMEOUT_S = 20.0
 
 
 def prepare(launch: Launched, *, forks: bool) -> None:
-    """Set the variables and limits of this rank. Call it before the ranks join. `forks`: the loader forks workers."""
+    """Set this rank's variables and limits. Call it before the ranks join. `forks`: the data loader forks workers."""
     if sys.platform != "linux":
         return
     os.environ.update(rank_environment(os.environ, launch, forks=forks))
@@ -44,7 +45,7 @@ def prepare(launch: Launched, *, forks: bool) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     wanted = OWN_FILES + launch.world_size - 1
     if hard < wanted:
-        text = "%d open files at most, one of %d ranks may need %d: add '* - nofile %d' to /etc/security/limits.conf"
+        text = "only %d open files, but each of %d ranks may need %d: add '* - nofile %d' to /etc/security/limits.conf"
         logger.warning(text, hard, launch.world_size, wanted, OPEN_FILES)
 
 
@@ -53,35 +54,35 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables to set, without those that the user has set.
 
-    NCCL over EFA needs one since libfabric 1.18 and aws-ofi-nccl 1.7, against forks that fail for want of huge pages
-    (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
+    Since libfabric 1.18 and aws-ofi-nccl 1.7, NCCL over EFA needs FI_EFA_USE_HUGE_PAGE=0: otherwise forks can fail for
+    lack of huge pages (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
     """
     wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(sysfs) else {}
     if not launch.is_one_machine and (card := network_card(launch.master_addr)):
         # Otherwise gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
         # Neuron's collectives take the first card that they see. "=" tells NCCL to compare the whole name.
         wanted |= {"GLOO_SOCKET_IFNAME": card, "NCCL_SOCKET_IFNAME": f"={card}", "CCOM_SOCKET_IFNAME": card}
-    elif launch.is_one_machine and launch.is_distributed:  # no other machine reaches the ports on which they listen
+    elif launch.is_one_machine and launch.is_distributed:  # other machines cannot reach the loopback card
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
 def network_card(master: str) -> str | None:
-    """Return the network card by which this machine reaches the master; None if there is none."""
-    # The master may know itself by a loopback address; then it is the card of the default route.
+    """Return the network card through which this machine reaches the master; None if there is no such card."""
+    # On the master, its name may resolve to a loopback address. Then the card of the default route is returned.
     known = ((name, at) for name, addresses in psutil.net_if_addrs().items() for at in addresses)
     cards = {at.address: name for name, at in known if name != "lo" and at.family in (socket.AF_INET, socket.AF_INET6)}
     return cards.get(source_address(master)) or cards.get(source_address(OUTSIDE))
 
 
 def source_address(host: str) -> str:
-    """Return the address of this machine in packets to a host, by the kernel's routes; empty without a route."""
+    """Return this machine's source address in packets to a host, from the kernel's routes; empty without a route."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as unused:
             unused.connect(address)  # UDP: nothing is sent
             return str(unused.getsockname()[0])
-    except OSError:  # joining the ranks reports why a master is out of reach
+    except OSError:  # the later joining of the ranks reports why the master cannot be reached
         return ""
 
 
@@ -95,19 +96,20 @@ def efa_devices(sysfs: Path = SYSFS) -> list[str]:
 
 
 def pin(address: str | None, sysfs: Path = SYSFS) -> None:
-    """Keep this thread, and those it starts later, on the processors next to a PCI device, if they are known."""
+    """Bind this thread, and threads that it starts later, to the processors next to a PCI device, if they are known."""
     if address is None or not PCI_ADDRESS.fullmatch(address) or sys.platform != "linux":
         return
     near = near_cpus(address, os.sched_getaffinity(0), sysfs)
     if near:
         os.sched_setaffinity(0, near)
-        logger.info("on the %d processors of the NUMA node of device %s", len(near), address)
+        logger.info("bound to the %d processors of the NUMA node of device %s", len(near), address)
 
 
 def near_cpus(address: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
     """Return the processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
 
-    It is empty if these are all processors, or if the launcher has allowed this process a part of the machine.
+    The set is empty if the node has all processors of the machine, or if the launcher restricts this process to some of
+    them.
     """
     files = sysfs / "devices/system/cpu/online", sysfs / "bus/pci/devices" / address / "local_cpulist"
     if not all(file.is_file() for file in files):
@@ -123,17 +125,17 @@ def read_cpus(text: str) -> set[int]:
 
 
 def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
-    """Return the PCI address of the chip with the core of a local rank, by neuron-ls; None if it does not say."""
+    """Return the PCI address of the chip that has a local rank's core, from neuron-ls; None if it is unknown."""
     tool = shutil.which("neuron-ls", path=os.pathsep.join([environ.get("PATH", ""), NEURON_TOOLS]))
     if tool is None or environ.get("NEURON_RT_VISIBLE_CORES") or environ.get("NEURON_RT_NUM_CORES"):
-        return None  # the user has given the ranks other cores
+        return None  # the user has chosen the ranks' cores
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None  # a process without a launcher takes any core that is free
     try:
         done = subprocess.run([tool, "-j"], capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S)
         chips = sorted(read_neuron_ls(done.stdout), key=lambda chip: chip.number)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
-        logger.warning("processors are not chosen by device: neuron-ls -j: %s", error)
+        logger.warning("ranks are not bound to the processors near their devices: neuron-ls -j: %s", error)
         return None
     addresses = [chip.address for chip in chips for _ in range(chip.num_cores)]
     return addresses[core] if core < len(addresses) else None

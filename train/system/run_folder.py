@@ -3,10 +3,10 @@
     config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
     model/  tensorboard/  wandb/  log/  export/  report/
 
-A folder belongs to one run, whose identity (what is learnt, from which data, in which batches) may not change. For a
-folder in S3 each machine writes to a copy under `machine.cache_root()/runs`. Rank 0's is uploaded at every checkpoint
-and at the end, files that grow in parts (appended.py); of the others only the exit records. Files of TensorBoard and
-wandb, and stacks, stay on their machine.
+A folder belongs to one run, whose identity (model, data, batches) may not change. If the folder is in S3, each machine
+writes to a local copy under `machine.cache_root()/runs`. Rank 0's copy is uploaded at every checkpoint and at the end;
+growing files are uploaded in parts (appended.py). The other ranks upload only their exit records. TensorBoard files,
+wandb files and stack dumps are never uploaded.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ GROWING = ("metrics.jsonl", "log/rank_0000.txt")
 class RunFolder:
     """The files of a run.
 
-    A run writes to `folder`, which checks before every change that the run's job is still the owner, and raises
-    LeaseLost if not. `storage` is the same folder without the checks, for the lease itself.
+    A run writes to `folder`, which checks before every change that this job is still the owner, and raises LeaseLost if
+    not. `storage` is the same folder without these checks. It is for the lease itself.
     """
 
     def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
         self.location, self.s3 = location, s3 or S3Config()
         if is_s3(location):
-            name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
+            name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # machines may share a disk
             self.path = machine.cache_root() / "runs" / name
             self.storage = open_folder(location, self.s3)
         else:
@@ -83,14 +83,14 @@ class RunFolder:
         self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # the previous attempt's outcome, set by `open`
-        self.removed: dict[str, bytes] = {}  # the records that `open` has removed, without exit records in S3
-        self.local_outcome: bytes | None = None  # the removed outcome on this machine of a run in S3
-        self.log_bytes: int | None = None  # of this rank's log before this attempt; None: there was none
-        self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of each file that was uploaded to S3
-        self.versions: dict[str, str] = {}  # the versions of these files there
+        self.removed: dict[str, bytes] = {}  # the records that `open` removed, except exit records in S3
+        self.local_outcome: bytes | None = None  # the local outcome that `open` removed, if the run folder is in S3
+        self.log_bytes: int | None = None  # the length of this rank's log before this attempt; None: there was no log
+        self.mirrored: dict[str, tuple[int, int]] = {}  # modification time and length of each file at its last upload
+        self.versions: dict[str, str] = {}  # the versions of the uploaded files in S3
         self.mirroring = threading.Lock()
         self.growing = {name: Mirrored(self.path / name, name) for name in GROWING}
-        self.local = LocalFolder(self.path)  # this machine's copy, or the folder itself
+        self.local = LocalFolder(self.path)  # this machine's copy of a folder in S3, or the run folder itself
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -98,10 +98,10 @@ class RunFolder:
         self.export = self.path / "export"
         self.log = self.path / "log"
         self.log_file = self.log / f"rank_{launched().rank:04d}.txt"
-        self.staging = self.path / "staging"  # files on their way to and from S3
+        self.staging = self.path / "staging"  # files that are being copied to or from S3
 
     def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
-        """Raise InputError if the folder is another run's, or not a run folder, before anything is written to it."""
+        """Raise InputError if the folder is another run's, or not a run folder. Nothing is written to it."""
         if not self.is_remote:
             check_layout(self.location)
         names = self.storage.names_here()
@@ -110,8 +110,8 @@ class RunFolder:
             check_same_run(before, identity, source=self.location, force=force)
 
     def open(self) -> None:
-        """Make the folder, or this machine's copy of it; rank 0 removes the records of how earlier attempts ended."""
-        # An outcome on this machine is older than one in S3. `take_back` undoes it.
+        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended."""
+        # `take_back` undoes this. If S3 and this machine both have an outcome, the one in S3 is newer.
         make_alike(self.log)
         self.log_bytes = self.log_file.stat().st_size if self.log_file.exists() else None
         if self.is_remote:
@@ -127,7 +127,7 @@ class RunFolder:
             self._take_away(NAME)
             list(at_once(self._take_away, self.folder.names("log/exit_rank_")))
         except NotPermitted:
-            self.folder.write(NAME, b"{}")  # an empty environment counts as none
+            self.folder.write(NAME, b"{}")  # an empty outcome counts as none
         if self.is_remote:
             discard(self.path / NAME)
             for name in MIRRORED:
@@ -139,14 +139,14 @@ class RunFolder:
                 each.download(self.folder)
 
     def _take_away(self, name: str) -> None:
-        """Remove a record of the previous attempt; keep it for `take_back`, except exit records in S3 (too many)."""
+        """Remove a record of the previous attempt. Keep it for `take_back`, except exit records in S3 (too many)."""
         if name == NAME or not self.is_remote:
             with suppress(FileNotFoundError):
                 self.removed[name] = self.folder.read(name)
         self.folder.remove(name)
 
     def take_back(self) -> None:
-        """Leave the folder as `open` found it, for a start that is rejected. Only its owner may cut a log file."""
+        """Restore the folder as `open` found it, after a rejected start. Only the owner may shorten a log file."""
         with self.logging_failures():
             self.ownership.check()
             if self.log_bytes is None:
@@ -161,9 +161,9 @@ class RunFolder:
     def describe(
         self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
     ) -> None:
-        """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
+        """Write config.yaml, environment.json and, if there are `details` of the data, data.json, on rank 0."""
         self.ownership.check()
-        # The environment comes first: it marks the folder as a run's.
+        # environment.json comes first: it marks the folder as a run folder.
         description = {
             "identity": identity,
             "first_started_unix_s": self.first_started_unix_s,
@@ -179,18 +179,18 @@ class RunFolder:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The content of environment.json before this attempt; empty if this is the first."""
+        """The content of environment.json before this attempt; {} in the first attempt."""
         return json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
 
     @cached_property
     def run_id(self) -> str:
-        """32 hexadecimal digits, the same in all attempts, by which trackers identify the run."""
+        """The 32 hexadecimal digits by which trackers identify the run. They are the same in all attempts."""
         known = self.described.get("run_id")
         return known if isinstance(known, str) and re.fullmatch("[0-9a-f]{32}", known) else uuid.uuid4().hex
 
     @cached_property
     def first_started_unix_s(self) -> float:
-        """The time at which the first attempt began, by its machine's clock."""
+        """The Unix time at which the first attempt began, by the clock of that attempt's machine."""
         first = self.described.get("first_started_unix_s")
         return float(first) if isinstance(first, int | float) else time.time() - age_s(os.getpid())
 
@@ -198,17 +198,17 @@ class RunFolder:
         return time.monotonic() - self.began_s
 
     def run_s(self) -> float:
-        """Return the seconds since the first attempt began, at least `attempt_s`, since machines' clocks differ."""
+        """Return the seconds since the first attempt began, or `attempt_s` if machines' clocks make that the larger."""
         return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:
-        """Upload what rank 0 has written to S3, or sync local metrics. The caller has just checked the owner."""
+        """Upload rank 0's files to S3, or sync local metrics. The caller must have just checked the ownership."""
         with self.mirroring:
             if not self.is_remote and self.metrics.is_file():
                 sync(self.metrics)
             for name in (*MIRRORED, *GROWING) if self.is_remote else ():
                 path = self.path / name
-                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before it is read
+                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before the read
                 if state is not None and self.mirrored.get(name) != state:
                     if name in self.growing:
                         self.growing[name].upload(self.folder, self.replace, f"{self.ownership.number:08d}")
@@ -217,8 +217,8 @@ class RunFolder:
                     self.mirrored[name] = state
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a file of this process to S3, which rejects a late request after another job has written the file."""
-        with suppress(FileExistsError, FileNotFoundError):  # also if our own request was accepted and its answer lost
+        """Write a file of this process to S3. S3 rejects a late request if another job has written the file since."""
+        with suppress(FileExistsError, FileNotFoundError):  # also raised if S3's response to our first request was lost
             if name in self.versions:
                 self.versions[name] = self.storage.replace(name, content, self.versions[name])
                 return
@@ -247,10 +247,11 @@ class RunFolder:
                 self.folder.write(f"log/{self.exit_path.name}", content)
 
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
-        """Write how the attempt ended; launchers take a missing outcome for a kill.
+        """Record how the attempt ended. Launchers treat a missing outcome as a kill.
 
-        The outcome of the rank that failed first is kept. With `is_of_all`, all ranks ended without a failure, and an
-        outcome that is there is another attempt's. If S3 cannot be reached it is written on this machine.
+        The outcome of the first rank that failed is kept. `is_of_all` says that all ranks ended without a failure: an
+        existing outcome is then another attempt's, and is replaced. If S3 cannot be reached, the outcome is written on
+        this machine.
         """
         if self.log.is_dir():
             with self.logging_failures():
@@ -265,7 +266,7 @@ class RunFolder:
 
     @contextmanager
     def logging_failures(self) -> Iterator[None]:
-        """Log that the end cannot be recorded: an error raised here would hide the error to be recorded."""
+        """Log a failure to record the end of the attempt: raising it would hide the error that is to be recorded."""
         try:
             yield
         except LeaseLost as error:
@@ -274,7 +275,7 @@ class RunFolder:
             logger.error("the end of this attempt cannot be recorded in %s: %s", self.location, error)
 
     def last_outcome(self) -> dict[str, Any]:
-        """Return how the last attempt ended; {} if it left no outcome, neither in S3 nor on this machine."""
+        """Return how the last attempt ended; {} if it left no outcome in S3 or on this machine."""
         return read_outcome(self.storage) or read_outcome(self.local)
 
 
@@ -288,7 +289,7 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [terminal]
     if path is not None:
-        open_alike(path, "ab").close()  # or the handler makes it for everybody
+        open_alike(path, "ab").close()  # the handler alone would create a file that everybody can read
         file = logging.FileHandler(path)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())

@@ -1,4 +1,4 @@
-"""Work of Python and PyTorch that could slow the training down: garbage collection, and threads that compute."""
+"""Limits on garbage collection and on PyTorch's compute threads, which could slow the training down."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 
 USUAL = gc.get_threshold()
-RARE = 100_000  # objects; not 0, because the preparation of a task's data may leave garbage too
+RARE = 100_000  # new objects between collections; not 0 (never), since preparing a task's data may leave garbage
 
 
 def search_rarely() -> None:
-    """Collect garbage rarely; call it before the heavy imports.
+    """Collect garbage rarely. Call it before the heavy imports.
 
-    torch and transformers make half a million objects and hardly any garbage, and Python's usual threshold collects at
-    every 700th (benchmarks/notes.md).
+    torch and transformers create half a million objects and hardly any garbage, but with Python's usual threshold, a
+    collection runs after every 700 new objects (benchmarks/notes.md).
     """
     gc.set_threshold(RARE)
 
 
 def search_as_usual() -> None:
-    """Collect garbage as usual, except what exists now. Call it before a device opens: garbage may hold memory."""
+    """Collect garbage as usual, but never search the objects that exist now. Call it before a device opens.
+
+    Later garbage may hold device memory.
+    """
     if gc.get_threshold()[0] == RARE:
         gc.freeze()
         gc.set_threshold(*USUAL)
 
 
 def pool_beside_training(name: str) -> ThreadPoolExecutor:
-    """Return a pool of one thread, in which torch operations run alone.
+    """Return a pool of one thread, in which torch operations use no other threads.
 
-    PyTorch splits an operation on the CPU over a team of threads, and every thread that computes gets a separate team,
-    which spins for a while after each operation, on the cores that the training's team needs.
+    PyTorch splits a CPU operation over a team of threads, and every thread that computes gets a separate team. A team
+    spins for a while after each operation, on cores that the training's team needs.
     """
     import torch  # late: this package works without it
 
-    # A thread takes its number of threads when it first asks: the last one set anywhere. So the caller asks first.
+    # A thread fixes its thread count at its first request, to the count last set by any thread: ask here first.
     torch.get_num_threads()
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(1,))

@@ -1,7 +1,7 @@
 """S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/download.py.
 
-boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py says. An error that remains is raised with
-a message of one line.
+boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py allows. An error that remains is raised
+with a one-line message.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from train.system.schema import Head, is_path
 
 logger = logging.getLogger("train")
 
-METADATA_ATTEMPTS = 5  # at getting credentials
+METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
 CONNECTIONS = 32  # connections that are kept open
-PART_BYTES = 16 * 2**20  # of a multipart upload
+PART_BYTES = 16 * 2**20  # bytes of a part in a multipart upload
 UPLOAD_THREADS = 4
 TRANSFER = TransferConfig(
     multipart_threshold=PART_BYTES,
     multipart_chunksize=PART_BYTES,
     max_concurrency=UPLOAD_THREADS,
-    preferred_transfer_client="classic",  # AWS's other client has errors of its own
+    preferred_transfer_client="classic",  # AWS's other client, CRT, raises different errors
 )
 TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
 BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
-MISSING = ("NoSuchKey", "NotFound", "404")  # the last one is for HEAD, whose answers have no text
-UNSAID = " (or it is missing, which S3 says only to users that may list the bucket; or a bucket whose requester pays:"
+MISSING = ("NoSuchKey", "NotFound", "404")  # "404" is the code for HEAD, whose responses have no text
+UNSAID = " (or it is missing, which S3 says only to users who may list the bucket; or the bucket makes requesters pay:"
 UNSAID += " copy it with aws s3 cp --request-payer requester)"
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
-WRITER = "writer"  # metadata of a created object, which marks the call that created it
+WRITER = "writer"  # metadata key of a created object; its value marks the call that created the object
 DEFAULT_REGION = "us-east-1"  # the default of AWS's tools; compatible servers accept it
 
 
@@ -77,11 +77,11 @@ def split(location: str) -> tuple[str, str]:
 
 
 def open_session(s3: S3Config) -> Any:
-    """Return boto3's session, which finds credentials and renews them."""
+    """Return a boto3 session, which finds credentials and renews them."""
     try:
         session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
-        # Many ranks of a machine ask its metadata service at the same time; by default boto3 asks once, and may find no
-        # credentials.
+        # Many ranks of a machine ask its metadata service at the same time. By default boto3 asks only once, and may
+        # then find no credentials.
         session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
         return session
     except ProfileNotFound as error:
@@ -95,7 +95,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
         connect_timeout=retries.attempt_s / 2,
         read_timeout=retries.attempt_s,
         max_pool_connections=CONNECTIONS,
-        # The newer modes pause for 3 s in all, and stop retrying once the client has met a few dozen errors.
+        # The newer modes pause for only 3 s in total, and stop retrying after a few dozen errors of a client.
         retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
         s3={"addressing_style": "path" if s3.path_style else "virtual"},
     )
@@ -103,7 +103,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
     try:
         client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
     except (BotoCoreError, ValueError) as error:
-        reason = re.sub(r"\S*@", "", one_line(error))  # without the credentials of a URL
+        reason = re.sub(r"\S*@", "", one_line(error))  # hides the credentials in a URL
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
     retries.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", reject_another_region)
@@ -114,12 +114,12 @@ def open_client(session: Any, s3: S3Config) -> Any:
 def renew_credentials(
     session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
 ) -> float | None:
-    """Retry immediately, signed with the keys that ~/.aws holds now, if S3 rejects those of the first attempt."""
-    # boto3 renews all kinds but these, which it reads once.
+    """If S3 rejects the keys of the first attempt, retry immediately with the keys that ~/.aws holds now."""
+    # boto3 reads these keys only once, and renews all other kinds of credentials.
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
     if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
         return None
-    with suppress(InputError, BotoCoreError):  # the file is missing or half written: report the answer of S3 instead
+    with suppress(InputError, BotoCoreError):  # the file is missing or half written: S3's answer is reported instead
         present = open_session(s3).get_credentials()
         if present is not None:
             held.access_key, held.secret_key, held.token = present.access_key, present.secret_key, present.token
@@ -127,26 +127,26 @@ def renew_credentials(
 
 
 def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
-    """Reject a bucket of another region: boto3 would follow it silently, but the connector's first shard would fail."""
+    """Reject a bucket in another region. boto3 would follow it silently, but the connector's first shard would fail."""
     if response is None:
         return
     parsed = response[1]
     status, code = parsed["ResponseMetadata"].get("HTTPStatusCode"), parsed.get("Error", {}).get("Code")
-    if status == 301 or code in (*ELSEWHERE, "400"):  # 400: an answer to HEAD has no text
+    if status == 301 or code in (*ELSEWHERE, "400"):  # "400" is the code for HEAD, whose responses have no text
         raise ClientError(parsed, operation.name)
 
 
 class S3Folder:
-    """A bucket's folder. See `train.system.folders.Folder`."""
+    """A folder in a bucket. See `train.system.folders.Folder`."""
 
     def __init__(self, location: str, s3: S3Config) -> None:
         self.bucket, self.prefix = split(location)
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
-        self.may_delete = True  # until S3 says no
-        self.has_warned = False  # of objects with names that no file can have
+        self.may_delete = True  # until S3 denies a deletion
+        self.has_warned = False  # about objects whose names no file can have
         self.client = open_client(self.session, s3)
-        endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
+        endpoint = self.client.meta.endpoint_url  # may come from the environment or ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         s3_route.check_route(endpoint, self.session._session)
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's endpoint of the region
@@ -155,11 +155,11 @@ class S3Folder:
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def address(self, name: str) -> dict[str, str]:
-        """Return bucket and key, as boto3 takes them."""
+        """Return the bucket and key as arguments for boto3."""
         return {"Bucket": self.bucket, "Key": self.key(name)}
 
     def read(self, name: str) -> bytes:
-        retrying = Retrying(  # boto3 retries requests, but not the reading of their answers
+        retrying = Retrying(  # boto3 retries a request, but not the reading of its response
             retry=retry_if_exception_type(BODY_BROKEN),
             stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
             reraise=True,
@@ -179,7 +179,7 @@ class S3Folder:
             self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
 
     def replace(self, name: str, content: bytes, version: str | None) -> str:
-        condition = {} if version is None else {"IfMatch": version.strip('"')}  # Ceph compares it without
+        condition = {} if version is None else {"IfMatch": version.strip('"')}  # Ceph compares it without quotes
         with self.explained("write", name):
             answer = self.client.put_object(**self.address(name), Body=content, **condition)
         return str(answer["ETag"])
@@ -195,7 +195,7 @@ class S3Folder:
                 with self.explained("write", name):
                     self.client.put_object(**self.address(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
                 return True
-            except FileExistsError:  # perhaps our own first attempt created it, and its answer was lost
+            except FileExistsError:  # our first attempt may have created it, and its response was lost
                 answer = self._head(name)
                 if answer is not None:
                     return bool(answer["Metadata"].get(WRITER) == mark)
@@ -210,7 +210,7 @@ class S3Folder:
         return head and head.size
 
     def _head(self, name: str) -> Any:
-        """Return the answer of boto3 about a file; None if there is none."""
+        """Return boto3's response to HEAD for a file; None if the file is missing."""
         try:
             with self.explained("read", name):
                 try:
@@ -218,7 +218,7 @@ class S3Folder:
                 except ClientError as error:
                     if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
                         raise
-                    answer = self.client.get_object(**self.address(name))  # unlike HEAD, it says why it fails
+                    answer = self.client.get_object(**self.address(name))  # unlike HEAD, GET says why it fails
                     answer["Body"].close()
                     return answer
         except FileNotFoundError:
@@ -232,7 +232,7 @@ class S3Folder:
             if self.may_delete:
                 self.may_delete = False
                 logger.warning(
-                    "%s: no permission to delete (s3:DeleteObject): old checkpoints and other files of a run stay",
+                    "%s: no permission to delete (s3:DeleteObject): old checkpoints and other files of a run are kept",
                     self.location,
                 )
             raise
@@ -246,14 +246,14 @@ class S3Folder:
         odd = [name for name in listed if not is_path(name)]
         if odd and not self.has_warned:
             self.has_warned = True
-            logger.warning("%s: objects left out whose names no file can have: %s", self.location, odd[:3])
+            logger.warning("%s: objects whose names no file can have are left out: %s", self.location, odd[:3])
         return {name: item for name, item in listed.items() if is_path(name)}
 
     def names_here(self) -> set[str]:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
 
     def _list(self, prefix: str, **options: str) -> dict[str, Head]:
-        """Return the objects; with a Delimiter also the prefixes that have objects below them."""
+        """Return the objects and, with a Delimiter, the prefixes that have objects below them."""
         paginator = self.client.get_paginator("list_objects_v2")
         with self.explained("list", prefix):
             pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
@@ -263,7 +263,7 @@ class S3Folder:
 
     @contextmanager
     def explained(self, action: str, name: str) -> Iterator[None]:
-        """Raise errors of S3 as FileNotFoundError, FileExistsError, InputError or Unreachable, in one line."""
+        """Raise S3's errors as FileNotFoundError, FileExistsError, InputError or Unreachable, in one line."""
         url = f"s3://{self.bucket}/{self.key(name)}"
         try:
             yield
@@ -276,7 +276,7 @@ class S3Folder:
             raise aws_errors.explain(error, url, service="S3") from error
 
     def explain(self, error: ClientError, action: str, url: str) -> Exception:
-        """Return the exception for an answer of S3; `action` is what was tried: read, write, delete or list."""
+        """Return the exception for an error response of S3. `action` is what was tried: read, write, delete or list."""
         code, answer = code_of(error), error.response.get("ResponseMetadata", {})
         if code in MISSING:
             return FileNotFoundError(url)

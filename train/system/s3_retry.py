@@ -1,6 +1,6 @@
-"""The deadline of a request to S3 for all its attempts, hooked into a boto3 client.
+"""A deadline for all attempts of an S3 request, hooked into a boto3 client.
 
-boto3 makes the attempts; this module decides whether there is another one, and after which pause.
+boto3 makes the attempts. This module decides whether another attempt follows, and after which pause.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from train.system.aws_errors import is_temporary
 from train.system.launched import is_first
 
 logger = logging.getLogger("train")
-ATTEMPTS = 7  # at most, of a request that fails immediately; the pauses between them take some 30 s
-SILENT_ATTEMPTS = 6  # of a request that gets no answer, within s3.timeout_s
-FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # of waiting, before a warning is logged
+ATTEMPTS = 7  # most attempts of a request that fails immediately; the pauses between them take about 30 s
+SILENT_ATTEMPTS = 6  # attempts of a request without a response, within s3.timeout_s
+FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # seconds until the first warning, and between warnings
 
 
 class NotAnswered(BotoCoreError):
-    """An error because no attempt of a request was answered."""
+    """An error because all attempts of a request remained without a response."""
 
     fmt = "{error} ({attempts} attempts in {seconds:.0f} s; s3.timeout_s={timeout_s:g})"
 
 
 class RetryPolicy:
-    """The decision on retries for one client."""
+    """The decisions on retries for one client."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.attempt_s = timeout_s, timeout_s / SILENT_ATTEMPTS
-        self.warned_s = 0.0  # time.monotonic()
+        self.warned_s = 0.0  # time.monotonic() at the last warning
 
     def hook_into(self, client: Any) -> None:
         client.meta.events.register("before-call.s3", self.begin)
@@ -50,9 +50,9 @@ class RetryPolicy:
         request_dict: dict[str, Any],
         **_: object,
     ) -> float | None:
-        """Return the pause before the next attempt, or None if boto3 is to take the answer or error as it is.
+        """Return the seconds before the next attempt; None if boto3 should handle the response or error itself.
 
-        Raises the error that ends the request, where boto3 would retry.
+        If there is no time for another attempt, raises the error that ends the request.
         """
         parsed = response[1] if response else {}
         status, code = parsed.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), parsed.get("Error", {}).get("Code")

@@ -1,4 +1,4 @@
-"""The way to S3 that boto3 takes, for a client that is not boto3's: the proxy, and the certificate authorities."""
+"""boto3's route to S3, for a client other than boto3: the proxy and the certificate authorities."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from botocore.utils import get_environ_proxies
 from train.config import check
 
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-AUTHORITIES = "SSL_CERT_FILE"  # the variable that names their file, for OpenSSL and its users
+AUTHORITIES = "SSL_CERT_FILE"  # the variable that names the file of authorities, for programs that use OpenSSL
 PORTS = {"http": 80, "https": 443}
 
 
 def proxy_to(endpoint: str) -> str | None:
-    """Return the URL of the proxy by which boto3 reaches a server, or None. Raises InputError if it is unusable."""
+    """Return the URL of boto3's proxy to a server; None without one. Raises InputError if the proxy is unusable."""
     scheme = urlsplit(endpoint).scheme
     given = get_environ_proxies(endpoint).get(scheme)
     if not given:
         return None
-    url = given if "://" in given else f"http://{given.removeprefix('//')}"  # as botocore completes it
+    url = given if "://" in given else f"http://{given.removeprefix('//')}"  # botocore completes it in the same way
     is_usable = re.fullmatch(r"https?://([^/?#]*@)?([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#].*)?", url, re.ASCII)
     shown = re.sub("//.*@", "//", url)  # without a password
     check(
@@ -34,13 +34,13 @@ def proxy_to(endpoint: str) -> str | None:
 
 
 def authorities(session: Any) -> str:
-    """Return the file of certificate authorities that boto3 trusts."""
+    """Return the path of the file with the certificate authorities that boto3 trusts."""
     named = session.get_config_variable("ca_bundle")
     return str(get_cert_path(os.environ.get("REQUESTS_CA_BUNDLE", True) if named is None else named))
 
 
 def check_route(endpoint: str, session: Any) -> None:
-    """Raise InputError if boto3 cannot use the proxy, or if there is no file of authorities for https://."""
+    """Raise InputError if boto3 cannot use the proxy, or if the file of authorities for https:// is missing."""
     proxy_to(endpoint)
     file = authorities(session)
     is_there = not endpoint.startswith("https:") or Path(file).is_file()
@@ -48,19 +48,17 @@ def check_route(endpoint: str, session: Any) -> None:
 
 
 def variables(endpoint: str, session: Any) -> dict[str, str | None]:
-    """Return the variables by which the connector of shards goes the same way.
+    """Return the environment variables with which the connector that reads shards takes the same route.
 
-    The connector must not see those that are None: it does not know NO_PROXY. Raises InputError if it cannot send the
-    password.
+    A variable with the value None must be unset, because the connector does not know NO_PROXY. Raises InputError if the
+    connector cannot send the proxy's user or password.
     """
     proxy = proxy_to(endpoint)
     if proxy is not None:
         parts = urlsplit(proxy)
         user, at, host = parts.netloc.rpartition("@")
-        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode them
-        check(
-            is_plain, f"the proxy {host}: shards cannot be fetched through one whose user or password holds @, / or ?"
-        )
+        is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode user and password
+        check(is_plain, f"the proxy {host}: shards cannot be fetched if its user or password contains @, / or ?")
         port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector knows no default port
         proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"
     return {**dict.fromkeys(PROXIES, proxy), AUTHORITIES: authorities(session)}

@@ -1,6 +1,7 @@
-"""RUN/samples.json: validation examples with the answers of the exported model, for the report. It imports no torch.
+"""RUN/samples.json: validation examples with the exported model's answers, for the report. It imports no torch.
 
-They are texts of the validation data: a push to the Hub leaves them out, and samples=0 writes none.
+The examples contain text from the validation data. A push to the Hub therefore omits the file, and samples=0 writes no
+examples.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from train.system.folders import Folder, canonical_json
 from train.system.schema import BadContent, read_object, record
 
 NAME = "samples.json"
-MOST_ANSWERS, MOST_GUESSES = 8, 3  # per sample, per answer
-MOST_CHARS, MOST_BYTES = 200, 2**20  # per text, per file
+MOST_ANSWERS, MOST_GUESSES = 8, 3  # answers per sample, guesses per answer
+MOST_CHARS, MOST_BYTES = 200, 2**20  # characters per text, bytes per file
 
 
 @dataclass(frozen=True)
 class Guess:
     """An answer that the model considers."""
 
-    text: str  # empty: there is no answer
-    probability: float | None  # None: the task has none
+    text: str  # empty for the guess that there is no answer
+    probability: float | None  # None if the task computes no probabilities
 
     def __post_init__(self) -> None:
         check_limits(0 if self.probability is None else self.probability, self.text)
@@ -32,9 +33,9 @@ class Guess:
 class Answer:
     """The model's answer to a question whose right answer is known."""
 
-    truth: str  # empty: there is no answer
-    guesses: list[Guess]  # the answer first
-    score: float  # of the first guess: 1 is right, 0 is wrong
+    truth: str  # the right answer; empty if there is none
+    guesses: list[Guess]  # the model's answer, then its next best guesses
+    score: float  # score of the first guess, from 0 (wrong) to 1 (right)
 
     def __post_init__(self) -> None:
         check_limits(self.score, self.truth)
@@ -46,7 +47,7 @@ class Sample:
     """A text that the model read, with its answers."""
 
     text: str
-    answers: list[Answer]  # one, or that of each blank [1], [2], ... of the text
+    answers: list[Answer]  # one answer, or one for each blank [1], [2], ... in the text
     context: str = ""
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Samples:
-    step: int  # of the exported model
+    step: int  # training step of the exported model
     samples: list[Sample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class Samples:
 def check_limits(share: float, *texts: str) -> None:
     """Raise BadContent if a number is not from 0 to 1 or a text is too long."""
     if not 0 <= share <= 1:  # rejects NaN too
-        raise BadContent(f"{share} is no number from 0 to 1")
+        raise BadContent(f"{share} is not a number from 0 to 1")
     for text in texts:
         if len(text) > MOST_CHARS:
             raise BadContent(f"a text has {len(text):,} characters, more than {MOST_CHARS}")
@@ -78,7 +79,7 @@ def check_number(items: Sequence[object], least: int, most: int) -> None:
 
 
 def write(folder: Folder, samples: Samples) -> None:
-    """Write the samples, replacing those of an earlier export. Without samples, remove the file."""
+    """Write the samples, replacing an earlier export's file. If there are no samples, remove the file."""
     if samples.samples:
         folder.write(NAME, canonical_json(asdict(samples)))
     elif folder.size(NAME) is not None:
@@ -86,7 +87,7 @@ def write(folder: Folder, samples: Samples) -> None:
 
 
 def read(folder: Folder) -> Samples | None:
-    """Read the samples of a run folder; None if there are none. Raises BadContent if `write` did not write the file."""
+    """Return the samples in a run folder; None without the file. Raises BadContent if the file is invalid."""
     size = folder.size(NAME)
     if size is None:
         return None
@@ -96,7 +97,7 @@ def read(folder: Folder) -> Samples | None:
 
 
 def excerpt(text: str, at: int = 0) -> str:
-    """Return a part of a text, as long as a sample may show, with the character `at` in its middle, in one line."""
+    """Return the part of a text around its character `at`, in one line of at most MOST_CHARS characters."""
     first = max(0, min(at - MOST_CHARS // 2, len(text) - MOST_CHARS))
     last = first + MOST_CHARS
     head, tail = "..." if first else "", "..." if last < len(text) else ""

@@ -1,7 +1,7 @@
-"""Checks of files that somebody else may have written: of the names in them, and of their fields and types.
+"""Checks of files that somebody else may have written: file names in them, their fields, and the fields' types.
 
-A manifest, an index or the listing of a bucket names files that are then read, written or deleted here. Each such name
-is a `FileName` or a `RelativePath` before it becomes a path, so that none leads out of the folder that it is joined to.
+A manifest, an index or a bucket's listing names files that are then read, written or deleted here. Each of these names
+is checked as a `FileName` or `RelativePath` before it becomes a path, so that none leads out of its folder.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import yaml
 
 from train.config import InputError
 
-MAX_NAME_BYTES = 200  # file systems take 255; temporary names add up to 54 bytes
-MAX_PATH_BYTES = 1000  # S3 takes keys of 1024
+MAX_NAME_BYTES = 200  # file systems allow 255; temporary names add up to 54 bytes
+MAX_PATH_BYTES = 1000  # S3 allows keys of 1024
 MAX_COUNT = 2**63 - 1
-SHOWN_CHARS = 80  # per value, in an error
+SHOWN_CHARS = 80  # characters of a value that an error shows
 
 T = TypeVar("T")
 
 
 class BadContent(InputError, ValueError):
-    """An error because a file from elsewhere holds something that no such file holds. The message is one line.
+    """An error because a file from elsewhere has invalid content. The message is one line.
 
-    This is a ValueError too, so that code around a parser takes it for damage.
+    It is also a ValueError, so that code around a parser treats it as damage.
     """
 
 
@@ -67,7 +67,7 @@ class Sha256(str):
 
 
 def is_path(name: str) -> bool:
-    """Return whether a file can have this name below a folder."""
+    """Return whether a name is a valid RelativePath."""
     try:
         RelativePath(name)
     except BadContent:
@@ -76,28 +76,28 @@ def is_path(name: str) -> bool:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a path is below a folder once symbolic links are followed."""
+    """Return whether a path is below a folder after symbolic links are resolved."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message: short, and without control characters."""
+    """Return a value as text for an error message: short, and without control characters."""
     text = ascii(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 class FileEntry(TypedDict):
-    """Length and checksum of a file, in a manifest."""
+    """The length and checksum of a file, as recorded in a manifest."""
 
     bytes: int
     sha256: Sha256
 
 
 class Head(NamedTuple):
-    """Length and version of a file, which a folder tells without reading it."""
+    """The length and version of a file, which a folder knows without reading the file."""
 
     size: int  # bytes
-    version: str  # differs if the content differs: in S3 the ETag
+    version: str  # changes with the content; in S3 it is the ETag
 
 
 # ---- records -------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """A loader of YAML without references, by which a short file can stand for an endless one."""
+    """A YAML loader that rejects aliases, with which a short file could expand into an endless one."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -136,8 +136,8 @@ def read_yaml(content: bytes) -> Any:
 def record(kind: type[T], values: object, where: str = "") -> T:
     """Make a dataclass or a TypedDict from parsed JSON.
 
-    Raises BadContent for the first field that is missing, unknown or of another type. An `int` is a count, 0 or more; a
-    `float` may be any number.
+    Raises BadContent at the first field that is missing, unknown or of another type. A field of type `int` must be a
+    count, 0 or more. A field of type `float` may be any number.
     """
     if not isinstance(values, dict):
         raise BadContent(f"{where or 'it'} holds {shown(values)}, not an object")
@@ -155,7 +155,7 @@ def record(kind: type[T], values: object, where: str = "") -> T:
 
 
 def of_type(hint: Any, value: object, where: str) -> Any:
-    """Return `value` with its names and records converted to the type `hint`. Raises BadContent if the type differs."""
+    """Return `value` with its names and records converted as the type `hint` says. Raises BadContent if it differs."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or hint is object:
         return value
@@ -171,7 +171,7 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, FileName | RelativePath | Sha256):
         return checked(hint, value, where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    kinds = {  # for each type: a check if the value is of it, and its name in an error
+    kinds = {  # by type: whether the value has this type, and the type's name in an error
         int: (is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT, "a count"),
         float: (is_number, "a number"),
         bool: (isinstance(value, bool), "true or false"),

@@ -1,6 +1,6 @@
-"""The link of this process to the torchrun that started it: it ends with torchrun, and can end torchrun.
+"""The link between this process and the torchrun that started it: the process ends with torchrun, and can end torchrun.
 
-It imports the standard library only, since it is called before everything that takes seconds to import.
+The module imports only the standard library, since it runs before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from train.system.processes import end_with_parent, read_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-REJECTION = "rejected.txt"  # in torchrun's folder of a start of its ranks: the errors that rejected it
+REJECTION = "rejected.txt"  # holds the error that rejected a start of the ranks, in torchrun's folder for that start
 
 
 def is_under_torchrun() -> bool:
@@ -23,10 +23,10 @@ def is_under_torchrun() -> bool:
 
 
 def die_with_torchrun() -> None:
-    """Get SIGTERM when torchrun ends: no orphan holds the device or the run folder, and it can still save.
+    """Have the kernel send SIGTERM to this rank when torchrun ends: an orphan would hold the device and the run folder.
 
-    The kernel sends it when the thread that started this process ends: torchrun's main thread, its last one. Raises
-    SystemExit if torchrun ended before this call: the rank would wait for torchrun's store until a timeout.
+    The signal comes when the thread that started this process ends: torchrun's main thread, which ends last. The rank
+    can still save. Raises SystemExit if torchrun has already ended: the rank would wait for torchrun's store in vain.
     """
     if is_under_torchrun():
         end_with_parent(os.getppid())
@@ -35,16 +35,16 @@ def die_with_torchrun() -> None:
 
 
 def find_torchrun() -> int | None:
-    """Return the nearest Python process above this one: torchrun, perhaps with a user's script in between.
+    """Return the id of the nearest Python process above this one: torchrun. A user's script may be in between.
 
-    Returns None if it has ended. It may be process 1 of a container; any other process 1 adopts those whose parent has
-    ended.
+    Returns None if torchrun has ended. In a container, torchrun may be process 1. Any other process 1 is not torchrun:
+    it adopts processes whose parent has ended.
     """
     pid = os.getppid()
     while pid > 0:
         try:
             is_python = "python" in Path(f"/proc/{pid}/exe").readlink().name
-        except OSError:  # another user's, as process 1 usually is
+        except OSError:  # the process is another user's, as process 1 usually is
             is_python = pid != 1
         if is_python:
             return pid
@@ -54,22 +54,22 @@ def find_torchrun() -> int | None:
 
 
 def file_of_start(name: str) -> Path:
-    """Return the path of a file that the ranks of this machine share in this start.
+    """Return the path of a file that the ranks of this machine share during this start.
 
-    It is two folders above the error file that torchrun names for each rank. Without torchrun it is a path at which no
-    file can be made.
+    It is two folders above the error file that torchrun names for each rank. Without torchrun, it is a path at which no
+    file can be created.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
 
 
 def is_first(action: str) -> bool:
-    """Return whether this rank is the first one of its machine, in this start, that asks to do something."""
+    """Return whether this rank is the first on its machine to ask for `action` during this start."""
     try:
         file_of_start(action).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # torchrun keeps no such files: doing it twice is better than not at all
+    except OSError:  # torchrun keeps no such files: acting twice is better than not acting
         pass
     return True
 
@@ -80,34 +80,34 @@ def is_reported() -> bool:
 
 
 def leave_rejection(rejection: str) -> None:
-    """Write a rejection to a file for the program that started torchrun, whose exit code is 1 for every failure."""
-    with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # or torchrun keeps no such files
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # other ranks, one of which ends torchrun, wait until the line is synced
+    """Write a rejection to a file for the program that started torchrun, which exits with 1 after every failure."""
+    with suppress(OSError), file_of_start(REJECTION).open("a") as file:  # torchrun may keep no such files
+        with suppress(OSError):  # the file system may have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # a rank that would end torchrun waits here until the text is written
         if os.fstat(file.fileno()).st_size == 0:
             file.write(rejection)
             file.flush()
 
 
 def has_rejected() -> bool:
-    """Return whether a rank of this machine was rejected in this start: torchrun ends the others by a signal."""
+    """Return whether a rank of this machine was rejected during this start. torchrun then signals the other ranks."""
     return file_of_start(REJECTION).exists()
 
 
 def end_torchrun() -> None:
-    """End torchrun where it would restart this machine's ranks, by the first rank that asks, once all is reported."""
+    """End torchrun if it would restart this machine's ranks. Call it after all reports; only the first rank acts."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
     if pid is not None and is_first("ended"):
-        print("torchrun, which would start the run again, is asked to end; what follows is its report", file=sys.stderr)
+        print("torchrun, which would restart the run, is asked to end; its report follows", file=sys.stderr)
         os.kill(pid, signal.SIGTERM)
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:
     """Ignore signals in a loader worker.
 
-    Schedulers and terminals signal every process of a job, and a worker that died of that would fail the rank before it
-    has saved. Workers end when their rank does.
+    Schedulers and terminals signal every process of a job. A worker that died from such a signal would fail its rank
+    before the rank has saved. Workers end when their rank ends.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

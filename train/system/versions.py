@@ -1,4 +1,4 @@
-"""Versions that belong together, of ami/versions.yaml: used by images, constraints, the doctor and launch."""
+"""Versions that belong together, from ami/versions.yaml. Images, constraints, the doctor and launch use them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from importlib import resources
 
 import yaml
 
-INDEX = "https://pip.repos.neuron.amazonaws.com"  # Neuron's own; the public one only holds stubs of these names
-TORCH = "2.9.0"  # the release of torch in the version of torch-neuronx
+INDEX = "https://pip.repos.neuron.amazonaws.com"  # Neuron's index; the public index has only stubs of these packages
+TORCH = "2.9.0"  # the torch release at the beginning of torch-neuronx's version
 
 
 def from_index(packages: str) -> str:
-    """Return the commands that install packages from Neuron's index, then their dependencies from the public one.
+    """Return the commands that install packages from Neuron's index, then their dependencies from the public index.
 
-    If both were asked for one name, anybody who registers it on the public one could add code to Neuron's.
+    If one command searched both indexes, anybody could register such a name on the public index and inject code.
     """
     return f"pip install --no-deps --index-url {INDEX} {packages} && pip install {packages}"
 
@@ -27,41 +27,41 @@ class Sdk:
     """Versions that one release of the Neuron SDK ships together."""
 
     name: str
-    torch_neuronx: str  # without the release of torch in front
+    torch_neuronx: str  # without the leading torch release
     neuronx_cc: str
     libneuronxla: str
     runtime: str
     dkms: str
-    collectives: str = ""  # empty: not known
+    collectives: str = ""  # empty if not known
     tools: str = ""
-    pythons: str = ""  # oldest and newest, such as 3.11-3.13
+    pythons: str = ""  # oldest and newest Python, such as 3.11-3.13
 
     @property
     def install(self) -> str:
-        """The command that installs its Python packages."""
+        """The command that installs the SDK's Python packages."""
         return from_index(f"neuronx-cc=={self.neuronx_cc} torch-neuronx=={TORCH}.{self.torch_neuronx}")
 
 
 @dataclass(frozen=True)
 class Native:
-    """The versions that native PyTorch of trn2 and trn3 needs, by one release of the Neuron SDK."""
+    """Versions that native PyTorch needs on trn2 and trn3, from one release of the Neuron SDK."""
 
     name: str
-    ubuntu: str  # that its wheels are for
-    torch_neuronx: list[str]  # releases, each for the release of torch of the same number; oldest first
+    ubuntu: str  # the Ubuntu release that the wheels are built for
+    torch_neuronx: list[str]  # releases, oldest first; each needs the torch release of the same number
     neuronx_cc: str
     runtime: str
     dkms: str
-    pythons: str  # oldest and newest
+    pythons: str  # oldest and newest Python
 
     @property
     def install(self) -> str:
-        """The command that installs its Python packages."""
+        """The command that installs the Python packages."""
         packages = f"'torch-neuronx=={self.torch_neuronx[-1]}.*' neuronx-cc=={self.neuronx_cc} nki"
         return f"{from_index(packages)} --extra-index-url https://download.pytorch.org/whl/cpu"
 
     def faults(self, versions: Mapping[str, str]) -> list[str]:
-        """Return why native PyTorch cannot run with these installed packages, with the fix."""
+        """Return why native PyTorch cannot run with these installed packages, and the fix."""
         torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
         if release(neuronx) not in map(release, self.torch_neuronx):
             wanted, here = " or ".join(self.torch_neuronx), neuronx or "none"
@@ -75,7 +75,7 @@ class Native:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Return major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
+    """Return a version's major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty text."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -84,7 +84,7 @@ def release(version: str) -> tuple[int, int]:
 class Pin:
     version: str
     source: str
-    date: str  # of the source, or of the day on which it was read
+    date: str  # date of the source, or day on which the source was read
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,18 @@ class Versions:
     sdks: tuple[Sdk, ...]  # oldest first
     native: Native
     keys: dict[str, Pin]  # fingerprints of keys that sign downloads
-    bases: dict[str, Pin]  # SSM parameters of the images that ours are built from
+    bases: dict[str, Pin]  # SSM parameters that name the images from which our images are built
 
     def __getitem__(self, name: str) -> str:
         return self.pins[name].version
 
     @property
     def sdk(self) -> Sdk:
-        """The SDK of our images, which the pin neuron-sdk chooses."""
+        """The SDK of our images. The pin neuron-sdk names it."""
         return next(sdk for sdk in self.sdks if sdk.name == self["neuron-sdk"])
 
     def python_packages(self) -> dict[str, str]:
-        """Return the packages that a Trainium 1 needs from Neuron's index, and their exact dependencies."""
+        """Return the exact versions of Neuron's packages for Trainium 1, and of the torch and torch-xla they need."""
         return {
             "libneuronxla": self.sdk.libneuronxla,
             "neuronx-cc": self.sdk.neuronx_cc,
@@ -114,7 +114,7 @@ class Versions:
         }
 
     def system_packages(self) -> dict[str, str]:
-        """Return Neuron's Debian packages and the beginnings of their versions."""
+        """Return Neuron's Debian packages, each with the beginning of its version."""
         return {
             "aws-neuronx-collectives": self.sdk.collectives,
             "aws-neuronx-dkms": self.sdk.dkms,
