@@ -2,7 +2,7 @@
 
 `checkpoints/step_00001000/` holds `model.pt`, `optimizer.pt` and `ranks.pt`: tensors and plain containers, the same for
 every backend. `manifest.json`, written last, records the length and sha256 of each file, and the run's identity,
-settings and progress. If an engine splits the state over ranks, each rank writes its part: rank 1 `model_00001.pt`.
+settings and progress. If an engine splits the state over ranks, each rank writes its part, such as `model_00001.pt`.
 
 Readers rely on the manifests only; `LATEST`, on disk, is a hint for people. Checksums are verified before a file is
 loaded.

@@ -1,4 +1,4 @@
-"""The export of a run's step as a Hugging Face folder, in the form that the end of the run would write."""
+"""The export of a checkpoint as a Hugging Face folder, in the same form as the export at the end of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     task = build_task(cfg)
     check(
         task.data_id == data,
-        f"{cfg.data.path} has the id {task.data_id[:12]}, but the run's data {data[:12]}: the tokenizer may differ; "
+        f"{cfg.data.path} has the id {task.data_id[:12]}, the run's data has {data[:12]}: the tokenizer may differ; "
         "give the location of the run's data with --data",
     )
     export_mapped(task.build_model, source, manifest, lambda model: task.export(model, make_folder(target)))

@@ -46,10 +46,10 @@ def newest_valid(
     """Fetch the newest valid checkpoint. Each machine fetches the files that `names` returns there.
 
     All ranks of the `world` call this function; None stands for this process alone. Returns the checkpoint's manifest
-    (None if there never was a checkpoint), and the faults of newer checkpoints. These are put in quarantine after
+    (None if there never was a checkpoint), and the faults of newer checkpoints, which are put in quarantine after
     `check_owner`.
 
-    Raises NoneValid if checkpoints exist but none is valid. They are all left as they are.
+    Raises NoneValid if checkpoints exist but none is valid. They are then all left as they are.
     """
     world, faults = world or World(), dict[int, str]()
     while (manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)) is not None:
@@ -61,7 +61,7 @@ def newest_valid(
     def quarantine_faulty() -> list[str]:
         check_owner()
         for damaged in faults if manifest is not None else ():
-            logger.warning("in quarantine as %s", store.quarantine(damaged, "damaged"))
+            logger.warning("put in quarantine as %s", store.quarantine(damaged, "damaged"))
         return list(faults.values())
 
     return manifest, world.run_on_rank0(quarantine_faulty, on_wait)
@@ -175,7 +175,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raise Untrusted if the block reads files from a checkpoint's folder that do not hold the state of this model."""
+    """Raise Untrusted if files that the block reads from a checkpoint do not hold the state of this model."""
     try:
         yield
     except torch.OutOfMemoryError:

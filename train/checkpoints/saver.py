@@ -84,7 +84,7 @@ class AsyncSaver:
         self.pending: Future[Saved | None] | None = None  # returns None except on rank 0
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # saves that ended since the last call of `take`
-        self.failures: list[str] = []  # reasons of the latest saves, if they failed in a row
+        self.failures: list[str] = []  # reasons of the most recent saves, all of which failed
         self.newest: int | None = None  # the newest committed step, or the step from which the run resumed
         self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []
@@ -231,10 +231,10 @@ class AsyncSaver:
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
     def _write(self, state: State, manifest: Manifest, until_s: float) -> int:
-        """Write this rank's files of a step. Rank 0 commits the step, or removes all of it. Returns all ranks' bytes.
+        """Write this rank's files of a step. Rank 0 commits the step, or removes all of it.
 
-        Requests to S3 are retried until the time `until_s` of time.monotonic(). A complete step that S3 did not accept
-        is kept on this machine, as `unsent`.
+        Returns the bytes of all ranks' files. Requests to S3 are retried until `until_s`, by time.monotonic(). A step
+        that is complete but was not accepted by S3 is kept on this machine, as `unsent`.
         """
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
         retried = partial(self._retried, step=manifest.step, until_s=until_s)
@@ -274,7 +274,7 @@ class AsyncSaver:
             raise
         finally:
             is_own = folder is not None and (is_first or folder.name != scratch.name)
-            if folder is not None and is_own and not keeps and folder.is_dir():  # on disk, a commit renamed the folder
+            if folder is not None and is_own and not keeps and folder.is_dir():  # on disk, a commit has renamed it
                 discard(folder)
 
     def _prepare_folder(self) -> None:

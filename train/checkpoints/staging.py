@@ -15,7 +15,7 @@ State = dict[str, Any]  # tensors and plain containers
 
 
 class Staging:
-    """Host memory that all saves reuse: the first touch of a page costs many times its copy (benchmarks/notes.md).
+    """Host memory that all saves reuse: touching a new page costs many times as much as a copy (benchmarks/notes.md).
 
     It is as large as the state. Only one save at a time may use it.
     """
@@ -37,7 +37,7 @@ class Staging:
             buffer.zero_()
 
     def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
-        """Return the state's tensors, and allocate a buffer for each. Tied weights share a buffer."""
+        """Return the state's tensors, after allocating a buffer for each if needed. Tied weights share a buffer."""
         tensors = list({id(tensor): tensor for _, tensor in named(state)}.values())
         if [(each.shape, each.dtype) for each in self.buffers] != [(each.shape, each.dtype) for each in tensors]:
             self.buffers = [

@@ -99,7 +99,7 @@ class Store(Protocol):
         return self.remove_uncommitted(range(sys.maxsize), dry=True)
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
-        """Remove what killed saves under lower leases than `ended_below` left. Return the names. The owner calls it."""
+        """Remove the leftovers of killed saves under leases below `ended_below`; return their names. For the owner."""
 
 
 class LocalStore(Store):

@@ -135,7 +135,7 @@ class S3Store(Store):
         try:
             check_space(folder, num_bytes)
         except OSError:
-            self.clear(SAVING)  # older saves, which could not be uploaded, make room for this one
+            self.clear(SAVING)  # frees the space of older saves, which could not be uploaded
             folder.mkdir(parents=True, exist_ok=True)
             check_space(folder, num_bytes)
         return folder
@@ -196,7 +196,7 @@ class S3Store(Store):
         manifest = self.manifest(step)
         if manifest.folder:
             self.mark(manifest)
-        self.folder.remove(self.key(step, FILE))  # first: the checkpoint ends with its manifest
+        self.folder.remove(self.key(step, FILE))  # first: without a manifest, there is no checkpoint
         list(at_once(self.folder.remove, [self.file_key(manifest, name) for name in manifest.files]))
         if manifest.folder:
             self.remove_mark(manifest)

@@ -23,7 +23,7 @@ from train.system.schema import BadContent
 
 PART_BYTES = 2**18  # most bytes uploaded at a save, unless more were written since the previous save
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
-MAX_PARTS = 10**6  # per writer
+MAX_PARTS = 10**6  # parts per writer
 MARK = b'{"kind": "parts", '
 
 
@@ -32,7 +32,7 @@ class Parts:
     """The parts of a file, in the order of their lines."""
 
     counts: dict[str, int] = field(default_factory=dict)  # parts per writer, by the 8 digits of the writer's lease
-    num_bytes: int = 0  # total over all parts
+    num_bytes: int = 0  # bytes of all parts together
 
     @property
     def head(self) -> bytes:
@@ -44,7 +44,7 @@ class Parts:
         return [of(name, writer, part) for writer, count in self.counts.items() for part in range(1, count + 1)]
 
     def next_of(self, writer: str, num_bytes: int) -> tuple[str, int, Parts]:
-        """Return the next part's writer and number, and the parts with it. The writer's lease never gets lower."""
+        """Return the next part's writer and number, and the parts with it. A later part never has a lower lease."""
         writer = max([writer, *self.counts])
         number = self.counts.get(writer, 0) + 1
         return writer, number, Parts({**self.counts, writer: number}, self.num_bytes + num_bytes)
@@ -57,7 +57,7 @@ def of(name: str, writer: str, number: int) -> str:
 
 
 def read_head(file: BinaryIO, where: str) -> Parts:
-    """Read which parts a file continues; its lines are then next. Raises InputError if line 1 is damaged."""
+    """Read which parts a file continues, and leave it at its first line. Raises InputError if line 1 is damaged."""
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
@@ -125,7 +125,7 @@ class Mirrored:
         self.path, self.name, self.parts = path, name, Parts()
 
     def upload(self, folder: Folder, replace: Callable[[str, bytes], None], writer: str) -> None:
-        """Write the parts that S3 lacks to `folder`, and the newest lines by `replace`. The last may be unfinished."""
+        """Write the parts that S3 lacks to `folder`, and newer lines by `replace`. The last line may be unfinished."""
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self.parts.num_bytes)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 logger = logging.getLogger("train")
-TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # the final name plus 38 bytes
+TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # matches the final name plus 38 bytes
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename() if the new name is taken
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of link() on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on a folder of these systems
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders there
 said = set[object]()  # keys of the warnings that this process has logged
 
 
@@ -101,7 +101,7 @@ def make_alike(folder: Path) -> None:
 
 @contextmanager
 def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
-    """Open a new file, which is renamed to `path` when the block ends. If the block fails, the file is removed."""
+    """Open a new file. When the block ends, `publish` renames it to `path`; if the block fails, the file is removed."""
     temporary = temporary_for(path)
     try:
         with open_alike(temporary, "wb") as file:
@@ -146,7 +146,7 @@ def link(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the renames inside a folder, durable (in POSIX, the folder stores a rename)."""
+    """Make a file's content, or the renames inside a folder, durable: POSIX stores a rename in the folder."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -206,7 +206,7 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
 
 
 def remove_folder(path: Path, *, instead: Path | None = None) -> None:
-    """Remove a folder so that others see it whole or not at all. The folder `instead` immediately takes its name.
+    """Remove a folder so that others see it whole or not at all. The folder `instead`, if given, takes over its name.
 
     A folder that this user may not write to is kept, since somebody may have protected it. One warning is logged.
     """

@@ -77,7 +77,7 @@ def one_line(error: object) -> str:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of AWS's answer; without an answer, the error's class or base class in TABLE, or ""."""
+    """Return the code in AWS's answer; without an answer, the name of the error's class or base in TABLE, or ""."""
     if isinstance(error, ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return next((each.__name__ for each in type(error).__mro__ if each.__name__ in TABLE), "")
@@ -105,7 +105,7 @@ def problem_and_cure(
 def explain(
     error: BaseException, where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None
 ) -> Exception:
-    """Return Rejected, BadCredentials or Unreachable for an error of boto3. Its one line begins with `where`."""
+    """Return Rejected, BadCredentials or Unreachable for an error of boto3, in one line that begins with `where`."""
     code, text, status, times = code_of(error), one_line(error), 0, 1
     if isinstance(error, ClientError):
         metadata = error.response.get("ResponseMetadata", {})

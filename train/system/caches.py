@@ -16,14 +16,14 @@ from train.system import machine
 from train.system.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # root's, on an image that was built with compile_cache (ami/provision)
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # on an image built with compile_cache (ami/provision); root's
 NOBODY = 65534  # the owner of root's files, as a container with mapped users shows it (user_namespaces(7))
 
 
 def unshared_folder(path: Path, name: str) -> Path:
     """Make a folder of mode 0700, or take an existing one. Returns its path with links resolved.
 
-    Raises InputError if another user could write to the folder. The message says that `name` sets its place.
+    Raises InputError if another user could write to the folder. The message says that `name` sets the folder's path.
     """
     real = Path(os.path.realpath(path.expanduser()))
     try:

@@ -20,7 +20,7 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, commit, code folders and machine. Other variables than NEURON_CC_FLAGS may hold secrets."""
+    """Return versions, commit, code folders, machine and NEURON_CC_FLAGS. Other variables may be secret."""
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),

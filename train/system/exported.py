@@ -18,7 +18,7 @@ NO_STEP = -1  # the "step" in S3 while files are being uploaded
 
 @contextmanager
 def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterator[Path]:
-    """Yield an empty folder for a run's model at `step`; `weights` is the step of the weights if it is an earlier one.
+    """Yield an empty folder for a run's model at `step`; `weights` is the step of the weights if that is earlier.
 
     When the block ends, the folder replaces export/ on this machine. If the block fails, the old export is kept. Only
     the owner of the run folder may call this.
@@ -33,7 +33,7 @@ def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterato
 
 
 def mirror(folder: RunFolder) -> None:
-    """Copy export/ to S3, if the run folder is there."""
+    """Copy export/ to S3, if the run folder is in S3."""
     if not folder.is_remote:
         return
     folder.folder.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))

@@ -56,7 +56,7 @@ class Folder(Protocol):
     def replace(self, name: str, content: bytes, version: str | None) -> str:
         """Write a whole file if its current version is `version` (None: any), and return the new version.
 
-        Raises FileExistsError or FileNotFoundError if the version differs. Only in S3 is this one atomic operation.
+        Raises FileExistsError or FileNotFoundError if the version differs. This is one atomic operation only in S3.
         """
 
     def upload(self, name: str, path: Path) -> None:
@@ -75,7 +75,7 @@ class Folder(Protocol):
         """Remove a file if it exists. Raises NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names that begin with `prefix`, in subfolders too. Names unfit for a path are left out."""
+        """Return the sorted names that begin with `prefix`, also in subfolders. Names unfit for a path are left out."""
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
         """Return the length and version of each file that `names` returns. S3 lists 1,000 files per request."""
@@ -263,7 +263,7 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def empty_folders_removed(*paths: Path) -> Iterator[None]:
-    """If the block rejects the run, remove the folders and parents that it made and left empty.
+    """If the run is rejected in the block, remove those of `paths` and their parents that are new and empty.
 
     The ranks that torchrun started on this machine make these folders together. The last rank to leave removes them.
     """

@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub. It is probed once per process, so that no library retries for minutes.
+"""Access to the Hugging Face Hub. The Hub is probed once per process, so that no library retries for minutes.
 
 If the Hub does not answer, its libraries are switched to offline mode: they use their cache, or fail immediately.
 """
@@ -60,7 +60,7 @@ def asking_hub(source: str) -> Iterator[None]:
 
 
 def fetched(source: str, patterns: Sequence[str]) -> Path:
-    """Return `source` if it is a folder. Otherwise fetch a model's files that match `patterns` into the Hub's cache."""
+    """Return `source` if it is a folder. Otherwise fetch a model's files that match `patterns`; return their folder."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download

@@ -1,6 +1,7 @@
 """The identity of a run: the settings that a resume must keep, and the files that mark a run folder.
 
-A run folder has environment.json, which describes the run, or a lease, or is empty. This module imports no torch.
+A run folder has environment.json, which describes the run, or a lease. An empty folder may become a run folder. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
-    """Raise InputError with all differences, or warn if `force`, if `before`, read from `source`, is another run's."""
-    known = {key: value for key, value in identity.items() if key in before or value}  # without new settings set to off
+    """Compare `identity` with `before` from `source`. Raise InputError with all differences, or warn if `force`."""
+    known = {key: value for key, value in identity.items() if key in before or value}  # omits new settings that are off
     changed = differences(before, known)
     if changed and force:
         logger.warning("resume.force=true: resuming although the run differs from %s: %s", source, ", ".join(changed))

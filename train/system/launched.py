@@ -25,7 +25,7 @@ class Launched:
     master_port: int = 0
     run_id: str | None = None  # torchrun's run id; None: not started by torchrun
     restart_count: int = 0  # count of restarts by torchrun
-    uses_agent_store: bool = False  # whether torchrun holds the store through which ranks connect, instead of rank 0
+    uses_agent_store: bool = False  # whether torchrun, not rank 0, holds the store through which ranks connect
     slurm_tasks: int = 1  # count of tasks that one srun has started
 
     @property
@@ -91,7 +91,7 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
 
 
 def check_launch(instance: InstanceConfig, launch: Launched) -> None:
-    """Raise InputError if the instance cannot run this number of ranks, or if Slurm started several tasks alone.
+    """Raise InputError if the instance cannot run this many ranks, or if Slurm started several tasks without torchrun.
 
     The valid counts of trn1 are from the Neuron SDK guide "torch-neuron-envvars". With other counts, ranks hang or are
     rejected by the runtime.

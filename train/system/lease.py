@@ -95,6 +95,6 @@ def identity() -> dict[str, Any]:
 
 
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether process ids mean the same in both leases. Hosts differ in copies of a machine with one boot id."""
+    """Return whether process ids mean the same in both leases. Cloned machines share a boot id, but not a host name."""
     keys = ("host", "boot_id", "pid_namespace")
     return all(one[key] is not None and one[key] == other[key] for key in keys)

@@ -69,7 +69,7 @@ def with_flags(flags: str, wanted: Iterable[str]) -> str:
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Return where compiled graphs are kept: --cache_dir, or NEURON_COMPILE_CACHE_URL, or this project's folder."""
+    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else this project's folder."""
     flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
     given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
     given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
@@ -109,7 +109,7 @@ def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def cache_fault(environ: Mapping[str, str]) -> str | None:
-    """Return why the compile cache must be moved to another place; None if it need not."""
+    """Return why the compile cache must be moved elsewhere; None if its place is fine."""
     location = cache_location(environ)
     if "://" in location:
         is_usable = location.startswith("s3://")

@@ -98,7 +98,7 @@ def find_oom_counter(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> Path | No
 
 
 def count_oom_kills(counter: Path | None) -> int:
-    """Return the OOM kills in the file from `find_oom_counter`; 0 without a file."""
+    """Return the count of OOM kills in a file from `find_oom_counter`; 0 without a file."""
     if counter is None:
         return 0
     return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))

@@ -27,7 +27,7 @@ class Outcome:
     step: int | None  # the last step that the run reached
     checkpoint: int | None  # the newest step known to be committed; the work up to it is safe
     goes_on: bool  # whether the same command may succeed
-    launch: list[str] = field(default_factory=lambda: launched().torchrun)  # the identity of torchrun
+    launch: list[str] = field(default_factory=lambda: launched().torchrun)  # identifies this attempt's torchrun
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
 
 

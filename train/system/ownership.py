@@ -9,7 +9,7 @@ heartbeats. A job that cannot ask the owner's kernel watches this count; clocks 
 We list the folder to find the owner: probing only the next number would miss later owners if this process was
 suspended.
 
-Before the run folder changes, `Ownership` is asked:
+Before each kind of change to the run folder, `Ownership` is asked:
 
     most files, removal of STOP      `check`, each time: OwnedFolder
     settings, end of the metrics     `check`: train/system/run_folder.py (describe, cut_half_written_line)
@@ -83,7 +83,7 @@ class Ownership:
         self.owner = owner
 
     def check(self) -> None:
-        """Raise LeaseLost if another job now owns the folder. Sends two requests to S3, and raises their errors."""
+        """Raise LeaseLost if another job now owns the folder. In S3 this sends two requests and raises their errors."""
         if self.owner:
             number, content = newest(self.folder)
             lease = parse(content)
@@ -103,7 +103,7 @@ class Ownership:
                 self.check()
         except LeaseLost:
             return False
-        except (InputError, OSError):  # the lease cannot be read now; lines that cannot be written either will wait
+        except (InputError, OSError):  # the lease cannot be read now; if lines cannot be written either, they wait
             pass
         return True
 
@@ -208,7 +208,7 @@ class Ownership:
             f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "
             f"its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(LOOKS):  # counted, not timed: a slow response says nothing about the owner
+        for _ in range(LOOKS):  # looks are counted, not timed: a slow response says nothing about the owner
             time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):

@@ -32,7 +32,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class Process:
     state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
     parent: int
-    started: int  # clock ticks after the boot; with the pid, it identifies one process
+    started: int  # start time in clock ticks after the boot; together with the id, it identifies one process
 
 
 def read_process(pid: int) -> Process | None:
@@ -58,7 +58,7 @@ def is_alive(pid: int, started: int | None) -> bool | None:
     """Return whether the process with this id and start time still runs; None if the kernel does not say."""
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # OverflowError: the id is larger than any process's
+    except (ProcessLookupError, OverflowError):  # OverflowError: the id is too large for a process
         return False
     except PermissionError:  # another user's process, which /proc may hide (hidepid)
         pass

@@ -48,7 +48,7 @@ def advance(count: int) -> None:
 
 @contextmanager
 def reported(*, speaks: bool = True) -> Iterator[None]:
-    """Print the current phase and its progress every few seconds, if this process `speaks`."""
+    """Print the current phase and its progress every few seconds while the block runs, if `speaks` is set."""
     ends = threading.Event()
 
     def report() -> None:

@@ -146,7 +146,7 @@ class RunFolder:
         self.folder.remove(name)
 
     def take_back(self) -> None:
-        """Restore the folder as `open` found it, after a rejected start. Only the owner may shorten a log file."""
+        """Put the folder back as `open` found it, after a rejected start. Only the owner may shorten a log file."""
         with self.logging_failures():
             self.ownership.check()
             if self.log_bytes is None:
@@ -161,7 +161,7 @@ class RunFolder:
     def describe(
         self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
     ) -> None:
-        """Write config.yaml, environment.json and, if there are `details` of the data, data.json, on rank 0."""
+        """Write config.yaml and environment.json, and data.json if there are `details` of the data, on rank 0."""
         self.ownership.check()
         # environment.json comes first: it marks the folder as a run folder.
         description = {
@@ -198,7 +198,7 @@ class RunFolder:
         return time.monotonic() - self.began_s
 
     def run_s(self) -> float:
-        """Return the seconds since the first attempt began, or `attempt_s` if machines' clocks make that the larger."""
+        """Return the seconds since the first attempt began, but at least `attempt_s`: clocks of machines differ."""
         return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
     def mirror(self) -> None:

@@ -19,9 +19,9 @@ def search_rarely() -> None:
 
 
 def search_as_usual() -> None:
-    """Collect garbage as usual, but never search the objects that exist now. Call it before a device opens.
+    """Collect garbage as usual again, except among the objects that exist now.
 
-    Later garbage may hold device memory.
+    Call this before a device opens: garbage made later may hold device memory.
     """
     if gc.get_threshold()[0] == RARE:
         gc.freeze()
@@ -29,13 +29,14 @@ def search_as_usual() -> None:
 
 
 def pool_beside_training(name: str) -> ThreadPoolExecutor:
-    """Return a pool of one thread, in which torch operations use no other threads.
+    """Return a pool of one thread, whose torch operations use no further threads.
 
     PyTorch splits a CPU operation over a team of threads, and every thread that computes gets a separate team. A team
     spins for a while after each operation, on cores that the training's team needs.
     """
     import torch  # late: this package works without it
 
-    # A thread fixes its thread count at its first request, to the count last set by any thread: ask here first.
+    # At its first request, a thread fixes its thread count to the count that any thread set last. So request it here
+    # before the pool's thread sets 1.
     torch.get_num_threads()
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(1,))

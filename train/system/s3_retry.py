@@ -22,13 +22,13 @@ FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # seconds until the first warning, 
 
 
 class NotAnswered(BotoCoreError):
-    """An error because all attempts of a request remained without a response."""
+    """An error because no attempt of a request got a response."""
 
     fmt = "{error} ({attempts} attempts in {seconds:.0f} s; s3.timeout_s={timeout_s:g})"
 
 
 class RetryPolicy:
-    """The decisions on retries for one client."""
+    """The retry decisions for one client."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.attempt_s = timeout_s, timeout_s / SILENT_ATTEMPTS

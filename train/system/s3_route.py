@@ -48,7 +48,7 @@ def check_route(endpoint: str, session: Any) -> None:
 
 
 def variables(endpoint: str, session: Any) -> dict[str, str | None]:
-    """Return the environment variables with which the connector that reads shards takes the same route.
+    """Return the environment variables with which the shards' connector takes boto3's route.
 
     A variable with the value None must be unset, because the connector does not know NO_PROXY. Raises InputError if the
     connector cannot send the proxy's user or password.

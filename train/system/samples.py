@@ -97,7 +97,7 @@ def read(folder: Folder) -> Samples | None:
 
 
 def excerpt(text: str, at: int = 0) -> str:
-    """Return the part of a text around its character `at`, in one line of at most MOST_CHARS characters."""
+    """Return the part of a text around the index `at`, in one line of at most MOST_CHARS characters."""
     first = max(0, min(at - MOST_CHARS // 2, len(text) - MOST_CHARS))
     last = first + MOST_CHARS
     head, tail = "..." if first else "", "..." if last < len(text) else ""

@@ -155,7 +155,7 @@ def record(kind: type[T], values: object, where: str = "") -> T:
 
 
 def of_type(hint: Any, value: object, where: str) -> Any:
-    """Return `value` with its names and records converted as the type `hint` says. Raises BadContent if it differs."""
+    """Return `value` as the type `hint`, with names and records converted. Raises BadContent if the type differs."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or hint is object:
         return value

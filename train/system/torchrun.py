@@ -35,10 +35,10 @@ def die_with_torchrun() -> None:
 
 
 def find_torchrun() -> int | None:
-    """Return the id of the nearest Python process above this one: torchrun. A user's script may be in between.
+    """Return the process id of torchrun: the nearest Python process above this one. A user's script may be in between.
 
-    Returns None if torchrun has ended. In a container, torchrun may be process 1. Any other process 1 is not torchrun:
-    it adopts processes whose parent has ended.
+    Returns None if torchrun has ended. In a container, torchrun may be process 1. Any other process 1 is the new parent
+    of processes whose parent has ended.
     """
     pid = os.getppid()
     while pid > 0:
@@ -56,8 +56,8 @@ def find_torchrun() -> int | None:
 def file_of_start(name: str) -> Path:
     """Return the path of a file that the ranks of this machine share during this start.
 
-    It is two folders above the error file that torchrun names for each rank. Without torchrun, it is a path at which no
-    file can be created.
+    It is in the folder two levels above the error file that torchrun names for each rank. Without torchrun, the path is
+    one at which no file can be created.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
@@ -95,7 +95,7 @@ def has_rejected() -> bool:
 
 
 def end_torchrun() -> None:
-    """End torchrun if it would restart this machine's ranks. Call it after all reports; only the first rank acts."""
+    """End torchrun if it would restart this machine's ranks. Call this after all reports. Only the first rank acts."""
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
     if pid is not None and is_first("ended"):

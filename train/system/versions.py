@@ -17,7 +17,7 @@ TORCH = "2.9.0"  # the torch release at the beginning of torch-neuronx's version
 def from_index(packages: str) -> str:
     """Return the commands that install packages from Neuron's index, then their dependencies from the public index.
 
-    If one command searched both indexes, anybody could register such a name on the public index and inject code.
+    If one command searched both indexes, anybody could register one of the names on the public index and inject code.
     """
     return f"pip install --no-deps --index-url {INDEX} {packages} && pip install {packages}"
 
@@ -56,7 +56,7 @@ class Native:
 
     @property
     def install(self) -> str:
-        """The command that installs the Python packages."""
+        """The command that installs native PyTorch's packages."""
         packages = f"'torch-neuronx=={self.torch_neuronx[-1]}.*' neuronx-cc=={self.neuronx_cc} nki"
         return f"{from_index(packages)} --extra-index-url https://download.pytorch.org/whl/cpu"
 
