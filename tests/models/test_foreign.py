@@ -115,7 +115,7 @@ def test_code_that_comes_with_a_model_is_not_executed_even_if_standard_input_say
     errors = capsys.readouterr().err
     assert not mark.exists()
     assert code == 2 and errors.count("\n") == 1
-    assert ("which is never executed here" if model_type == "bert" else "'evil' is not an encoder") in errors
+    assert ("which is never executed here" if model_type == "bert" else "'evil' is not a supported") in errors
 
 
 def charsmap(blob):

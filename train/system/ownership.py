@@ -9,7 +9,7 @@ heartbeats. A job that cannot ask the owner's kernel watches this count; clocks 
 We list the folder to find the owner: probing only the next number would miss later owners if this process was
 suspended.
 
-Before each kind of change to the run folder, `Ownership` is asked:
+This table lists, for each change to the run folder, the check of `Ownership` that comes first:
 
     most files, removal of STOP      `check`, each time: OwnedFolder
     settings, end of the metrics     `check`: train/system/run_folder.py (describe, cut_half_written_line)
@@ -45,7 +45,7 @@ from train.system.processes import is_alive
 from train.system.schema import Head
 
 logger = logging.getLogger("train")
-HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`: heartbeats of an owner, and looks of a job that watches it
+HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`: heartbeats by an owner, and looks by a job that watches for them
 
 
 class LeaseLost(Failure):
