@@ -43,7 +43,7 @@ UNSENT = (InputError, Unreachable)  # the service rejects files or cannot be rea
 MAX_WAIT_S = 10.0  # longest wait of training for the previous save; after that, the new save is left out
 MAX_LOSS_S = 1800.0  # seconds of work that a fault may cost
 MAX_FAILURES = 3  # failures in a row that end the run; a single failure may be a temporary fault of the service
-LONGEST_PAUSE_S = 10.0  # longest pause between two attempts at a request
+LONGEST_PAUSE_S = 10.0  # longest pause between two attempts at a request of the run's last save
 Result = TypeVar("Result")
 
 

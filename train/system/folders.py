@@ -99,7 +99,7 @@ def open_folder(location: str, s3: S3Config) -> Folder:
 
 
 class LocalFolder:
-    """A folder on this machine. The first write makes it private whatever the umask, since it may hold users' texts."""
+    """A folder on this machine. If it is new, it is private whatever the umask, since it may hold users' texts."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.location = path, str(path)

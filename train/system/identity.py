@@ -81,7 +81,7 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
 
 
 def check_layout(location: str) -> None:
-    """Raise InputError if a file in the folder is a link, is of the wrong kind, or is not writable for this user."""
+    """Raise InputError if the folder has a link to a file, a file of the wrong kind, or one that cannot be written."""
     path = local_path(location)
     with disk_errors("list", path):
         files = [*path.iterdir()] if path.is_dir() else []

@@ -35,5 +35,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = str(Path(__file__).parent)
-    sys.path = [each for each in sys.path if each != here]  # Python added the script's folder, which has no libraries
+    sys.path = [each for each in sys.path if each != here]  # modules in the script's folder would hide libraries
     main()
