@@ -52,7 +52,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
     A KeyboardInterrupt stops the run with a checkpoint and is raised again. `imports` are files for --import.
     """
-    arguments = [*flags(imports), *listed(settings)]
+    arguments = [*flags(imports), *keys(settings)]
     cfg = composed("train", arguments)
     location = str(cfg["run_dir"])
     folder = open_folder(location, S3Config(**cfg["s3"]))
@@ -73,7 +73,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 def prepare(settings: Sequence[str]) -> str:
     """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
-    done("train.prepare", listed(settings))
+    done("train.prepare", keys(settings))
     return str(composed("train.prepare", settings)["output"])
 
 
@@ -101,7 +101,11 @@ def predict(
             file = Path(folder, "rows.jsonl")
             file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
             given = [f"--input={file}", *(["--text-column=text"] if are_texts else [])]
-        done("train.predict", [model, *given, f"--output={output}", *listed(options), *flags(imports)])
+        arguments = [model, *given, f"--output={output}", *listed(options), *flags(imports)]
+        try:
+            done("train.predict", arguments)
+        except (InputError, Failure) as error:
+            raise type(error)(str(error).replace(f"{folder}/", "")) from None  # the caller knows no such file
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -111,7 +115,7 @@ def evaluate(
     """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
-        done("train.evaluate", [model, *listed(settings), f"--output={output}", *flags(imports)], ranks=ranks)
+        done("train.evaluate", [model, *keys(settings), f"--output={output}", *flags(imports)], ranks=ranks)
         metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
         return metrics
 
@@ -127,6 +131,13 @@ def listed(values: Sequence[Any]) -> Sequence[Any]:
     """Return the values. Raises InputError if they are a single string, whose letters would each become a value."""
     check(not isinstance(values, str), f"{values!r} must be a list of texts, such as [{values!r}]")
     return values
+
+
+def keys(settings: Sequence[str]) -> Sequence[str]:
+    """Return the settings. Raises InputError if one is a flag of the command line."""
+    for setting in listed(settings):
+        check(not setting.startswith("-"), f"{setting} is a flag; settings have the form key=value")
+    return settings
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -58,6 +58,10 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(cell: Notebook
         api.train([*settings, "seed=1"])
     with pytest.raises(api.InputError, match=r"^'max_steps=1' must be a list of texts, such as \['max_steps=1'\]$"):
         api.train("max_steps=1")
+    with pytest.raises(api.InputError, match=r"^--help is a flag; settings have the form key=value$"):
+        api.train(["--help"])
+    with pytest.raises(api.InputError, match=r"^rows\.jsonl[^/]*$"):
+        api.predict("run", [{"other": "so good"}], options=["--device", DEVICE])
     with pytest.raises(api.InputError, match=r"^'so good' must be a list of texts, such as \['so good'\]$"):
         api.predict("run", "so good")
     with pytest.raises(api.InputError, match=r"^max_stepz is not a setting; did you mean max_steps\?$"):
