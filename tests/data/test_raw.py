@@ -87,14 +87,14 @@ def test_quotation_marks_are_text_where_tabs_separate_fields_and_swallow_no_row_
     assert not caplog.messages
     assert len(new_rows(path, quote='"')) == 160
     first, second = caplog.messages
-    assert first.startswith(f"{path}:5 and 9 more: a field of several lines that look like rows, or of many; if a quot")
-    assert second == f"{path}: 200 lines read, 160 rows made of them"
+    assert first.startswith(f"{path}:5 and 9 more: a field has lines that look like rows, or very many lines; if")
+    assert second == f"{path}: 200 lines read as 160 rows"
     dropped = read(path, quote='"').dropped["train"]
     assert (dropped.read_lines, dropped.read_rows, dropped.bad_rows) == (200, 160, 0)
     caplog.clear()
     put(folder, "c.tsv", csv_of([('"he said ""a"""', "1"), ('"so"', "0")], delimiter="\t"))
     new_rows(folder / "c.tsv")
-    assert "c.tsv:2 and 0 more: quotation marks around fields are text; data.quote='\"' removes them" in caplog.text
+    assert "c.tsv:2 and 0 more: quotation marks around fields are kept; data.quote='\"' removes them" in caplog.text
     caplog.clear()
     put(folder, "d.tsv", "text\tlabel\n" + '"so"\t0\n"a"\t"1"\n')  # as R writes all fields
     new_rows(folder / "d.tsv")
@@ -154,7 +154,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row is left: .* of 1 rows leaves none"),
         ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* leaves none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
-        (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* 40 that data.label_map"),
+        (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* data.label_map maps 40 to null"),
         (csv_of(ROWS), {"quote": ","}, r"data.delimiter, data.quote and data.escape are \[',', ','\]: they must"),
         (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
         (csv_of([(text, f"n{n}") for n, (text, _) in enumerate(ROWS * 30)]), {}, "more than 1000 different labels"),
@@ -166,20 +166,20 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         (
             csv_of([(text, f"{n % 6}.5" if n else "n/a") for n, (text, _) in enumerate(ROWS)]),
             {},
-            "not whole, as 0.5: .*regression.*data.labels",
+            "not whole, such as 0.5: .*regression.*data.labels",
         ),
-        (csv_of([("a", "1"), ("b", "2"), ("c", "inf")]), {}, "not whole, as inf"),
-        ("text;label\na;2,5\nb;3,0\n", {"delimiter": ";"}, "not whole, as 2,5"),
+        (csv_of([("a", "1"), ("b", "2"), ("c", "inf")]), {}, "not whole, such as inf"),
+        ("text;label\na;2,5\nb;3,0\n", {"delimiter": ";"}, "not whole, such as 2,5"),
         (
             csv_of([("a", "true"), ("b", "0"), ("c", "1")]),
             {},
-            r"the labels are 0, 1, true, and true may be 1: data\.lab",
+            r"the labels are 0, 1, true, where true may mean 1: data\.lab",
         ),
         (csv_of([*ROWS, ("text", "label"), *ROWS]), {}, r"1 bad rows.*a\.csv:42: the header again"),
         (
             '{"data": [{"text": "a", "label": 1}]}',
             {"format": "jsonl"},
-            "no column text .*: data; are the rows inside of data",
+            "no column text .*: data; are the rows in data",
         ),
     ],
 )
@@ -259,7 +259,7 @@ def test_label_map(folder, caplog):
     assert raw.dropped["train"].left_out == 30 and not caplog.messages
     del names["2"]
     assert read(path, label_map=names).labels == ["very bad", "bad", "2", "good"]
-    assert caplog.messages == ["data.label_map does not name 2: these labels stay as they are"]
+    assert caplog.messages == ["data.label_map does not name 2: these labels are left unchanged"]
     assert read(path, label_map=names | {"4": "a", "b": "x"}).labels == ["very bad", "bad", "2", "a", "good"]
     raw = read(path, label_map=names, labels=["bad", "good", "very bad"], max_bad_rows=10)
     assert "a.jsonl:2: unknown label 2; the labels are bad, good" in raw.dropped["train"].bad_examples[0]
@@ -283,9 +283,9 @@ SINGLE = [
         ["bad", "boat"],
         r"label holds \['bad', 'boat'\], a list: .* multi-label classification, task=multilabel; classify",
     ),
-    ("['bad', 'boat']", "a list: several labels of a row are multi-label"),
-    ("[1, 2]", "a list: several labels of a row are multi-label"),
-    ([], "a list: several labels of a row are multi-label"),
+    ("['bad', 'boat']", "a list: task=multilabel learns several labels"),
+    ("[1, 2]", "a list: task=multilabel learns several labels"),
+    ([], "a list: task=multilabel learns several labels"),
     ({"value": "bad"}, r"an object, not a label; .*data\.columns\.label=label\.value"),
     ('{"value": "bad"}', "an object, not a label"),
     ({"text": ["a"], "answer_start": [1]}, "answers, which task=qa learns"),
@@ -541,7 +541,7 @@ def test_answers_that_are_not_where_they_should_be(folder):
         ('{"data": [\n}', r"dev\.json:2: not JSON: "),
         ('{"data": {}}', "is not SQuAD"),
         ('{"data": [{"paragraphs": 3}]}', r"dev\.json, data\[0\]: no list paragraphs"),
-        (squad(question("one"), question("one")), "1 bad rows, .*question one: a row before it has the id one"),
+        (squad(question("one"), question("one")), "1 bad rows, .*question one: an earlier row has the id one"),
         (squad(question("one")).replace("Norman:", "\\ud83d"), "half of a surrogate pair"),
         ('{"data": []}', "validation: no row is left"),
     ],

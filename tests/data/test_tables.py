@@ -228,7 +228,7 @@ def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
 def test_tables_with_more_bad_rows_than_this_run_allows_are_rejected(cfg, raw):
     made = open_tables(cfg, Words())
     assert is_reused(with_data(cfg, max_bad_rows=7), made)
-    with pytest.raises(InputError, match=f"train: 1 bad rows, data.max_bad_rows=0 are allowed: {raw}:1202: 1 fields"):
+    with pytest.raises(InputError, match=f"train: 1 bad rows, more than data.max_bad_rows=0 allows: {raw}:1202: 1 fields"):
         open_tables(with_data(cfg, max_bad_rows=0), words := Words())
     assert words.calls == []
 
@@ -346,7 +346,7 @@ def test_saved_data_of_other_settings_is_rejected(cfg, saved, tmp_path):
     there = from_saved(cfg, tmp_path)
     cases = [
         (there, Words(version=2), "was prepared with version=1, this run has 2"),
-        (there, Words(WORDS[::-1]), "was prepared with another tokenizer .* than the model's"),
+        (there, Words(WORDS[::-1]), "was prepared with the tokenizer of sha256 .*, the model's has"),
         (with_data(there, labels=["p", "n"]), Words(), r"labels=\['n', 'p'\], this run has \['p', 'n'\]"),
         (with_data(there, max_train_examples=9), Words(), "max_train_examples=None, this run has 9"),
         (with_data(there, more_validation={"other": "x"}), Words(), "has no split other"),
@@ -363,7 +363,7 @@ def test_damaged_saved_data_is_rejected(cfg, saved, tmp_path):
     for damage, message in (
         (lambda folder: flip(folder / "train" / ARROW), "train/data-00000-of-00001.arrow has sha256"),
         (lambda folder: change_facts(folder, labels=["good", "bad"]), "tables.json is damaged"),
-        (lambda folder: change_facts(folder, format=1), "of another version of this program; prepare the data again"),
+        (lambda folder: change_facts(folder, format=1), "by another version of this program; prepare the data again"),
     ):
         damage(tmp_path / "saved")
         rejects(message, open_tables, from_saved(cfg, tmp_path), Words())
@@ -487,6 +487,6 @@ def test_any_number_of_labels_for_a_row(plain, tmp_path):
     assert drawn["inputs"]["labels"][0, 4].isnan().all()
     for rows, what in (([[], []], "no row has a label"), ([["art"]] * 3, "all 3 rows have the label art")):
         write(rows)
-        rejects(f"train: {what}, there is nothing to learn", open_tables, cfg, Several())
+        rejects(f"train: {what}, so there is nothing to learn", open_tables, cfg, Several())
     write([["art"], []])
     assert open_tables(cfg, Several()).facts["labels"] == ["art"]

@@ -191,7 +191,7 @@ def test_words_and_tags_are_in_the_columns_of_the_settings(case, caplog):
     content, columns, wanted = IN_COLUMNS[case]
     rows = [row for _, row in conll_rows(content.splitlines(True), "a.conll", "utf-8", ColumnsConfig(**columns))]
     assert " ".join(map("/".join, zip(rows[0]["tokens"], rows[0]["tags"], strict=True))) == wanted
-    note = ["a.conll: tags are those of column 3; column 2 holds tags too: see data.columns.tags"]
+    note = ["a.conll: tags are read from column 3; column 2 holds tags too: see data.columns.tags"]
     assert caplog.messages == (note if case == "german, inner" else [])
     if case == "commented":
         assert rows[1] == {"tokens": ["#", "Bonn"], "tags": ["O", "L-LOC"]}
@@ -201,11 +201,11 @@ NO_WORDS = [
     (
         GERMAN,
         {},
-        r"a\.conll: column 0 has no letters, as numbers of words: set data.columns.tokens, as data.columns.tokens=1",
+        r"a\.conll: column 0 has no letters, so words are elsewhere: set data.columns.tokens, as in data.columns.tokens=1",
     ),
     ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
-    (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is no column: they are 0 to 3"),
-    (GERMAN, {"tags": "x"}, "data.columns.tags=x is no column"),
+    (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is not a column: they are 0 to 3"),
+    (GERMAN, {"tags": "x"}, "data.columns.tags=x is not a column"),
     (GERMAN, {"tokens": "-1"}, "both column 3"),
 ]
 

@@ -1,7 +1,7 @@
-"""Random numbers that are a pure function of their coordinates, for a whole array at a time.
+"""Random numbers that are a pure function of their coordinates, drawn for a whole array at a time.
 
-The same (seed, epoch, sequence, position) has the same number on whichever rank, worker or batch it is drawn, so masks
-and cuts do not depend on how the work is split, and there is no generator state to save.
+A (seed, epoch, sequence, position) has the same number on every rank, in every worker and batch. So masks and cuts do
+not depend on how the work is split, and there is no generator state to save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-EVAL_STREAM = 2**20  # the coordinate after the seed for drawing validation examples; splits count from 0
+EVAL_STREAM = 2**20  # the second coordinate of draws of validation rows; other draws have a split's index
 
 
 def mix(value: np.ndarray) -> np.ndarray:
@@ -26,7 +26,7 @@ def mix(value: np.ndarray) -> np.ndarray:
 
 
 def hash_bits(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) -> np.ndarray:
-    """Return 64 random bits, uint64, per point of the broadcast coordinates; `state` has those of earlier ones."""
+    """Return 64 random bits (uint64) per point of the broadcast coordinates. `state`: bits of earlier coordinates."""
     state = np.atleast_1d(np.asarray(state, np.uint64))
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
         for coordinate in coordinates:
@@ -40,7 +40,7 @@ def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) ->
 
 
 def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
-    """Return `most` different row numbers below `num_rows`, ascending, drawn by the coordinates; all if not more."""
+    """Return `most` different row indices below `num_rows`, ascending, drawn by the coordinates; at most all rows."""
     if most >= num_rows:
         return np.arange(num_rows)
     order = np.argsort(hash_uniform(*coordinates, np.arange(num_rows)), kind="stable")

@@ -1,7 +1,7 @@
-"""Data sets that `datasets` reads, of a folder or the Hub, restricted to their files.
+"""Data sets in a folder or at the Hub, read by the library `datasets`, but only from the data set's files.
 
-Their description (the head of README.md) says which files they consist of. It comes from outside, so only files of the
-data set are looked for.
+The description of a data set (the head of its README.md) says which files it consists of. Descriptions are not trusted:
+a name of a file outside the data set is rejected before the library looks for it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from train.config import check
 
 HUB_FILES = "hf://datasets/"
-SHOWN_CHARS = 200  # of a name in an error
+SHOWN_CHARS = 200  # characters shown of a name in an error
 
 
 def open_builder(path: str, *, data_files: str | None = None, **options: Any) -> Any:
-    """Return the builder of `datasets` for a local folder, a Hub id or a format. Its files are found, but not read.
+    """Return the builder of `datasets` for a local folder, a Hub id or a format. It has found its files, not read them.
 
-    `data_files` is named by the user instead of the files of the data set; it may be anywhere. `options` are those of
+    `data_files`: files that the user names in place of the data set's; they may be anywhere. `options`: see
     `datasets.load_dataset_builder`.
 
-    Raises InputError if the description of the data set names a file that is outside its folder, or is not below the
-    Hub id at its revision.
+    Raises InputError if the description of the data set names a file outside the folder or, at the Hub, outside the id
+    at its revision.
     """
-    import datasets  # it takes a second or more, and not every source of text needs it
+    import datasets  # imported here: it takes a second or more, and not every source of text needs it
     from datasets import data_files as library
 
     find, outside, found = library.resolve_pattern, list[str](), set[str]()
@@ -40,7 +40,7 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
         found.update(files)
         return files
 
-    # The library asks for a file, also at http://, as soon as it has read its name: a check of the result is too late.
+    # The library requests a file, even from http://, as soon as it has read the name: checking later is too late.
     library.resolve_pattern = resolve
     try:
         builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
@@ -56,13 +56,13 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
 
 
 def is_within(path: str, base_path: str, name: str) -> bool:
-    """Return whether a file or pattern, relative to `base_path` or whole, belongs to the data set `path`.
+    """Return whether a file or pattern, relative to `base_path` or absolute, belongs to the data set `path`.
 
-    A link in a folder must lead to its files, or to those that the Hub's cache keeps with it.
+    A link in a folder must lead to a file in the folder, or to a blob of the same repository in the Hub's cache.
     """
     if "::" in name or ".." in name.split("/"):
         return False
-    name = name if "://" in name else os.path.join(base_path, name)  # noqa: PTH118 (of the Hub, too)
+    name = name if "://" in name else os.path.join(base_path, name)  # noqa: PTH118 (it may be a URL)
     if Path(path).is_dir():
         root = Path(path).resolve()
         blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []

@@ -1,4 +1,4 @@
-"""Errors of reading: the library's errors become one line for the user; one bad row is a value, not an end."""
+"""Errors in data: a library's error becomes one line for the user; a bad row is a value, so that reading continues."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from train.config import Failure, InputError, shortlist
 from train.system.schema import BadContent
 
 SHOWN_COLUMNS = 20
-LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or missing
-# No text holds these characters: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do
-# not decode.
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # raised by datasets and pyarrow if data is bad or missing
+# No text has these characters: half of a surrogate pair, which JSON can escape, and the characters that stand for bytes
+# that do not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadRow(Exception):
-    """An error because one row cannot be used; the message has the reason without naming the row."""
+    """An error because one row cannot be used. Its message has the reason, and does not name the row."""
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
-    """Return the names of columns for a message: some of many, and a close one to `wanted` (blanks, capitals)."""
+    """Return column names for a message: the first of many, and one that equals `wanted` but for blanks or capitals."""
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
     hint = "" if near is None else f'; "{near}" is there: blanks and capitals count'
@@ -30,7 +30,7 @@ def listed(columns: Iterable[str], wanted: str) -> str:
 
 @contextmanager
 def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> Iterator[None]:
-    """Turn a library's error into one line that names what was read."""
+    """Turn one of the `errors` of a library into an InputError of one line that says `what` failed."""
     try:
         yield
     except BadContent as error:
@@ -43,7 +43,7 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
 
 
 def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:
-    """Return the fault of a text's characters; None if there is none. `settings` decide how it is decoded."""
+    """Return the fault of a text's characters; None if all are fine. `settings`: what the message advises to check."""
     if "\0" in text:
         return BadRow(f"a NUL character, which no text has: a binary file, or another encoding; check {settings}")
     bad = None if text.isascii() else SURROGATE.search(text)

@@ -1,4 +1,4 @@
-"""Files below a folder and files that a glob matches, each once, whatever links there are."""
+"""Lists of the files below a folder and of the files that a glob matches, each once even if links lead to it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ logger = logging.getLogger("train")
 
 
 def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
-    """List the files below a folder that are not hidden, sorted, without folders named in `skipped`."""
+    """List the files below a folder, sorted. Hidden files and folders are left out, and folders named in `skipped`."""
     return each_once(sorted(parent / name for parent, names in folders(folder, skipped) for name in names))
 
 
 def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those below it, each once, with the names of its files; hidden ones are left out.
+    """Yield a folder and all folders below it, each once, with the names of its files. Hidden names are left out.
 
-    Links to folders are followed last. A link to a folder that was read, or that holds the link, is left out.
+    Links to folders are followed last. A link to a folder that has been read, or that contains the link, is left out.
     """
 
-    def stop(error: OSError) -> NoReturn:  # os.walk leaves out what it cannot read
+    def stop(error: OSError) -> NoReturn:  # otherwise os.walk skips folders that it cannot read
         raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     seen: set[tuple[int, int]] = set()
@@ -49,7 +49,7 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 
 
 def each_once(paths: list[Path]) -> list[Path]:
-    """Return the paths without links to files that are listed themselves."""
+    """Return the paths, without links to files that are among the paths."""
     links = {path for path in paths if path.is_symlink()}
     for path in links:
         try:
@@ -63,13 +63,13 @@ def each_once(paths: list[Path]) -> list[Path]:
     return [path for path in paths if path not in twice]
 
 
-@cache  # a corpus is listed more than once
+@cache  # one warning per link: a corpus is listed more than once
 def report_left_out(link: Path) -> None:
-    logger.warning("%s leads to files that are read already, or to a folder that holds the link: left out", link)
+    logger.warning("%s is left out: it leads to files that are read already, or to a folder that contains it", link)
 
 
 def matching(pattern: str) -> list[Path]:
-    """List the files that a glob matches, sorted; ** stands for folders as `folders` lists them."""
+    """List the files that a glob matches, sorted; ** matches the folders that `folders` lists."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return each_once([path for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()])  # noqa: PTH207

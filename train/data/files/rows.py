@@ -1,4 +1,4 @@
-"""Rows of CSV, JSON lines and Parquet: the one reader of each format. A row that cannot be read is a BadRow."""
+"""The reader of each format of rows: CSV, JSON lines and Parquet. A row that cannot be read becomes a BadRow."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from train.config import InputError, check, shortlist
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 
-Values = dict[str, Any] | BadRow  # of a row, by column
+Values = dict[str, Any] | BadRow  # the values of a row by column
 
-BATCH_ROWS = 256  # of Parquet, decoded together
-BUFFER_BYTES = 2**20  # of Parquet, read at a time; without it a whole row group is
+BATCH_ROWS = 256  # rows of Parquet decoded together
+BUFFER_BYTES = 2**20  # bytes of Parquet read at a time; without a buffer, a whole row group is read
 
 
 def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encoding") -> Iterator[tuple[int, Values]]:
-    """Yield the number of each line that is not blank, and its object. `settings`: see `unreadable`."""
+    """Yield the number and the object of each line that is not blank. `settings`: see `unreadable`."""
     for number, line in enumerate(lines, 1):
         if not line.isspace():
             yield number, unreadable(line, encoding, settings) or json_object(line)
@@ -35,7 +35,7 @@ def json_object(line: str) -> Values:
 
 def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
     """Return the arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, they are doubled."""
-    # It is strict: a quote that is never closed or ends early is an error.
+    # "strict" makes a quote that is never closed, or that text follows, an error.
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
 
@@ -54,11 +54,11 @@ def csv_rows(
     max_field_chars: int,
     dialect: dict[str, Any] = COMMAS,
 ) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
-    """Return the columns that the header names, and of each row the number of its first line and its values.
+    """Return the columns that the header names, and an iterator of the first line number and values of each row.
 
-    `name` is the file's, for errors; `settings`: see `unreadable`; `dialect` is from `csv_dialect`.
+    `name`: the file, for errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`.
 
-    Without a header, columns are 0, 1, ... and not known before the rows. Raises InputError if a header cannot be used.
+    Without a header the names are None, and the columns 0, 1, ... Raises InputError if a header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None
@@ -83,7 +83,7 @@ def csv_rows(
                 fits = len(fields) == len(columns)
                 wrong = f"{len(fields)} fields where the {first} has {len(columns)}"
                 if header and fields == columns:
-                    fits, wrong = False, "the header again, as where files were joined; remove this line"
+                    fits, wrong = False, "the header again, as if files had been joined; remove this line"
                 yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)
 
     return names, rows()
@@ -92,7 +92,7 @@ def csv_rows(
 def csv_records(
     lines: Iterator[str], name: str, dialect: dict[str, Any], *, max_field_chars: int
 ) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """Yield the first line and the fields of each record. Raises InputError if a quote is never closed."""
+    """Yield the number of the first line and the fields of each record. Raises InputError if a quote stays open."""
     csv.field_size_limit(max_field_chars)
     reader = csv.reader(lines, **dialect)
     while True:
@@ -119,8 +119,8 @@ def csv_records(
 
 @contextmanager
 def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
-    """Open a pyarrow.parquet.ParquetFile. Raises InputError if it cannot be read while it is open."""
-    import pyarrow.parquet  # late: it takes a while, and few need it
+    """Open a pyarrow.parquet.ParquetFile. Raises InputError if it cannot be opened, or read in the `with` block."""
+    import pyarrow.parquet  # imported here: it takes a while, and few runs need it
 
     with (
         naming(f"{name or path} cannot be read as Parquet", LIBRARY_ERRORS),

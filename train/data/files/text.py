@@ -1,4 +1,4 @@
-"""Text files, gzipped or not, opened so that a byte that does not decode can be named with its line."""
+"""Text files, gzipped or not, opened so that an error can name a byte that does not decode, and its line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from train.data.files.errors import naming
 
 LONGEST_LINE_CHARS = 2**27  # a longer line is rejected: a gzip file of a megabyte may hold one of a gigabyte
 MAX_LINE_CHARS = 2**20  # a longer line of plain text is read in stretches, so that memory and time are bounded
-STRETCH_CHARS = 2**16  # of such a line, at most
+STRETCH_CHARS = 2**16  # characters in a stretch, at most
 STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
-SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # encodings
+SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # prefixes of encodings in which 0x0a is always a line end
 
 
 @contextmanager
@@ -33,11 +33,11 @@ def open_text(
     first: int = 0,
     last: int | None = None,
 ) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
-    """Open a text file, and the bytes it is read from; of a .gz, their position counts compressed bytes.
+    """Open a text file, together with its raw file, whose position counts compressed bytes if it is a .gz.
 
-    `key` is the setting that names the encoding, for errors. `errors`: see `open`; by default bytes that do not decode
-    are surrogates, which `unreadable` finds. `first`, `last`: of a seekable file, only lines that begin in bytes
-    [first, last).
+    `key`: the setting that names the encoding, for errors. `errors`: see `open`; by default bytes that do not decode
+    become surrogates, which `unreadable` finds. `first`, `last`: from a seekable file, only the lines that begin in
+    bytes [first, last) are read.
 
     Raises InputError if the file cannot be opened or read.
     """
@@ -49,7 +49,7 @@ def open_text(
         path.open("rb") as raw,
         io.TextIOWrapper(
             window(raw, path, first, last),
-            encoding="utf-8-sig" if is_utf8 and first == 0 else encoding,  # it drops a byte order mark
+            encoding="utf-8-sig" if is_utf8 and first == 0 else encoding,  # utf-8-sig drops a byte order mark
             errors=errors,
             newline=newline,
         ) as text,
@@ -58,7 +58,7 @@ def open_text(
 
 
 def check_encoding(encoding: str, key: str) -> None:
-    """Raise InputError if an encoding is unknown, or not one of text. `key`: the setting that names it."""
+    """Raise InputError if an encoding is unknown, or does not encode text. `key`: the setting that names it."""
     with naming(f"{key}={encoding} is not known, try utf-8 or latin-1", (LookupError,)):
         io.TextIOWrapper(io.BytesIO(), encoding=encoding)
 
@@ -68,7 +68,7 @@ def is_packed(path: Path) -> bool:
 
 
 def is_seekable(path: Path, encoding: str) -> bool:
-    """Return whether lines can be found from any byte: the file is not packed, and 0x0a is always a line end."""
+    """Return whether lines can be found from any byte: the file is not gzipped, and 0x0a is always a line end."""
     return not is_packed(path) and codecs.lookup(encoding).name.startswith(SEEKABLE)
 
 
@@ -81,7 +81,7 @@ def window(raw: IO[bytes], path: Path, first: int, last: int | None) -> Any:
 
 
 def line_start(raw: IO[bytes], offset: int) -> int:
-    """Return the start of the first line that begins at byte `offset` or after it; the file's size without one."""
+    """Return the start of the first line that begins at byte `offset` or later; the file's size if there is none."""
     if offset == 0:
         return 0
     position = raw.seek(offset - 1)
@@ -109,7 +109,7 @@ class BoundedFile(io.RawIOBase):
 
 
 def check_length(num_chars: int, where: Callable[[], str]) -> None:
-    """Raise InputError if a line of `num_chars` is too long. `where` names it, which few lines need."""
+    """Raise InputError if a line of `num_chars` characters is too long. `where` returns the line's name, if needed."""
     if num_chars > LONGEST_LINE_CHARS:
         most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit; are line ends missing?"
         raise InputError(f"{where()}: a line of more than {most}")
@@ -125,7 +125,7 @@ def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
 
 
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
-    """Return the whole of a text. Raises InputError, before all is in memory, if it is longer than a line may be."""
+    """Return a whole text. Raises InputError, before all of it is in memory, if it exceeds LONGEST_LINE_CHARS."""
     content = text.read(LONGEST_LINE_CHARS + 1)
     most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit of one read; {cure}"
     check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}")
@@ -133,7 +133,7 @@ def bounded_text(text: IO[str], name: str, cure: str) -> str:
 
 
 def stretches(text: IO[str]) -> Iterator[str]:
-    """Yield lines; one of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
+    """Yield lines. A line of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
     while line := text.readline(MAX_LINE_CHARS):
         if len(line) < MAX_LINE_CHARS or line.endswith("\n"):
             yield line

@@ -14,22 +14,23 @@ from train.data.files.rows import Values
 logger = logging.getLogger("train")
 
 TAG = re.compile(r"O|[BIESLU]-\S+")  # O is the tag of words that are in no entity
-PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")  # CoNLL-2003's, of no entity
-MAX_WORDS = 10_000  # per sentence; more are a file without blank lines
-FEW_WORDS = 10  # a file of at most this many may have no letter
-IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns if data.columns has its defaults, which are not numbers
-DOCUMENT = "-DOCSTART-"  # begins a document, and is not a word
+# The tags of phrases in CoNLL-2003, which are not entities.
+PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")
+MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
+FEW_WORDS = 10  # words; a file with fewer may have no letter
+IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns if data.columns has its defaults, which are names
+DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 COMMENT = ("# ", "#\t")
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
-UNIVERSAL = 10  # columns of CoNLL-U, in which 1-2 and 1.1 are numbers of lines that are not words
+UNIVERSAL = 10  # columns of CoNLL-U, where a line whose number is like 1-2 or 1.1 is not a word
 NO_WORD = re.compile(r"\d+[-.]\d+")
 
 
 def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsConfig) -> Iterator[tuple[int, Values]]:
-    """Yield the number of each sentence's first line and its `tokens` and, if there are several columns, `tags`.
+    """Yield each sentence's first line number, with its `tokens` and, if there are several columns, its `tags`.
 
-    Columns are separated by tabs or, in lines without one, by blanks. All words of a file have equally many. Raises
-    InputError if there is no such column as `given` says, or if the words are numbers.
+    Columns are separated by tabs or, in lines without tabs, by blanks. All words of a file must have the same number of
+    columns. Raises InputError if a column that `given` names does not exist, or if the words are numbers.
     """
     sentences, first, bad = Sentences(name, given), 0, None
     words: list[list[str]] = []
@@ -48,19 +49,20 @@ def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsCon
         elif bad is None and len(fields) != sentences.columns:
             bad = number, BadRow(f"{len(fields)} columns where the first word has {sentences.columns}")
         elif bad is None and len(words) == MAX_WORDS:
-            bad = number, BadRow(f"a sentence of more than {MAX_WORDS:,} words; a blank line ends each")
+            bad = number, BadRow(f"a sentence of more than {MAX_WORDS:,} words; a blank line must end each sentence")
         if bad is None:
             words.append(fields)
     sentences.end()
 
 
 def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the number of each line with a word, the line and its columns, and of each end of a sentence no columns.
+    """Yield the number, text and columns of each line with a word. A line that ends a sentence has no columns.
 
-    Before the first word of a sentence, a line that begins with "# " is a comment unless it has a word's columns.
+    Before the first word of a sentence, a line that begins with "# " is a comment, unless its first column is "#" and
+    it has the number of columns that words have.
     """
     columns, is_inside = 0, False
-    waiting: list[tuple[int, str, list[str]]] = []  # words or comments, until the number of columns is known
+    waiting: list[tuple[int, str, list[str]]] = []  # words or comments; undecided until the number of columns is known
     for number, line in enumerate(lines, 1):
         text = line.strip(" \t\r\n")
         fields = (TABS if "\t" in text else BLANKS).split(text)
@@ -76,18 +78,18 @@ def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
 
 
 class Sentences:
-    """Words and tags of the sentences of one file, with hints that they are in other columns."""
+    """A reader of words and tags from one file's sentences. It notices if they may be in other columns."""
 
     def __init__(self, name: str, given: ColumnsConfig) -> None:
         self.name, self.given = name, given
         self.columns = self.word = self.tag = 0
-        self.start: list[str] = []  # the first words
+        self.start: list[str] = []  # the columns of the first word
         self.num_words, self.has_letters, self.counts = 0, False, True
-        self.like_tags: set[int] = set()  # further columns that hold tags
-        self.named: set[int] = set()  # those in which there is more than O and phrases
+        self.like_tags: set[int] = set()  # other columns that contain only tags
+        self.named: set[int] = set()  # columns with tags of entities, neither O nor of phrases
 
     def begin(self, columns: int, number: int) -> None:
-        """Take the number of columns of the first word of the file, which is in this line."""
+        """Take the column count of the file's first word, in line `number`. Raises InputError if it lacks a column."""
         if self.columns:
             return
         self.columns = columns
@@ -97,7 +99,7 @@ class Sentences:
             value = default if given == key else given
             ok = re.fullmatch(r"-?\d{1,4}", value, re.ASCII) and -columns <= int(value) < columns
             where = f"{self.name}:{number}: data.columns.{key}={value}"
-            check(bool(ok), f"{where} is no column: they are 0 to {columns - 1}, or count from the last, which is -1")
+            check(bool(ok), f"{where} is not a column: they are 0 to {columns - 1}, or -1, -2, ... from the last")
             found[key] = int(value) % columns
         self.word, self.tag = found["tokens"], found["tags"]
         same = f"{self.name}:{number}: data.columns.tokens and data.columns.tags are both column {self.word}"
@@ -105,7 +107,7 @@ class Sentences:
         self.like_tags = set(range(columns)) - {self.word, self.tag}
 
     def read(self, words: list[list[str]]) -> dict[str, list[str]]:
-        """Return the columns of a sentence."""
+        """Return the tokens and tags of a sentence; `words` has the columns of each word."""
         tokens = [fields[self.word] for fields in words]
         self.start = self.start or [words[0][column] for column in range(self.columns)]
         self.num_words += len(tokens)
@@ -116,15 +118,15 @@ class Sentences:
         return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
 
     def end(self) -> None:
-        """Raise InputError if the words have no letters. If tags may be elsewhere, log it."""
+        """Raise InputError if the words have no letters. Log other columns that may be the tags."""
         with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
-        hint = f"as data.columns.tokens={(*with_letters, 0)[0]} (columns count from 0)"
+        hint = f"as in data.columns.tokens={(*with_letters, 0)[0]} (columns count from 0)"
         is_counting = self.counts and self.num_words > 1
         check(
             self.has_letters or self.columns == 1 or not (is_counting or self.num_words >= FEW_WORDS),
-            f"{self.name}: column {self.word} has no letters, as numbers of words: set data.columns.tokens, {hint}",
+            f"{self.name}: column {self.word} has no letters, so words are elsewhere: set data.columns.tokens, {hint}",
         )
         if self.given.tags == "tags" and (others := sorted(self.like_tags & self.named)):
             listed = ", ".join(map(str, others))
-            message = "%s: tags are those of column %d; column %s holds tags too: see data.columns.tags"
+            message = "%s: tags are read from column %d; column %s holds tags too: see data.columns.tags"
             logger.warning(message, self.name, self.tag, listed)

@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV in the dialect of the settings, and signs that quotation marks were meant otherwise."""
+"""Rows of CSV and TSV files in the dialect that the settings choose, with a warning if data.quote looks wrong."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from train.data.files.rows import Values, csv_dialect, csv_rows
 
 logger = logging.getLogger("train")
 
-MAX_FIELD_CHARS = 2**20  # an open quote takes no more than this
+MAX_FIELD_CHARS = 2**20  # limits how much text an unclosed quote can swallow
 QUOTED = re.compile(r'"[^"]*"')
-FEW_LINES = 5  # of a field; more may be rows that a quotation mark has taken in
+FEW_LINES = 5  # line ends in a field; a field with this many may be rows that a quotation mark has swallowed
 
 
 @dataclass
 class Lines:
-    """The number of lines of a file that hold rows, as far as it was read; blank ones and a header do not count."""
+    """A count of the lines read so far from a file, without blank lines and the header."""
 
     count: int = 0
 
@@ -32,7 +32,10 @@ class Lines:
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Yield rows in the dialect of the settings; files whose names end in .tsv have tabs by default."""
+    """Yield each row with its line number. Files whose names end in .tsv are separated by tabs by default.
+
+    Raises InputError if the characters in the settings cannot form a dialect.
+    """
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
     quote = cfg.quote
@@ -40,7 +43,7 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
         quote = None if delimiter == "\t" else '"'
     marks = [mark for mark in (delimiter, quote, cfg.escape) if mark is not None]
     usable = len(set(marks)) == len(marks) and not set(marks) & set("\r\n")
-    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ, and be no line ends")
+    check(usable, f"data.delimiter, data.quote and data.escape are {marks}: they must differ and not be line ends")
     dialect = csv_dialect(delimiter, quote, cfg.escape)
     rows = csv_rows(text, name, cfg.encoding, header=cfg.header, max_field_chars=MAX_FIELD_CHARS, dialect=dialect)[1]
     return report_quotes(rows, name, delimiter, quote)
@@ -49,7 +52,7 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
 def report_quotes(
     rows: Iterable[tuple[int, Values]], name: str, delimiter: str, quote: str | None
 ) -> Iterator[tuple[int, Values]]:
-    """Yield the rows. At their end, the log names the first that looks as if data.quote were wrong."""
+    """Yield the rows, then log the first one that looks as if data.quote were wrong."""
     first, others = "", 0
     for number, values in rows:
         yield number, values
@@ -63,22 +66,22 @@ def report_quotes(
             first = first or f"{name}:{number}"
     if first and quote is None:
         logger.warning(
-            "%s and %d more: quotation marks around fields are text; data.quote='\"' removes them", first, others
+            "%s and %d more: quotation marks around fields are kept; data.quote='\"' removes them", first, others
         )
     elif first:
         hint = "if a quotation mark is text there, it swallowed rows: set data.quote=null"
         logger.warning(
-            "%s and %d more: a field of several lines that look like rows, or of many; %s", first, others, hint
+            "%s and %d more: a field has lines that look like rows, or very many lines; %s", first, others, hint
         )
 
 
 def is_quoted(field: str) -> bool:
-    """Return whether a program put a field into quotation marks, and doubled those in it."""
+    """Return whether a field is in quotation marks and contains others, all doubled, as programs write them."""
     inner = field[1:-1]
     return len(field) > 1 and field[0] == field[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
 
 
 def holds_rows(field: str, delimiter: str, num_columns: int) -> bool:
-    """Return whether a field has many lines, or one with the number of delimiters that a row has."""
+    """Return whether a field has many lines, or a line with the same number of delimiters as a row."""
     *lines, _ = field.split("\n")
     return len(lines) >= FEW_LINES or any(line.count(delimiter) == num_columns - 1 > 0 for line in lines)

@@ -1,4 +1,4 @@
-"""The way from rows of texts to rows of tokens, as far as tasks share it."""
+"""The conversion of text rows to token rows, as far as it is the same for all tasks."""
 
 from __future__ import annotations
 
@@ -22,39 +22,43 @@ if TYPE_CHECKING:
 
 
 class Featurizer(ABC):
-    """A task's features: token ids from the encodings of a fast tokenizer, and counts of changes to the texts.
+    """A task's converter of text rows to token rows by a fast tokenizer, with counts of what the texts lose.
 
-    "[SEP]" in a text is text. If the vocabulary has such a piece nevertheless, it becomes the unknown token.
+    The name of a special token in a text, such as "[SEP]", is plain text. If the tokenizer still makes that token of
+    it, the unknown token takes its place.
     """
 
     kind: RowKind
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
-        """Keep the tokenizer; `settings`, besides seq_len, are all that decides the features, in JSON's types."""
+        """Keep the tokenizer. `settings`: all else that determines the token rows, as JSON values."""
         self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings, **code_of(type(self))}
         names = ("cls", "sep", "pad", "mask")
         reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         unknown = tokenizer.unk_token_id
-        self.labels: Sequence[str] = ()  # in the order of their numbers, once they are known
+        self.labels: Sequence[str] = ()  # label names by id; empty until they are known
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
-        self.dropping: Tokenizer | None = None  # a copy that cuts no text, if the tokenizer drops unknown characters
+        self.dropping: Tokenizer | None = None  # a copy without truncation, if the tokenizer drops characters
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # characters dropped from whole texts, and the same plus the tokens left
-        self.tokens_cut = np.zeros(0, np.int64)  # of the last rows that were read: tokens after seq_len
+        self.missed = np.zeros(2, np.int64)  # characters dropped before truncation, and these plus all tokens
+        self.tokens_cut = np.zeros(0, np.int64)  # [rows of the last batch] tokens beyond seq_len
 
     @property
     def types(self) -> dict[str, Any]:
-        """Return the columns of a row of tokens, with their types."""
+        """Return the columns of a token row, with their types."""
         return TOKENS | self.kind.tokens
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of rows of tokens, perhaps more or fewer, for a batch of rows with these numbers."""
-        # Values that new rows lack, such as the target, are 0.
+        """Return the columns of the token rows for a batch of rows: one, several or none for each row.
+
+        `indices`: the index of each row in its split.
+        """
+        # In columns that new rows lack, such as the target, the values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
         for part in texts if self.dropping else ():
@@ -68,7 +72,7 @@ class Featurizer(ABC):
         )
 
     def count_cut(self, split: str, encodings: Sequence[Encoding], *texts: list[str] | None) -> None:
-        """Count the rows that were cut and the tokens they lost. `encodings` are of `texts`, one list for each part."""
+        """Count the truncated rows and the tokens they lost. `texts`: one list per segment; None: no such segment."""
         cut = [number for number, encoding in enumerate(encodings) if encoding.overflowing]
         self.tokens_cut = np.zeros(len(encodings), np.int64)
         if cut:
@@ -79,7 +83,7 @@ class Featurizer(ABC):
         self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
 
     def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
-        """Return TOKENS, of encodings that were made of these rows. Unknown tokens are counted."""
+        """Return the columns TOKENS for encodings of the rows with indices `rows`, and count the unknown tokens."""
         unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
         text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
         if self.dropping is not None:
@@ -101,11 +105,11 @@ class Featurizer(ABC):
         self._notes.setdefault(split, Counter()).update(numbers)
 
     def notes(self, split: str) -> dict[str, float]:
-        """Return the counts: truncated, ..."""
+        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and the task's."""
         return {name: float(number) for name, number in self._notes.get(split, Counter()).items()}
 
 
 def second_at(encoding: Encoding) -> int:
-    """Return the first token of segment 1; the length without segments (RoBERTa's tokenizer) or a second text."""
+    """Return the index of segment 1's first token; the length if there is one text or one segment, as in RoBERTa."""
     segments = encoding.type_ids
     return segments.index(1) if 1 in segments else len(segments)

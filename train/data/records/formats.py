@@ -1,4 +1,4 @@
-"""Labelled rows as tables: CSV, JSON lines, Parquet and SQuAD files, output of save_to_disk, and the Hub."""
+"""Labelled rows as tables, from CSV, JSON lines, Parquet, SQuAD and CoNLL files, save_to_disk folders and the Hub."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ from train.system.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-START_CHARS = 4096  # characters that show whether JSON is SQuAD
+START_CHARS = 4096  # first characters of a JSON file, which show whether it is SQuAD
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
-LEVELS = ("data", "paragraphs", "qas")  # of SQuAD: lists, each in the objects of the previous one
-SHOWN_CHARS = 40  # of a text in an error
+LEVELS = ("data", "paragraphs", "qas")  # SQuAD's nested lists, from the outside in
+SHOWN_CHARS = 40  # characters shown of a text in an error
 
-LocatedRow = tuple[str, Values]  # the place of a row, as file.csv:17, and its values
+LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, and its values
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one file or split, in order; `rows` begins anew at every call and holds few of them in memory."""
+    """The rows of one file or split, in order. Each call of `rows` begins with the first, and keeps few in memory."""
 
-    where: str  # in the words of errors
+    where: str  # the file or split, for errors
     rows: Callable[[], Iterator[LocatedRow]]
-    columns: list[str] | None = None  # None: those of the first rows
-    class_names: dict[str, list[str]] = field(default_factory=dict)  # meanings of numbers, by column
-    keys: ColumnsConfig | None = None  # of a format whose columns have special names
+    columns: list[str] | None = None  # None: the columns of the first rows
+    class_names: dict[str, list[str]] = field(default_factory=dict)  # by column: the labels that its numbers mean
+    keys: ColumnsConfig | None = None  # in place of data.columns, for a format with fixed names of columns
     lines: Lines = field(default_factory=Lines)
 
     def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
-        """Return the meaning of the numbers in a column, if known; for several columns, their names."""
+        """Return the labels that the numbers in a column mean, if known; for several columns, the columns' names."""
         return column if isinstance(column, tuple) else self.class_names.get(column)
 
 
 def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path) -> dict[str, list[Table]]:
-    """Open the tables of each split. Formats with columns are read for the `wanted` ones alone.
+    """Open the tables of each split. If a format stores columns, only the `wanted` ones are read.
 
-    Files in S3 are copied to `scratch`. Raises InputError if one is missing, or is in the training data and in a
+    Files in S3 are copied to `scratch`. Raises InputError if a file is missing, or is in both the training and a
     validation split.
     """
     source = layout(cfg, s3)
@@ -83,7 +83,7 @@ def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scrat
 
 
 def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch: Path) -> Table:
-    """Return the rows of one file, which errors name by its place."""
+    """Return the table of one file, which errors name by its original location."""
     path, name = local_copy(file, scratch), str(file)
     form = format_of(path, name, cfg)
     if form == "parquet":
@@ -108,8 +108,8 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
-    """Return one of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters."""
-    # Parquet is always recognised: read as text it would hold no row.
+    """Return a file's format, one of FILE_FORMATS: from `data.format`, its suffix or, if it is .json, its beginning."""
+    # Parquet is recognised whatever the settings are: read as text, it would have no rows.
     check(path.is_file(), f"{name} is {NO_FILE}")
     with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
         if file.read(len(PARQUET_START)) == PARQUET_START:
@@ -123,15 +123,15 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
         return "csv" if suffix == ".tsv" else suffix[1:]
     with open_text(path, cfg.encoding) as (text, _):
         start = text.read(START_CHARS)
-    hint = "write one object a line, as jq -c '.[]' does"
+    hint = "write one object per line, as jq -c '.[]' does"
     check(not start.lstrip().startswith("["), f"{name}: one JSON list, which cannot be read in pieces; {hint}")
     return "squad" if SQUAD_START.match(start) and '"paragraphs"' in start else "jsonl"
 
 
 def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Values]]:
-    """Yield each question of SQuAD and its position in the file, which is read as a whole up to a limit.
+    """Yield the location and values of each question of SQuAD, https://arxiv.org/abs/1606.05250 (v2: 1806.03822).
 
-    See https://arxiv.org/abs/1606.05250, v2: 1806.03822. It takes some 200 MB of memory for SQuAD itself. {"data":
+    The file is read as a whole, up to a limit; SQuAD itself takes about 200 MB of memory. Its form is {"data":
     [{"paragraphs": [{"context": ..., "qas": [{"id", "question", "answers": [{"text", "answer_start"}],
     "is_impossible"}]}]}]}.
     """
@@ -149,7 +149,7 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
 
 
 def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]) -> Iterator[tuple[str, Values]]:
-    """Yield objects at the end of nested lists, with the context of the objects around them."""
+    """Yield the location and values of each innermost object in nested lists, with the "context" around it."""
     if not isinstance(node, dict):
         yield where, BadRow(f"a {type(node).__name__} where an object should be")
     elif not levels:
@@ -164,9 +164,9 @@ def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, A
 
 
 def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
-    """Return `{"text": [str], "answer_start": [int]}` of answers in that shape or a list; starts are characters.
+    """Return answers as `{"text": [str], "answer_start": [int]}`, from this form or a list of objects.
 
-    Raises BadRow if they have another shape, or one is not where it should be.
+    Starts count characters. Raises BadRow if the form is wrong, or if `context` has another text at a start.
     """
     if isinstance(value, str):
         read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
@@ -177,10 +177,10 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
         value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
     texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise BadRow("answers are not lists text and answer_start of one length, nor a list of objects with these")
+        raise BadRow("answers are neither equally long lists text and answer_start nor a list of objects with these")
     for text, start in zip(texts, starts, strict=True):
         if not isinstance(text, str) or not text or type(start) is not int:
-            raise BadRow(f"an answer that is not a text and a number but {text!r:.40} and {start!r:.40}")
+            raise BadRow(f"an answer must be a text and a number, not {text!r:.40} and {start!r:.40}")
         there = context[max(start, 0) : max(start, 0) + len(text)]
         if start < 0 or there != text:
             at = f"character {start} of the context"
@@ -189,7 +189,7 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
 
 
 def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
-    """Return the table of a Parquet file. Names of labels that `datasets` wrote into the file count."""
+    """Return the table of a Parquet file, with the names of labels if `datasets` wrote them into the file."""
     with open_parquet(path, name) as file:
         schema = file.schema_arrow
         features = datasets.Features.from_arrow_schema(schema)
@@ -213,12 +213,12 @@ def dataset_table(dataset: datasets.Dataset, where: str, wanted: Collection[str]
 
 
 def present(wanted: Collection[str], columns: list[str]) -> list[str]:
-    """Return the wanted ones of a table's columns; a name with a dot wants the column before the dot."""
+    """Return the columns of a table that are wanted; a wanted name with a dot means the column before the dot."""
     return [name for name in columns if any(name == item or item.startswith(f"{name}.") for item in wanted)]
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # of a list, that of its items
+    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # the type of a list's items
     return {name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)}
 
 
@@ -228,7 +228,7 @@ def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
 
 
 def local_copy(file: File, scratch: Path) -> Path:
-    """Return a file of this machine, or its copy below `scratch`."""
+    """Return the path of a local file, or of a copy below `scratch` if the file is in S3."""
     return file.download(s3_copies(file.location, scratch)) if isinstance(file, S3File) else file
 
 
@@ -236,11 +236,14 @@ def s3_copies(location: str, scratch: Path) -> Path:
     return scratch / "s3" / sha256_json(location)[:16]
 
 
-# ---- what `datasets` holds -----------------------------------------------------------------------------------------
+# ---- data sets of the library --------------------------------------------------------------------------------------
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """Return the splits that the settings name; a single data set is the only one of them."""
+    """Return the splits that the settings name. A folder with a single data set has only one split, without a name.
+
+    Raises InputError if a split is missing.
+    """
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
@@ -253,10 +256,10 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 
 
 def load_saved(folder: Path, name: str | None = None) -> Any:
-    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped.
+    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. `name`: for errors; None: `folder`.
 
-    Its index names files, which are checked before the library opens them. Raises InputError if it cannot be read or
-    one is outside its folder. `name`: its name in errors, if not its folder's.
+    The names of files in its index are checked before the library opens them. Raises InputError if the data set cannot
+    be read, or if it names a file outside its folder.
     """
     with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
         check_saved(folder)
@@ -286,8 +289,8 @@ def listed(path: Path, key: str, hint: Any) -> Any:
 def load_hub(cfg: RecordsConfig, split: str, scratch: Path) -> datasets.Dataset:
     """Return a split of a Hub data set, or of a folder laid out like one.
 
-    A Hub id uses the library's cache (HF_HOME), which is how data gets to machines that are offline; a folder, as of a
-    cloned repository, leaves no trace there.
+    A Hub data set is kept in the library's cache (HF_HOME), from which offline machines can read it. A folder, such as
+    a cloned repository, leaves no trace there.
     """
     path = local_path(cfg.path)
     where = {"path": str(path), "cache_dir": str(scratch / "hub")} if path.is_dir() else {"path": cfg.path}

@@ -1,4 +1,4 @@
-"""The rows that a task learns from, and their values."""
+"""The kind of rows that a task learns from, and access to the values of a row."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
 
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
-TOKENS = {  # columns of every row of tokens
+TOKENS = {  # columns of every token row
     "input_ids": NUMBERS,  # with special tokens, without padding, at most seq_len
-    "second_at": NUMBER,  # the first token of segment 1; the length without one
+    "second_at": NUMBER,  # index of segment 1's first token; the length if there is no segment 1
     "length": NUMBER,
-    "row": NUMBER,  # number of the row that it was made of
+    "row": NUMBER,  # index of the row that it was made from
 }
 WHOLE = re.compile(r"\+?(-?\d+)(\.0*)?")
 BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
@@ -25,20 +25,20 @@ BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 
 @dataclass(frozen=True)
 class RowKind:
-    """The rows that a task learns from."""
+    """The kind of rows that a task learns from."""
 
-    name: str  # the task's
+    name: str  # the task's name
     columns: dict[str, Any]  # keys of data.columns that the task reads, with their types in a table
-    read: Callable[[Row], dict[str, Any]]  # the texts of a row by key; raises BadRow if they cannot be used
+    read: Callable[[Row], dict[str, Any]]  # returns a row's texts by key; raises BadRow if they are unusable
     target: str  # the key of the value to predict, which new rows may lack
-    split_by: str  # the key of the text that determines the split of a row
-    tokens: dict[str, Any]  # columns of a row of tokens in addition to TOKENS, with their types
-    # It takes the value of the target, the texts, and whether the row is for training. None: the target is a label's
-    # name, or a list of names if its type says so.
+    split_by: str  # the key of the text whose hash chooses a row's split
+    tokens: dict[str, Any]  # columns of a token row in addition to TOKENS, with their types
+    # A function of the target's value, the texts, and whether the row is for training. It returns the target. None: the
+    # target is the name of a label, or a list of names if its type is a list.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = None  # checks a name for each item of split_by; raises BadRow
+    check_each: Callable[[str], None] | None = None  # checks the name for one item of split_by; raises BadRow
     has_unique_ids: bool = False
-    takes_columns: bool = False  # the target may be in several columns
+    takes_columns: bool = False  # a key may name several columns
 
     @property
     def has_lists(self) -> bool:
@@ -46,7 +46,7 @@ class RowKind:
         return self.read_target is None and isinstance(self.columns[self.target], List)
 
     def columns_of(self, columns: ColumnsConfig) -> dict[str, str | tuple[str, ...]]:
-        """Return the data's column, or columns, of each key. Raises InputError if the task reads only one."""
+        """Return the data's column or columns for each key. Raises InputError if a key may not name several."""
         named = {key: getattr(columns, key) for key in ("id", *self.columns)}
         several = {key: tuple(column) for key, column in named.items() if isinstance(column, list)}
         for key, names in several.items():
@@ -55,7 +55,7 @@ class RowKind:
         return {key: several.get(key, column) for key, column in named.items() if column is not None}
 
     def wanted(self, columns: ColumnsConfig) -> list[str]:
-        """Return all columns that are read."""
+        """Return the names of all columns that are read."""
         return [name for names in self.columns_of(columns).values() for name in names_in(names)]
 
 
@@ -73,7 +73,10 @@ class Row:
         return all(name in self.values or name.split(".")[0] in self.values for name in names_in(self.columns[key]))
 
     def value(self, key: str) -> Any:
-        """Return a column, or the value in an object for a name with dots, or several. Raises BadRow without it."""
+        """Return the value of a key, or a list if it names several columns. Raises BadRow if there is none.
+
+        In a column's name, dots lead into objects.
+        """
         column = self.columns[key]
         return [self.value_in(name) for name in column] if isinstance(column, tuple) else self.value_in(column)
 
@@ -88,14 +91,14 @@ class Row:
         return value
 
     def text(self, key: str) -> str:
-        """Return a string without characters that no text has. Raises BadRow if it is not one."""
+        """Return a key's value as text. Raises BadRow if it is not a string, or has characters that no text has."""
         value, column = self.value(key), self.columns[key]
         if not isinstance(value, str):
             raise BadRow(f"{column} holds {value!r:.40} ({type(value).__name__}), not a string")
         return self.checked(value)
 
     def texts(self, key: str) -> list[str]:
-        """Return a list of strings, none of them blank. Raises BadRow if it is not one."""
+        """Return a key's value as texts. Raises BadRow if it is not a list of strings, or one of them is blank."""
         values, column = self.value(key), self.columns[key]
         if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
             raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")
@@ -118,7 +121,7 @@ class Row:
 
 
 def plain(value: Any) -> str:
-    """Return an id in the form of settings: 1 and 1.0 are "1"; nothing and not-a-number are empty."""
+    """Return an id as a string: 1 and 1.0 become "1", None and NaN become ""."""
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -127,8 +130,8 @@ def plain(value: Any) -> str:
 
 
 def plain_label(value: Any) -> str:
-    """Return a label in the form of settings, which is the same for any file format."""
-    # 1, 1.0 and "+1" are "1", True and "TRUE" are "true"; nothing and not-a-number are empty.
+    """Return a label as a string, which is the same for all file formats and in settings."""
+    # 1, 1.0 and "+1" become "1", True and "TRUE" become "true", None and NaN become "".
     text = plain(value)
     whole = WHOLE.fullmatch(text)
     if whole is None:

@@ -1,8 +1,8 @@
-"""Labelled examples as tables: from any format, each split becomes a `datasets.Dataset` with the same columns.
+"""Labelled examples as tables: each split, in whatever format, becomes a `datasets.Dataset` with the same columns.
 
-The formats are CSV, JSON lines, Parquet and SQuAD files, here or in S3, output of save_to_disk, and the Hub. Rows pass
-through memory a few at a time into Arrow files. A row that cannot be used is named, counted, and rejected beyond
-`data.max_bad_rows`.
+The sources are CSV, JSON lines, Parquet, SQuAD and CoNLL files on disk or in S3, folders of save_to_disk, and the Hub.
+Rows are copied into Arrow files with only a few in memory. Rows that cannot be used are counted, and the first ones
+named; more than `data.max_bad_rows` of them are an error.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ from train.system.progress import Phase
 
 logger = logging.getLogger("train")
 
-BATCH_ROWS = 500  # gathered in memory before they are written
+BATCH_ROWS = 500  # rows gathered in memory before they are written
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Columns: `id`, a string, and those of the kind that data.columns names; a label is a ClassLabel."""
+    """Tables with the column `id`, a string, and the RowKind's columns that data.columns names.
 
-    splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of more_validation
-    labels: list[str]  # names in the order of their numbers; [] without labels
-    dropped: dict[str, Dropped]  # of each split
+    A label is a ClassLabel.
+    """
+
+    splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of data.more_validation
+    labels: list[str]  # names by id; [] if the task has no labels
+    dropped: dict[str, Dropped]  # by split
 
 
 def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
-    """Read all splits of the data as Arrow files in `folder`.
+    """Read all splits of the data into Arrow files in `folder`.
 
-    Without `data.validation`, rows of the training data are held out by a hash of kind.split_by and the seed. Subsets
-    are drawn with the seed and keep the order of the data. Raises InputError if the user has to fix the data.
+    Without `data.validation`, training rows are held out by a hash of their kind.split_by text and the seed. If a split
+    is limited to fewer examples, they are drawn with the seed and keep the order of the data. Raises InputError if the
+    user has to fix the data.
     """
     tables = open_splits(cfg, kind.wanted(cfg.columns), s3, folder)
     has_labels = kind.read_target is None
@@ -62,10 +66,10 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         dropped[split].check()
         labels = labels or (names.in_order() if has_labels else [])
         ok = bool(labels) or not has_labels or not len(table)
-        check(ok, f"{split}: no row has a label, there is nothing to learn; is data.columns.{kind.target} right?")
+        check(ok, f"{split}: no row has a label, so there is nothing to learn; is data.columns.{kind.target} right?")
         if split == "train" and names.unmapped and any(cfg.label_map.values()):
             some = shortlist(sorted(names.unmapped))
-            logger.warning("data.label_map does not name %s: these labels stay as they are", some)
+            logger.warning("data.label_map does not name %s: these labels are left unchanged", some)
         if labels:
             label = datasets.ClassLabel(names=labels)
             table = table.cast_column(kind.target, datasets.List(label) if kind.has_lists else label)
@@ -73,22 +77,24 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
     is_learnt = "train" in splits
-    for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):  # each draws as in training
+    # Each split draws from the same random stream as in training.
+    for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
         check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
         splits[split] = sample(table, most, seed, number)
     if has_labels and is_learnt:
         num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
         found = [labels[number] for number in np.unique(numbers)] or ["none"]
-        is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows  # some rows, not all
+        # A single label can be learnt if some rows lack it.
+        is_some = kind.has_lists and kind.check_each is None and 0 < len(numbers) < num_rows
         what = f"train: all {num_rows:,} rows have the label {found[0]}"
         ok = len(found) > 1 or is_some
-        check(ok, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
+        check(ok, f"{what}, so there is nothing to learn; is data.columns.{kind.target} right?")
     return Raw(splits, labels, dropped)
 
 
 def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path) -> datasets.Dataset:
-    """Write examples as a table that is mapped into memory, and return it."""
+    """Write examples to an Arrow file and return it as a memory-mapped table."""
     used = kind.columns_of(cfg.columns)
     features = datasets.Features({"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used})
     with (
@@ -103,7 +109,7 @@ def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKin
 
 
 def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int) -> dict[str, datasets.Dataset]:
-    """Return rows for training and rows held out; those with the same text are kept together."""
+    """Split a table into training rows and held-out rows. Rows with the same text are in the same split."""
     values = (value for batch in table.iter(BATCH_ROWS) for value in batch[kind.split_by])
     texts = (value if isinstance(value, str) else " ".join(value) for value in values)
     is_held_out = np.array([text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool)
@@ -114,7 +120,7 @@ def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: i
 
 
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
-    """Return the labels as far as they are known before reading: from the settings, or from the data's description."""
+    """Return the label names that the settings or the data's description name; [] if rows must be read for them."""
     names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
     if names is None:
         return list(cfg.labels)
@@ -124,18 +130,18 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
         return [name for name in mapped if name is not None]
     agree = mapped.keys() - {None} <= set(cfg.labels)
     have = f"{table.where}: its labels are {shortlist(names)}, data.labels are {shortlist(cfg.labels)}"
-    check(agree, f"{have}; name the same ones, or lead from one to the other with data.label_map")
+    check(agree, f"{have}; name the same ones, or map those of the data with data.label_map")
     return list(cfg.labels)
 
 
 def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]) -> None:
-    """Raise InputError, with the reason, if a split has no row. `names`: the files that it was read from."""
+    """Raise InputError, with the reason, if a split has no rows. `names`: the files that it was read from."""
     total = rows.get("train", 0) + rows["validation"]
     if cfg.validation is None and total and split in ("train", "validation"):
         share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows"
         hint = f"{share} leaves none, as rows with the same text stay together; change it, or set data.validation"
     elif dropped.bad_rows or dropped.left_out:
-        hint = f"{dropped.bad_rows:,} bad ones and {dropped.left_out:,} that data.label_map leads to null"
+        hint = f"{dropped.bad_rows:,} are bad and data.label_map maps {dropped.left_out:,} to null"
     else:
         hint = f"none is in {shortlist(names, MAX_LISTED)}"
         hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
@@ -143,7 +149,7 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
 
 
 def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) -> datasets.Dataset:
-    """Return `most` rows drawn with the seed, in the order of the table; all, if they are not more."""
+    """Return `most` rows drawn with the seed, in the order of the table; all rows if there are no more than that."""
     if most is None or most >= len(table):
         return table
     return table.select(draw_rows(len(table), most, seed, stream))
@@ -158,11 +164,11 @@ def read_texts(
     labels: Sequence[str] = (),
     named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield new examples of a file, or of a saved data set, in order, read like the training data.
+    """Yield new examples from a file or a saved data set, in order, read like the training data.
 
-    Columns as in `Raw`; a label is a name, one of `labels` if they are given, or None. The target exists only if the
-    data has one. A row that cannot be read is an InputError that names the row, as is a column of the keys `named` that
-    the data lacks.
+    The columns are those of `Raw`, but a label is its name: one of `labels`, if they are given, or None. The target
+    exists only if the data has it. Raises InputError, which names the row, if a row cannot be read, and if the data
+    lacks the column of a key in `named`.
     """
     new = replace(cfg, path=path, train=None, validation=None, more_validation={})
     says_format = is_named(path) and not path.endswith(".json")

@@ -16,29 +16,29 @@ from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 
 logger = logging.getLogger("train")
 
-MAX_NAMED = 10  # bad rows of a split that are named
-SHOWN_CHARS = 300  # of bad rows in an error, which is one line
-MAX_LABELS = 1000  # seen in the data; more suggest a wrong column
-COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
-MAX_NUMBERS = 50  # that are labels; more are scores, years or ids
+MAX_NAMED = 10  # bad rows named per split
+SHOWN_CHARS = 300  # characters about bad rows in an error, which is one line
+MAX_LABELS = 1000  # different labels in the data; more suggest a wrong column
+COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, since a single row may lack some
+MAX_NUMBERS = 50  # different numbers as labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # also with a decimal comma
-NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # among numbers; among words it is a label
+NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # not a class among numbers; among words it is a label
 TRUTHS, BITS = {"true", "false"}, {"0", "1"}
 SEVERAL = re.compile(r"""\[\s*(['"\d].*)?\]|\{\s*['"].*\}""", re.DOTALL)  # a list or an object as text, as in CSV
 
 
 @dataclass
 class Dropped:
-    """Unused rows of a split. `limit`: the number of bad ones that are allowed."""
+    """Counts of a split's unused rows. `limit`: how many bad rows are allowed."""
 
     split: str
     limit: int
     bad_rows: int = 0
     bad_examples: list[str] = field(default_factory=list)
-    left_out: int = 0
-    read_lines: int = 0  # of CSV, in whose fields line ends may be
-    read_rows: int = 0  # made of them
+    left_out: int = 0  # rows whose label data.label_map maps to null
+    read_lines: int = 0  # lines of CSV, whose fields may contain line ends
+    read_rows: int = 0  # rows parsed from these lines
 
     def add(self, where: str, bad: BadRow) -> None:
         self.bad_rows += 1
@@ -46,8 +46,8 @@ class Dropped:
             self.bad_examples.append(f"{where}: {bad}")
 
     def check(self) -> None:
-        """Raise InputError if there are too many."""
-        what = f"{self.split}: {self.bad_rows:,} bad rows, data.max_bad_rows={self.limit} are allowed"
+        """Raise InputError if there are more bad rows than allowed."""
+        what = f"{self.split}: {self.bad_rows:,} bad rows, more than data.max_bad_rows={self.limit} allows"
         shown = self.bad_examples[:1]
         for example in self.bad_examples[1:]:
             if len("; ".join([*shown, example])) > SHOWN_CHARS:
@@ -62,7 +62,7 @@ class Dropped:
 
 
 class LabelNames:
-    """The mapping from labels in the data to their names. `known`: the only valid names; empty: any is."""
+    """The mapping from labels in the data to their names. `known`: the only valid names; if empty, all are valid."""
 
     def __init__(self, cfg: RecordsConfig, known: Sequence[str] = ()) -> None:
         self.map = {plain_label(value): name for value, name in cfg.label_map.items()}
@@ -73,7 +73,10 @@ class LabelNames:
         self.unmapped: set[str] = set()
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
-        """Return a value in the form of settings, or its name, and data.label_map's label for it (None: left out)."""
+        """Return a value's name in the data, and the label that data.label_map makes of it (None: left out).
+
+        `names`: the names that numbers in the data stand for, if any.
+        """
         key = plain_label(value)
         if names is not None and type(value) is int and 0 <= value < len(names):
             by_number = key in self.map and plain_label(names[value]) not in self.map
@@ -81,7 +84,10 @@ class LabelNames:
         return key, self.map.get(plain_label(key), key)
 
     def of(self, value: Any, names: Sequence[str] | None) -> str | None:
-        """Return the name for a value, which is a number of `names` if they are given; None: the row is left out."""
+        """Return the label for a value; None if the row is left out. `names`: see `look_up`.
+
+        Raises BadRow if the label is unknown, and InputError if too many different labels have been seen.
+        """
         key, name = self.look_up(value, names)
         if name is None:
             return None
@@ -95,17 +101,17 @@ class LabelNames:
             self.unmapped.add(name)
         if not self.known and len(self.seen) > MAX_LABELS:
             self.check_numbers()
-            many = f"more than {MAX_LABELS} different labels, is data.columns right? as {name[:40]}"
+            many = f"more than {MAX_LABELS} different labels, such as {name[:40]}; is data.columns right?"
             raise InputError(f"the data holds {many}")
         return name
 
     def check_numbers(self) -> None:
-        """Raise InputError if the labels are numbers that are not classes, also with words among them, such as n/a."""
+        """Raise InputError if the labels are numbers but not classes, even with words such as n/a among them."""
         seen = sorted(self.seen) if not self.known else []
         check(
             not (TRUTHS & {*seen} and BITS & {*seen}),
-            f"the labels are {shortlist(seen)}, and true may be 1: data.label_map={{true: 1, false: 0}} "
-            "joins them; if each is a class, list all in data.labels",
+            f"the labels are {shortlist(seen)}, where true may mean 1: data.label_map={{true: 1, false: 0}} "
+            "joins the two; if each label is a class, list all in data.labels",
         )
         values = {name: float(name.replace(",", ".")) for name in seen if SCORE.fullmatch(name)}
         values |= {name: float(name) for name in seen if values and NO_NUMBER.fullmatch(name)}
@@ -114,14 +120,15 @@ class LabelNames:
         example = fraction or max(values, key=values.__getitem__, default="")
         check(
             fraction is None and len(values) <= MAX_NUMBERS,
-            f"the labels are {what}, as {example}: scores are learnt by regression (task=regress), not as classes; if "
-            "each number is a class, list all in data.labels, as data.labels=[0,1,2]",
+            f"the labels are {what}, such as {example}: scores are learnt by regression (task=regress), not as "
+            "classes; if each number is a class, list all of them, as in data.labels=[0,1,2]",
         )
 
     def in_order(self) -> list[str]:
-        """Return the names seen so far, in the order of their numbers, or of numbers that data.label_map maps to them.
+        """Return the names seen so far, sorted.
 
-        Names without such numbers are in alphabetical order.
+        If all names are numbers, or data.label_map maps only numbers to them, these numbers are the order. Otherwise it
+        is alphabetical.
         """
         self.check_numbers()
         names = sorted(self.seen)
@@ -142,12 +149,12 @@ def examples(
     *,
     named: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns of `kind`, a label by its name. Bad rows go to `dropped`.
+    """Yield each row with the columns of `kind`; a label is its name. Bad rows are counted in `dropped`.
 
-    If that is None the rows are new ones: they have a target only if the data does or it is one of the columns `named`,
-    and an unknown label is None.
+    If `dropped` is None, the rows are new: the data may lack the target unless its key is in `named`, and an unknown
+    label is None.
 
-    Raises InputError if a column is missing or, for new rows, bad.
+    Raises InputError if a column is missing, or if a new row is bad.
     """
     is_new, number = dropped is None, -1
     ids: set[str] = set()
@@ -168,7 +175,7 @@ def examples(
                     example |= target_of(row, example, kind, labels, names, is_new=is_new)
                 if kind.has_unique_ids and not is_new:
                     if example["id"] in ids:
-                        raise BadRow(f"a row before it has the id {example['id']:.40}; each needs its own")
+                        raise BadRow(f"an earlier row has the id {example['id']:.40} too; ids must differ")
                     ids.add(example["id"])
             except BadRow as bad:
                 if dropped is None:
@@ -183,13 +190,13 @@ def examples(
         if num_lines and dropped is not None:
             dropped.read_lines, dropped.read_rows = dropped.read_lines + num_lines, dropped.read_rows + num_rows
         elif num_lines not in (0, num_rows):
-            logger.warning("%s: %d lines read, %d rows made of them", table.where, num_lines, num_rows)
+            logger.warning("%s: %d lines read as %d rows", table.where, num_lines, num_rows)
 
 
 def target_of(
     row: Row, example: dict[str, Any], kind: RowKind, labels: LabelNames, names: Sequence[str] | None, *, is_new: bool
 ) -> dict[str, Any]:
-    """Return the target by its key; {} for a new row without one."""
+    """Return the target of a row, under its key; {} for a new row whose target is null."""
     value, column = row.value(kind.target), ", ".join(names_in(row.columns[kind.target]))
     if kind.read_target is not None:
         if is_new and value is None:
@@ -212,7 +219,7 @@ def target_of(
 
 
 def check_single(value: Any, column: str, kind: RowKind) -> None:
-    """Raise BadRow if a label is bytes, a list or an object, or one of the last two as text."""
+    """Raise BadRow if a label is bytes, a list or an object, or the text of a list or object."""
     if isinstance(value, bytes):
         raise BadRow(f"{column} holds {value!r:.40}, bytes and not text; write the column as strings")
     if not isinstance(value, list | dict) and not (isinstance(value, str) and SEVERAL.fullmatch(value.strip())):
@@ -222,16 +229,14 @@ def check_single(value: Any, column: str, kind: RowKind) -> None:
     if isinstance(value, dict) and {"text", "answer_start"} <= value.keys():
         what = "answers, which task=qa learns"
     elif is_object:
-        what = f"an object, not a label; a column may lead into it: data.columns.{kind.target}={column}.{inner}"
+        what = f"an object, not a label; name a value inside it: data.columns.{kind.target}={column}.{inner}"
     else:
-        what = (
-            f"a list: several labels of a row are multi-label classification, task=multilabel; {kind.name} learns one"
-        )
+        what = f"a list: task=multilabel learns several labels per row; task={kind.name} learns one"
     raise BadRow(f"{column} holds {value!r:.40}, {what}")
 
 
 def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
-    """Return the numbers of the columns that hold 1 or true; others hold 0 or false. Raises BadRow otherwise."""
+    """Return the indices of the columns that hold 1 or true. Raises BadRow unless the others hold 0 or false."""
     found = [plain_label(value) for value in values]
     for name, value, text in zip(names, values, found, strict=True):
         if text not in TRUTHS | BITS:
@@ -240,7 +245,7 @@ def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
 
 
 def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
-    """Return the labels of a row, each once, without those that data.label_map maps to null."""
+    """Return the different labels of a row, without those that data.label_map maps to null."""
     if isinstance(value, str):
         if labels.separator is None:
             raise BadRow(f"{column} holds {value!r:.40}, not a list; data.label_separator splits a text into labels")
@@ -276,7 +281,7 @@ def labels_of_each(
 
 
 def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> Iterator[LocatedRow]:
-    """Yield the rows of a table. Raises InputError if it lacks one of the columns, by key."""
+    """Return the rows of a table. Raises InputError if it lacks a column. `needed`: the columns for each key."""
     rows = table.rows()
     if table.columns is not None:
         check_columns(needed, table.columns, table.where)
@@ -286,7 +291,7 @@ def with_columns(needed: Mapping[str, str | tuple[str, ...]], table: Table) -> I
     if good:
         where, row = good[0]
         lists = [name for name, value in row.items() if name.isidentifier() and holds_objects(value)]
-        hint = f"; are the rows inside of {lists[0]}? Write one a line, as jq -c '.{lists[0]}[]' does" if lists else ""
+        hint = f"; are the rows in {lists[0]}? Write one per line, as jq -c '.{lists[0]}[]' does" if lists else ""
         check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), where, hint)
     return chain(first, rows)
 

@@ -1,4 +1,4 @@
-"""The place and version of labelled data: files here or in S3, output of save_to_disk, or the Hub."""
+"""The location and version of labelled data: files on disk or in S3, a folder of save_to_disk, or the Hub."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
 FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
-SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
-NO_FILE = "neither a regular file nor a folder (a pipe can be read once, and may have no end): write it to a file"
+SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # names of files that save_to_disk writes
+NO_FILE = "neither a regular file nor a folder (a pipe can be read only once, and may not end): write it to a file"
 MAX_LISTED = 5  # files named in an error
-NO_ROWS = ""  # data.train where nothing is learnt: no training rows are read.
-# These settings leave the rows unchanged.
+NO_ROWS = ""  # the value of data.train if nothing is learnt: no training rows are read
+# These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
-    """Return the file, glob or name that the settings name for each split; None: there is only one."""
+    """Return the file, glob or split name that the settings name for each split; None: the only one of the data."""
     if cfg.train == NO_ROWS:
         return {"validation": cfg.validation, **cfg.more_validation}
     validation = {} if cfg.validation is None else {"validation": cfg.validation}
@@ -44,9 +44,10 @@ def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
 
 
 def version(cfg: RecordsConfig, s3: S3Config) -> str:
-    """Return a sha256 that changes when the data or the settings of reading it do. No data is read.
+    """Return a sha256 that changes when the data or the settings for reading it change. No data is read.
 
-    It covers names, sizes and times of files, ETags in S3, the commit at the Hub. Raises InputError as `open_splits`.
+    It covers the names, sizes and times of files, the ETags in S3, or the commit at the Hub. Raises InputError in the
+    same cases as `open_splits`.
     """
     source = layout(cfg, s3)
     if source == "files":
@@ -65,7 +66,7 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
 
 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:
-    """Return how `data.path` holds its splits: "files", "saved" (datasets' save_to_disk) or "hub"."""
+    """Return how `data.path` stores its splits: "files", "saved" (by save_to_disk of `datasets`) or "hub"."""
     if cfg.format != "auto":
         return "files" if cfg.format in FILE_FORMATS else cfg.format
     if is_s3(cfg.path):
@@ -78,7 +79,7 @@ def layout(cfg: RecordsConfig, s3: S3Config) -> str:
 
 
 def is_named(name: str) -> bool:
-    """Return whether a name is that of a file and shows its format."""
+    """Return whether a name ends in the suffix of a file format."""
     return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
@@ -88,21 +89,21 @@ def is_named(name: str) -> bool:
 @dataclass(frozen=True)
 class S3File:
     folder: S3Folder = field(compare=False)
-    location: str  # of the folder
+    location: str  # the folder's location
     name: str
 
     def __str__(self) -> str:
         return f"{self.location}/{self.name}"
 
     def head(self) -> Head:
-        """Length and version of the file. Raises InputError if there is none."""
+        """Return the length and version of the file. Raises InputError if it does not exist."""
         head = self.folder.head(self.name)
         if head is None:
             raise InputError(f"{self}: there is no such file")
         return head
 
     def download(self, root: Path) -> Path:
-        """Copy the file below a folder, and return its path."""
+        """Copy the file to a path below `root`, and return that path."""
         path, size = root / self.name, self.head().size
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,12 +123,12 @@ def stamp(file: File) -> list[Any]:
         return [str(file), file.folder.endpoint, *head]
     with naming(f"{file} cannot be read", (OSError,)):
         status = file.stat()
-    # ctime covers all changes: a copy that keeps the time of its original has a new one.
+    # ctime covers all changes: a copy that keeps the mtime of its original has a new ctime.
     return [str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
-    """Return each split's files, here or in S3. Raises InputError if one is missing, or in train and another split."""
+    """Return each split's files. Raises InputError if a file is missing, or is both in train and in another split."""
     keys = {split: f"data.{split}" for split in ("train", "validation")}
     files = {
         split: find(cfg.path, keys.get(split, f"data.more_validation.{split}"), pattern, s3)
@@ -141,7 +142,10 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Return files below `location` (next to it, if that is a file) that match; without a pattern the only one."""
+    """Return the files that match `pattern`; None: the only file.
+
+    They are below `location` or, if that is a file, next to it.
+    """
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)
@@ -156,14 +160,14 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Fil
             names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
             return [root / only_one(location, key, names)]
         pattern = str(local_path(pattern))
-        exact = root / pattern  # a name may contain special characters of globs
+        exact = root / pattern  # a file's name may contain special characters of globs
         paths = [exact] if exact.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
     check(bool(paths), f"{key}={pattern}: there is no file {exact}")
     return list(paths)
 
 
 def only_one(location: str, key: str, names: list[str]) -> str:
-    """Return the only name. Raises InputError if there are several: no guess is made, as one may be the test set."""
+    """Return the only name. Raises InputError if there are several, because a guess could choose the test set."""
     check(bool(names), f"data.path={location} holds no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
     many = f"data.path={location} holds {len(names)} files ({shortlist(names, MAX_LISTED)})"
     use = "training" if key == "data.train" else "evaluation"
@@ -172,7 +176,7 @@ def only_one(location: str, key: str, names: list[str]) -> str:
 
 
 def s3_folder(location: str, s3: S3Config) -> S3Folder:
-    from train.system.s3 import S3Folder  # late: boto3 takes long to import
+    from train.system.s3 import S3Folder  # imported here because boto3 takes long to import
 
     return S3Folder(location, s3)
 
@@ -182,11 +186,11 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
         location, _, own = location.rpartition("/")
         pattern = pattern or own
     folder = s3_folder(location, s3)
-    if pattern is not None and not glob.has_magic(pattern):  # needs no permission to list
+    if pattern is not None and not glob.has_magic(pattern):  # an exact name needs no permission to list
         names: list[str] = [checked(RelativePath, pattern, key)]
     elif pattern is not None:
         deep = "**" in pattern
-        names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # here * also matches slashes
+        names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # fnmatch's * also matches slashes
         names = [name for name in names if deep or name.count("/") == pattern.count("/")]
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
@@ -202,7 +206,7 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
         check(bool(names), f"data.path={cfg.path} holds nothing")
         return [S3File(folder, folder.location, name) for name in names]
     root = local_path(cfg.path)
-    check(root.is_dir(), f"data.path={cfg.path} is no folder; data.format=saved reads what save_to_disk wrote")
+    check(root.is_dir(), f"data.path={cfg.path} is not a folder; data.format=saved reads what save_to_disk wrote")
     return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
@@ -210,7 +214,7 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
 
 
 def hub_version(cfg: RecordsConfig) -> str:
-    """Return the commit of a Hub data set, as `datasets` reports it (offline: the one in its cache)."""
+    """Return the commit of a Hub data set that `datasets` reports (offline: the commit in the library's cache)."""
     with naming_hub(cfg):
         commit = open_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
     if not isinstance(commit, str):

@@ -12,16 +12,16 @@ from train.config import shortlist
 if TYPE_CHECKING:
     from datasets import Dataset
 
-QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # shares of rows that are no longer
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # the share of rows up to each length
 SHORTEST_EDGE = 4
-STEP = 16  # tokens, of which lengths are multiples, as matrix units prefer
-LEAST_GAIN = 0.01  # share of the computed tokens; another length makes batches of an epoch less mixed
-FEW_EXAMPLES = 30  # for an evaluation: with fewer, one answer moves a figure by more than three hundredths
-MOST_GRAPHS = 3  # lengths that data.lengths=auto chooses if each is a graph to compile
+STEP = 16  # tokens; lengths are multiples of it, which matrix units prefer
+LEAST_GAIN = 0.01  # share of the computed tokens that one more length must save, since it makes batches less mixed
+FEW_EXAMPLES = 30  # examples of an evaluation; with fewer, one answer moves a score by more than 3 %
+MOST_GRAPHS = 3  # lengths that data.lengths=auto chooses at most if a graph is compiled for each
 
 
 def column(table: Dataset, name: str) -> np.ndarray:
-    """Return [rows]: a column of numbers; of lists of numbers, those of all rows in one."""
+    """Return a column of numbers, [rows]. If it has lists of numbers, they are concatenated."""
     values = table.select_columns(name).with_format("arrow")[:].column(name).combine_chunks()
     numbers: np.ndarray = (values.flatten() if hasattr(values.type, "value_type") else values).to_numpy()
     return numbers
@@ -30,7 +30,7 @@ def column(table: Dataset, name: str) -> np.ndarray:
 def facts_of_split(
     examples: Dataset, features: Dataset, *, target: str, labels: Sequence[str], seq_len: int, notes: dict[str, float]
 ) -> dict[str, Any]:
-    """Return the facts of rows and their tokens for tables.json and the report. `target`: the labels' column."""
+    """Return a split's facts for tables.json and the report. `target`: the column of the labels in `examples`."""
     lengths = column(features, "length")
     counts = np.bincount(column(examples, target), minlength=len(labels)).tolist() if labels else []
     return {
@@ -48,7 +48,7 @@ def facts_of_split(
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line about the labels that no training row has, and one for each split that is too small to judge by."""
+    """Yield a line about labels that no training row has, and one for each split that is too small for a score."""
     counts = splits["train"]["label_counts"] if "train" in splits else {}
     names = [name for name, count in counts.items() if not count]
     if names:
@@ -60,16 +60,16 @@ def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:
-    """Return in words how many of `rows` were cut at `seq_len` and their losses; `tokens` are left. "" if none."""
+    """Return a sentence on the rows cut at `seq_len` and their lost tokens; "" if no row was. `tokens`: those left."""
     num_cut, lost = int(notes.get("truncated", 0)), int(notes.get("tokens_cut", 0))
     loss = f"{lost:,} of {tokens + lost:,} tokens ({lost / max(1, tokens + lost):.1%}) are lost"
     return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}" if num_cut else ""
 
 
 def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:
-    """Return the numbers of rows between lengths: counts[i] are longer than up_to[i - 1], at most up_to[i] tokens.
+    """Return row counts by length: counts[i] rows have more than up_to[i - 1] and at most up_to[i] tokens.
 
-    The lengths are 4, 6, 8, 12, 16, ...: powers of two and the middles between them, up to seq_len.
+    `up_to` is 4, 6, 8, 12, 16, ...: powers of two and the midpoints between them, up to seq_len.
     """
     powers = [SHORTEST_EDGE * 2**number for number in range(seq_len.bit_length())]
     edges = [edge for power in powers for edge in (power, power + power // 2) if edge < seq_len]
@@ -79,7 +79,7 @@ def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:
 
 
 def padding_share(lengths_of_rows: np.ndarray, lengths: Sequence[int]) -> float:
-    """Return the share of padding if each row is padded to the first of the ascending `lengths` that it fits into."""
+    """Return the share of padding tokens if each row is padded to the first of the ascending `lengths` that fits."""
     padded = np.asarray(lengths)[np.searchsorted(lengths, lengths_of_rows)].sum()
     return 1 - float(lengths_of_rows.sum() / padded)
 
@@ -87,16 +87,16 @@ def padding_share(lengths_of_rows: np.ndarray, lengths: Sequence[int]) -> float:
 def best_lengths(
     lengths_of_rows: np.ndarray, longest: int, most: int, *, step: int = STEP, shortest: int = 1, enough: float = 0.0
 ) -> list[int]:
-    """Return the fewest ascending lengths whose padding is at most `enough`, or else `most` with the least.
+    """Return the fewest ascending lengths with a padding share of at most `enough`, else `most` with the least padding.
 
-    `longest` is the last one; the others are multiples of `step`, at least `shortest`. None is added that saves less
-    than LEAST_GAIN.
+    The last length is `longest`; the others are multiples of `step` and at least `shortest`. There are fewer than
+    `most` if one more would save less than LEAST_GAIN.
     """
     choices = np.array([*range(-(-shortest // step) * step, longest, step), longest])
     rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[choices]
-    padded = choices * rows_up_to  # tokens of the rows up to each choice if it is the last of the lengths so far
-    is_behind = np.tri(len(choices), k=-1, dtype=bool)  # [before, last]: a length is not after the last one
-    ways: list[np.ndarray] = []  # for each further length: the best one before each choice
+    padded = choices * rows_up_to  # computed tokens of the rows up to each choice, if it is the last length
+    is_behind = np.tri(len(choices), k=-1, dtype=bool)  # [before, last]: True if `before` is longer than `last`
+    ways: list[np.ndarray] = []  # for each added length: the best length before each choice
     while len(ways) + 1 < most and padded[-1] * (1 - enough) > lengths_of_rows.sum():
         totals = padded[:, None] + choices * (rows_up_to - rows_up_to[:, None])
         totals[is_behind] = np.iinfo(np.int64).max

@@ -1,6 +1,6 @@
 """A folder of prepared examples: tables that `datasets.load_from_disk` reads, a tokenizer, and tables.json.
 
-tables.json comes last and has the checksums of all other files and of itself.
+tables.json is written last, and has the checksums of all other files and of itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FORMAT = 2
 
 
 class SplitLines(TypedDict, total=False):
-    """Lines of data from CSV."""
+    """Counts for a split that was read from CSV."""
 
     read_lines: int
-    read_rows: int  # made of them, bad ones too
+    read_rows: int  # parsed from these lines, including bad rows
 
 
 class SplitEntry(SplitLines):
-    """The facts of a split, see table_facts."""
+    """The facts of a split (see table_facts.py)."""
 
     examples: int
     rows: int
@@ -49,13 +49,13 @@ class Facts(TypedDict):
     """The content of tables.json."""
 
     format: int
-    id: Sha256  # of the rows of tokens and the labels
+    id: Sha256  # of the token rows and the labels
     kind: str
     labels: list[str]
     settings: dict[str, Any]
     selection: dict[str, Any]
     tokenizer_sha256: Sha256
-    splits: dict[str, SplitEntry]  # the names are FileNames
+    splits: dict[str, SplitEntry]  # by split name, a FileName
     files: dict[RelativePath, FileEntry]
 
 
@@ -66,15 +66,15 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in paths
     }
-    body = json.loads(json.dumps({**facts, "files": files}))  # plain types, which are read again unchanged
+    body = json.loads(json.dumps({**facts, "files": files}))  # plain JSON types, equal to what is read back
     write_atomic(folder / NAME, (json.dumps(sealed(body), indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def parse_facts(content: bytes) -> Facts:
-    """Read tables.json. Raises BadContent if it is of another version, was changed, or holds impossible values."""
+    """Parse tables.json. Raises BadContent if it is of another version, was changed, or has impossible values."""
     body = read_object(content)
     if body.get("format") != FORMAT:
-        raise BadContent("it is of another version of this program")
+        raise BadContent("it was written by another version of this program")
     body = unsealed(body)
     facts = record(Facts, body)
     for split in facts["splits"]:
@@ -83,7 +83,7 @@ def parse_facts(content: bytes) -> Facts:
 
 
 def find_facts(folder: Folder) -> Facts | None:
-    """Return tables.json of a folder, None without it. Raises InputError if it is of another version, or damaged."""
+    """Return the facts in a folder's tables.json; None if there is none. Raises InputError if it cannot be used."""
     if folder.size(NAME) is None:
         return None
     try:
@@ -93,7 +93,7 @@ def find_facts(folder: Folder) -> Facts | None:
 
 
 def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
-    """Return tables.json of a folder of the cache; None if this or any other file is missing or damaged."""
+    """Return the facts of a cached folder; None if any of its files is missing or damaged."""
     try:
         facts = parse_facts((folder / NAME).read_bytes())
         check_entries(folder, facts["files"], checksums=checksums)
@@ -102,7 +102,7 @@ def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
     return facts
 
 
-# ---- elsewhere -----------------------------------------------------------------------------------------------------
+# ---- data.save_to --------------------------------------------------------------------------------------------------
 
 
 def save(folder: Path, target: Folder) -> None:
@@ -133,7 +133,7 @@ def bring(source: Folder, facts: Facts, folder: Path) -> None:
 
 
 def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokenizer_sha256: str) -> None:
-    """Raise InputError, with the first setting in which this run and tables prepared elsewhere differ."""
+    """Raise InputError if saved tables were prepared with other settings. It names the first one that differs."""
     path, task = f"data.path={data.path}", featurizer.kind.name
     check(facts["kind"] == task, f"{path} was prepared for task={facts['kind']}, not {task}")
     theirs = dict(flatten(facts["settings"]))
@@ -143,11 +143,11 @@ def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokeni
         theirs[name], mine[name] = value, value if getattr(data, name) is None else getattr(data, name)
     for name in sorted({*theirs, *mine}):
         old, new = theirs.get(name), mine.get(name)
-        check(old == new, f"{path} was prepared with {name}={old}, this run has {new}; use the same or prepare anew")
+        check(old == new, f"{path} was prepared with {name}={old}, this run has {new}; use the same or prepare again")
     missing = sorted(set(data.more_validation) - set(facts["splits"]))
-    check(not missing, f"{path} has no split {', '.join(missing)} (data.more_validation); prepare it anew")
+    check(not missing, f"{path} has no split {', '.join(missing)} (data.more_validation); prepare it again")
     check(
         facts["tokenizer_sha256"] == tokenizer_sha256,
-        f"{path} was prepared with another tokenizer (sha256 {facts['tokenizer_sha256'][:12]}) than the model's "
-        f"({tokenizer_sha256[:12]}); choose the model it was prepared for, or prepare anew",
+        f"{path} was prepared with the tokenizer of sha256 {facts['tokenizer_sha256'][:12]}, the model's has "
+        f"{tokenizer_sha256[:12]}; choose the model it was prepared for, or prepare again",
     )

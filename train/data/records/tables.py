@@ -1,12 +1,12 @@
-"""Labelled examples, read and tokenised once, for all ranks of a machine and later runs.
+"""Labelled examples, read and tokenised once for all ranks of a machine and for later runs.
 
-    read      train/data/records/raw.py: rows of files, one table a split
-    make      the task's Featurizer: tokens of each row, as long as they are
-    keep      CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (tokens), SPLIT_examples/ (rows as they were), tokenizer/,
-              tables.json; VERSION changes when a file of the raw data does, by its name, size or time
+    read      train/data/records/raw.py: rows of files, one table per split
+    make      the task's Featurizer: token rows, without padding
+    keep      CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (token rows), SPLIT_examples/ (rows as read), tokenizer/ and
+              tables.json; VERSION is a hash of the names, sizes and times of the raw data's files
 
-The data's id is a hash of the rows of tokens and the labels, so it is the same wherever they were prepared.
-A folder that data.save_to wrote can be data.path of other runs: then nothing is read or tokenised.
+The data's id is a hash of the token rows and the labels, so it does not depend on where they were prepared.
+A folder that data.save_to wrote can be data.path of other runs, which then read and tokenise nothing.
 """
 
 from __future__ import annotations
@@ -68,33 +68,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 
-RESERVED = ("tokenizer", "scratch")  # folders next to those of the splits
-ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
-LAUNCH = ".launch-"  # files in which a rank leaves the result for the others of its machine
-SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
+RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
+ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
+LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
+SHARD = "128MB"  # the size of a table's files: copying one to S3 takes this much memory
 
 
 @dataclass(frozen=True)
 class Tables:
     folder: Path
-    id: str  # sha256 of the rows of tokens and the labels
+    id: str  # sha256 of the token rows and the labels
     facts: Facts  # tables.json
 
     def features(self, split: str) -> datasets.Dataset:
-        """Return the tokens of a split, memory-mapped."""
+        """Return the token rows of a split, memory-mapped."""
         return load_saved(self.folder / split)
 
     def examples(self, split: str) -> datasets.Dataset:
-        """Return the rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
+        """Return the rows of a split as read, memory-mapped. The column `row` of a token row is an index into them."""
         return load_saved(self.folder / f"{split}_examples")
 
     def lengths(self, split: str) -> np.ndarray:
-        """Return [rows] int32: tokens of each row."""
+        """Return the token count of each row, [rows] int32."""
         return column(self.features(split), "length")
 
 
 def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
-    """Return the data of a run, made by one rank per machine. Raises InputError if the data cannot be used."""
+    """Return the data of a run, which one rank per machine prepares. Raises InputError if it cannot be used."""
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
     for name in data.more_validation:
@@ -110,20 +110,20 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
 
 @dataclass(frozen=True)
 class TableRequest:
-    """The data that one rank of each machine is to provide."""
+    """A request for the data of a run, which one rank of each machine fulfils."""
 
     cfg: TrainConfig
     data: RecordsConfig
     featurizer: Featurizer
     tokenizer_id: str
-    root: Path  # of all tables on this machine
+    root: Path  # the folder of all tables on this machine
 
 
 def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
-    """Return the result of `action`, taken by the first rank of a machine.
+    """Return the result of `action`, which only one rank of each machine performs.
 
-    The others wait for the lock of a file in `root`, and find the result in it. If the first one dies or fails, the
-    next one takes the action.
+    The ranks take the lock of a file in `root` one after the other. The first one performs `action` and writes the
+    result into the file. If it dies or fails, the next one performs `action`.
     """
     launch = launched()
     if launch.local_world_size == 1:
@@ -132,7 +132,7 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
     for path in root.glob(f"{LAUNCH}*"):
         if is_gone(path.name.removeprefix(LAUNCH).rsplit("-", 2)[0]):
             discard(path)
-    # Ranks have one parent, torchrun's agent, which may start them again.
+    # The ranks share a parent, torchrun's agent. It may restart them, which changes the restart count.
     path = root / f"{LAUNCH}{owner_name(os.getppid())}-{launch.restart_count}-{key}"
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -145,12 +145,12 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
 
 
 def provide(request: TableRequest) -> str:
-    """Return the folder with the tables, on this machine; also kept in data.save_to."""
+    """Return the folder with the tables on this machine. The first machine also saves them to data.save_to."""
     data, launch = request.data, launched()
     is_first_machine = launch.rank == launch.local_rank
     progress.begin(Phase(f"looking for data.path={data.path}"))
     with progress.reported(speaks=is_first_machine):
-        # Prepared tables may be in any folder, whatever format the raw data had.
+        # Any folder may contain prepared tables, whatever data.format is.
         is_folder = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
         source = open_folder(data.path, request.cfg.s3) if is_folder else None
         facts = find_facts(source) if source else None
@@ -163,19 +163,19 @@ def provide(request: TableRequest) -> str:
             logger.warning(line)
         if data.save_to is not None and is_first_machine:
             save(folder, open_folder(data.save_to, request.cfg.s3))
-    # The tokenizer used threads here: loader workers that are forked now must not, and must not warn of it.
+    # The tokenizer has used threads here, so it must not use them in forked loader workers, nor warn about that.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return str(folder)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the checksum of tokenizer.json without truncation and padding, which every call sets anew."""
+    """Return the checksum of tokenizer.json without truncation and padding, which every call changes."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
 
 
 def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
-    """Return a local folder, or a cached copy of one in S3. Raises InputError if a file is missing or damaged."""
+    """Return the saved folder, or a cached copy if it is in S3. Raises InputError if a file is missing or damaged."""
     data = request.data
     if not is_s3(data.path):
         folder = local_path(data.path)
@@ -188,10 +188,9 @@ def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
 
 
 def find_or_make(request: TableRequest) -> Path:
-    """Return the folder of these rows, settings and tokenizer.
+    """Return the folder for these rows, settings and tokenizer. It is made if the cache does not have it.
 
-    Raises InputError if rows cannot be used, or if the disk is full. Raw data that has not changed since is not read
-    again.
+    Raw data that has not changed is not read again. Raises InputError if too many rows are bad, or if the disk is full.
     """
     data, kind, settings = request.data, request.featurizer.kind.name, request.featurizer.settings
     now = version(data, request.cfg.s3)
@@ -205,7 +204,7 @@ def find_or_make(request: TableRequest) -> Path:
 
 
 def remake(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder that is missing or damaged. Other runs that need it wait for it and use it."""
+    """Make a folder that is missing or damaged. Other runs that need it wait until it is complete."""
     if folder.is_dir():
         remove_folder(folder)
     make_folder(folder.parent)
@@ -231,7 +230,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
         facts = facts_of_split(examples, tokens[split], target=target, labels=raw.labels, seq_len=seq_len, notes=notes)
         splits[split] = {**facts, **raw.dropped[split].facts()}
     fast = featurizer.tokenizer.backend_tokenizer
-    fast.no_truncation()  # the last call set it
+    fast.no_truncation()  # undo the settings of the last call
     fast.no_padding()
     featurizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     about = {
@@ -249,7 +248,7 @@ def make(request: TableRequest, folder: Path, now: str) -> None:
 
 
 def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str:
-    """Return the sha256 of all rows of tokens and the labels. It does not depend on how Arrow stores them in files."""
+    """Return the sha256 of all token rows and the labels. It does not depend on how Arrow divides them into chunks."""
     about = {split: [len(table), sorted(table.column_names)] for split, table in tables.items()}
     digest = hashlib.sha256(canonical_json([labels, list(tables), about]))
     for table in tables.values():
@@ -264,7 +263,7 @@ def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str
 
 
 def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path) -> datasets.Dataset:
-    """Make features in one process: the tokenizer has threads. Memory: ROWS_AT_ONCE rows."""
+    """Make the token rows of a split, ROWS_AT_ONCE rows at a time. One process is enough: the tokenizer has threads."""
     names = examples.column_names
     progress.begin(Phase(f"tokenising {split}", len(examples), has_bar=True))
 
@@ -282,6 +281,6 @@ def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset
         features=datasets.Features(featurizer.types),
         cache_file_name=str(scratch / f"{split}-tokens.arrow"),
         load_from_cache_file=False,
-        new_fingerprint=f"tokens-{split}",  # otherwise it pickles the tokenizer to make one
+        new_fingerprint=f"tokens-{split}",  # without one, `map` pickles the tokenizer to hash it
         desc=f"tokenise {split}",
     )

@@ -1,6 +1,6 @@
-"""Prepared examples as batches of static shapes: rows of a table, whose tokens are padded when they are drawn.
+"""Batches of static shapes from a table of prepared examples, whose rows are padded when they are drawn.
 
-The tokens are in memory-mapped Arrow files: a row is a slice of its chunk's values.
+The token ids are in memory-mapped Arrow files: each row is a slice of its chunk's values.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray, DataType
 
-FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # by Arrow's names
+FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # Arrow's float types
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
-LABELS = "labels"  # the input with the class of a row, or of each of its tokens, if rows have one
+LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 
 
 class Lists:
-    """A column of lists of integers, chunk by chunk, without a copy."""
+    """A column of lists of numbers, read chunk by chunk without a copy."""
 
     def __init__(self, column: ChunkedArray) -> None:
         self.offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
         self.values = [chunk.values.to_numpy() for chunk in column.chunks]
-        self.firsts = np.cumsum([0, *map(len, column.chunks)])  # row that a chunk begins with, and the end
+        self.firsts = np.cumsum([0, *map(len, column.chunks)])  # the first row of each chunk, then the row count
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
     def take(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return views of the lists of these rows."""
+        """Return the lists of these rows, as views."""
         chunks = np.searchsorted(self.firsts, rows, side="right") - 1
         rows_in_chunk = rows - self.firsts[chunks]
         lists = []
@@ -49,14 +49,14 @@ class Lists:
 
 
 def is_list(kind: DataType) -> bool:
-    """Return whether a column holds lists whose lengths differ, as those of tokens do."""
+    """Return whether a column has lists of variable length, such as token ids."""
     return hasattr(kind, "value_type") and not hasattr(kind, "list_size")
 
 
 def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
-    """Return the type of the input that a column becomes: int64 for whole numbers and booleans, floats unchanged.
+    """Return the dtype of the input made from a column: int64 for integers and booleans, a float dtype unchanged.
 
-    Raises InputError if it is anything else, or has empty values.
+    Raises InputError if the column has another type, or null values.
     """
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}
@@ -67,14 +67,14 @@ def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
 
 
 def values_of(column: ChunkedArray) -> np.ndarray:
-    """Return the numbers of a column [rows], or of lists that all have C of them [rows, C]."""
+    """Return a column of numbers as [rows], and one of lists of a fixed size C as [rows, C]."""
     if not hasattr(column.type, "list_size"):
         return column.to_numpy()
     return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks]).reshape(-1, column.type.list_size)
 
 
 class TokenRows:
-    """A Drawable (batches/loader.py) of a table with the columns `input_ids` (lists), `second_at` and `length`."""
+    """A Drawable (batches/loader.py) over a table with the columns `input_ids` (lists), `second_at` and `length`."""
 
     def __init__(
         self,
@@ -85,19 +85,19 @@ class TokenRows:
         columns: Mapping[str, str],
         weights: np.ndarray | None = None,
     ) -> None:
-        """Map the table; `lengths` are those that batches are padded to, ascending: a row takes the first it fits into.
+        """Map the table. `lengths`: the padded lengths, ascending; each row gets the first one that it fits into.
 
-        `columns`: further inputs and the columns of numbers that hold them; `labels` among them is the class.
-        `weights`: [labels] float, the weight of a row of each class; None: 1.
+        `columns`: the column of numbers for each further input; the input `labels` has the classes.
+        `weights`: [labels] float, the weight of the rows of each class; None: 1.
 
-        Raises InputError if a column is missing or not of numbers, or a row is longer than the last of `lengths`.
+        Raises InputError if a column is missing or not numeric, or a row is longer than the last of `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
         check(not missing, f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}")
         self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
-        arrow = table.with_format("arrow")[:]  # unchanged from disk; only rows that were selected are gathered
+        arrow = table.with_format("arrow")[:]  # mapped from disk; copied only if the table is a selection
         self.tokens = Lists(arrow.column("input_ids"))
-        self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
+        self.row_lengths = arrow.column("length").to_numpy()  # copied: a few bytes per row
         self.second_at = arrow.column("second_at").to_numpy()
         named = {name: arrow.column(column) for name, column in columns.items()}
         self.dtypes = {name: input_dtype(column, columns[name]) for name, column in named.items()}
@@ -112,15 +112,15 @@ class TokenRows:
         return len(self.tokens)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return the batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket.
+        """Return the batch of `items` [K, B] of one bucket: `bucket * 2**48 + epoch * rows + row`, see buckets.py.
 
-        With S tokens it has input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B], of lists [K,
-        B, S], of lists that all have the size C [K, B, C], all int64 but for columns of floats, which keep their
-        precision.
+        For rows of S tokens the inputs are input_ids, attention_mask and token_type_ids [K, B, S], and the columns:
+        numbers [K, B], lists [K, B, S], and lists of a fixed size C [K, B, C]. All are int64, except that a column of
+        floats keeps its dtype.
 
-        PADDING is row 0 with IGNORE_INDEX in its columns, or NaN in those of floats, of which any number may be a
-        target. "count" is the labels (the rows, without `labels`), or the sum of their weights; "tokens" the tokens
-        without padding.
+        PADDING becomes row 0 with IGNORE_INDEX in its columns. Columns of floats have NaN instead, because any number
+        may be a target. "count" is the number of labels (of rows, if there are no `labels`) or the sum of their
+        weights; "tokens" is the number of tokens without padding.
         """
         plain, bucket = parts_of(items)
         is_padding = (plain == PADDING).ravel()
@@ -129,7 +129,7 @@ class TokenRows:
         lengths = np.array(list(map(len, tokens)))
         if (too_long := lengths[~is_padding].max(initial=0)) > seq_len:
             raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
-        lengths = np.minimum(lengths, seq_len)  # row 0, which pads batches, may come from a longer bucket
+        lengths = np.minimum(lengths, seq_len)  # row 0, which stands for PADDING, may be of a longer bucket
 
         input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
         for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):
@@ -156,7 +156,7 @@ class TokenRows:
         return {"inputs": tensors, "count": counts.tolist(), "tokens": tokens_each.tolist()}
 
     def _counts(self, is_padding: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
-        """Return [rows] float64: the weight of each row."""
+        """Return the weight of each row, [rows] float64."""
         if labels is None:
             return (~is_padding).astype(np.float64)
         has_label = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORE_INDEX
