@@ -80,7 +80,7 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(paths
     prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
     rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))  # of the same two files
     (tmp_path / "short.txt").write_text("ba be")
-    says = "the validation part has . tokens, .*; give more text as corpus.validation or lower seq_len"
+    says = "the validation split has . tokens, .*; give more text as corpus.validation or lower seq_len"
     rejects(says, prepare.prepare, mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"))
     same = prepare_config(tmp_path / "same", paths[0], f"corpus.validation={paths[0]}")
     rejects("of 240 documents is left for the tokenizer by corpus.validation or", prepare.prepare, same)
@@ -158,5 +158,5 @@ def test_what_is_no_weight_and_no_corpus_is_rejected(given, says, paths, tmp_pat
 
 def test_corpora_of_other_kinds_reject_what_they_do_not_have():
     rejects("leave out corpus.weights and", open_corpus, CorpusConfig(kind="pydocs", name="x", weights=[1]))
-    says = r"corpus.validation=.* must be as an entry of corpus.datasets, .*'pth' is not known"
+    says = r"corpus.validation=.* must be like an entry of corpus.datasets, .*'pth' is not known"
     rejects(says, hub, HFDataset(path="json"), validation={"path": "json", "pth": "c"})

@@ -218,7 +218,7 @@ def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus,
     path.write_bytes(b"{")
     assert f"{path} is damaged" in rejected(parts, corpus, ready, "part=1/3")
     path.write_bytes(type(state)(**{**vars(state), "identity": "other"}).to_bytes())
-    assert f"{path} is of a preparation with other settings" in rejected(parts, corpus, ready, "merge=true")
+    assert f"{path} is from a preparation with other settings" in rejected(parts, corpus, ready, "merge=true")
 
 
 def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):

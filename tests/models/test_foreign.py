@@ -165,7 +165,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "'vocab_file' is not a special token": {"special_tokens_map.json": {"vocab_file": "/etc/passwd"}},
     "index out of bounds": {"tokenizer.json": {"normalizer": charsmap(UNITS + b"x\0")}},
     "Cannot parse precompiled_charsmap": {"tokenizer.json": {"normalizer": charsmap(b"\1")}},
-    "adds a token of number 4294967295": {"tokenizer.json": {"post_processor": TEMPLATE}},
+    "adds a token of id 4294967295": {"tokenizer.json": {"post_processor": TEMPLATE}},
     "chunk size must be non-zero": {"tokenizer.json": {"pre_tokenizer": {"type": "FixedLength", "length": 0}}},
 }
 
@@ -187,7 +187,7 @@ def test_a_vocabulary_names_no_numbers_far_behind_its_end(model):
     content["model"]["vocab"]["sat"] = 2**32 - 1
     edit(model / "tokenizer.json", **content)
     says = (
-        "piece 'sat' has the number 4294967295, though there are 10 pieces|it has no tokenizer.json"  # tokenizers 0.22
+        "piece 'sat' has the id 4294967295, though there are only 10 pieces|it has no tokenizer.json"  # tokenizers 0.22
     )
     rejects(says, load_tokenizer, str(model))
 

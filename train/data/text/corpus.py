@@ -1,7 +1,7 @@
 """Sources of text: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
 
-Every source yields the same documents in the same order each time and holds a few of them in memory. Bad input stops
-with an InputError that names the line; nothing is left out silently. A new source is one class and one line in SOURCES.
+Every source yields the same documents in the same order each time, with only a few of them in memory. Bad input raises
+an InputError that names the line; nothing is left out silently. A new source is one class and one line in SOURCES.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test"
 class Corpus(Protocol):
     @property
     def total_bytes(self) -> int | None:
-        """The sum of source_bytes, up to blanks at the ends of texts; None if unknown."""
+        """The sum of all source_bytes, except for blanks at the ends of texts; None if unknown."""
 
     @property
     def seekable(self) -> bool:
-        """True if a small part costs little to read, wherever it is."""
+        """True if any small part can be read at little cost."""
 
     @property
     def most_parts(self) -> int:
-        """Number of parts that can be read in parallel without reading anything twice."""
+        """The number of parts that can be read in parallel without reading anything twice."""
 
     def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
-        """Yield the documents of a part, from the first, the same at every call. Each is in one part of its reading."""
+        """Yield the documents of a part, the same at every call. In a reading, each document is in exactly one part."""
 
     def validation(self) -> Iterator[Document] | None:
-        """Return the documents of corpus.validation, which are among those of the parts too; None if it is not set."""
+        """Return the documents of corpus.validation, which the parts contain too; None if it is not set."""
 
     def fingerprint(self) -> str:
-        """Return a text that differs when the input does. It costs little: no text is read."""
+        """Return a text that changes when the input does. It costs little, because no text is read."""
 
 
 def open_corpus(cfg: CorpusConfig) -> Corpus:
-    """Return the corpus that `corpus.kind` names, with its files. Raises InputError if there is none."""
+    """Return the corpus that `corpus.kind` names. Raises InputError if there is none, or if its files are missing."""
     kind = cfg.kind
     check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
     settings, source = SOURCES[kind]
@@ -76,7 +76,7 @@ def open_corpus(cfg: CorpusConfig) -> Corpus:
 
 
 class PyDocs:
-    """Language reference topics and the standard library's docstrings; a function of the Python installation alone."""
+    """Topics of the language reference and docstrings of the standard library, as this Python installation has them."""
 
     seekable = True
     most_parts = 1  # a few MB
@@ -89,7 +89,7 @@ class PyDocs:
         check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
 
     def fingerprint(self) -> str:
-        # Distributions leave out modules, so the version alone does not identify the text.
+        # Some distributions leave out modules, so the version alone does not identify the text.
         files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.modules]
         return sha256_json([platform.python_version(), files])
 
@@ -103,7 +103,7 @@ class PyDocs:
     def validation(self) -> None:
         return None
 
-    @cached_property  # parsing takes seconds and the result is small: not once per pass
+    @cached_property  # parsing takes seconds, and the result is small
     def _documents(self) -> list[Document]:
         texts = [topics[name] for name in sorted(topics)]
         seen: set[str] = set()
@@ -119,7 +119,7 @@ class PyDocs:
 
 
 def docstrings(node: ast.AST) -> Iterator[str]:
-    """Yield the docstrings of a module and all it defines, in source order. Nothing is imported or run."""
+    """Yield the docstrings of a module and of all that it defines, in source order. Nothing is imported or run."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         text = ast.get_docstring(node)
         if text:
@@ -132,8 +132,8 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 class HFCorpus:
     """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
 
-    A part has whole files, as the library divides them, if there are enough; parts that share a file all read it and
-    take turns of BLOCK_DOCUMENTS documents. A document ends with its file.
+    If there are enough files, as the library counts them, a part has whole files. Otherwise several parts read the same
+    file, and take turns of BLOCK_DOCUMENTS documents. No document continues in the next file.
     """
 
     total_bytes = None
@@ -143,7 +143,7 @@ class HFCorpus:
         self.readings = readings(cfg.weights, cfg.sources)
         self.datasets = list(cfg.datasets)
         if cfg.validation is not None:
-            says = "must be as an entry of corpus.datasets, {path: user/set, split: validation}"
+            says = "must be like an entry of corpus.datasets, {path: user/set, split: validation}"
             with naming(f"corpus.validation={cfg.validation} {says}", (BadContent,)):
                 self.datasets.append(record(HFDataset, cfg.validation))
             self.readings.append(Reading(len(cfg.datasets), is_validation=True))
@@ -160,7 +160,7 @@ class HFCorpus:
 
     @cached_property  # asks the Hub once, whatever the number of parts
     def files(self) -> list[tuple[Reading, HFDataset, Any, int]]:
-        """Each file of each reading: its opened data set, with the settings, and the file's number there."""
+        """The files of all readings: the reading, the data set's settings, the opened data set, the file's index."""
         opened = [(dataset, stream(dataset)) for dataset in self.datasets]
         sets = ((each, *opened[each.corpus]) for each in self.readings)
         return [(each, dataset, rows, file) for each, dataset, rows in sets for file in range(rows.num_shards)]
@@ -185,7 +185,7 @@ class HFCorpus:
 
 
 def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
-    """Return the files of a part, and its turn in each of them."""
+    """Return the files of a part, and the part's turn in each of them."""
     if num_files >= part.count:
         return slice(*part.span(num_files)), WHOLE
     file = part.index * num_files // part.count
@@ -194,7 +194,10 @@ def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
 
 
 def stream(dataset: HFDataset) -> Any:
-    """Open a data set for reading row by row, and only its text column if the columns are known beforehand."""
+    """Open a data set for reading row by row. Only its text column is read if the columns are known beforehand.
+
+    Raises InputError if the data set cannot be opened, or has no such column.
+    """
     path, name, split, files = hub_or_path(dataset.path), dataset.name, dataset.split, data_files(dataset)
     source = "" if local_files(dataset) else path
     try:
@@ -218,7 +221,7 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 
 
 def local_files(dataset: HFDataset) -> list[Path]:
-    """Return the files of a data set on this machine; [] for a data set of the Hub."""
+    """Return the files of a data set if it is on this machine; [] if it is at the Hub."""
     path, files = hub_or_path(dataset.path), data_files(dataset)
     folder = glob.escape(path) if Path(path).is_dir() else ""
     return matching(str(Path(folder, files or "**"))) if folder or files else []

@@ -38,10 +38,10 @@ from train.data.text.documents import (
 )
 from train.system.folders import sha256_json
 
-PART_BYTES = 16 * 2**20  # of the text that one process prepares at a time: a few seconds of its work
-MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded
-STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # of Parquet
-BLANK = r"^\s*$"  # the usual separator, for which str.isspace is the same and faster
+PART_BYTES = 16 * 2**20  # text that one process prepares at a time, a few seconds of work
+MAX_DOCUMENT_CHARS = 2**24  # text without separators is cut at the first line end after this, to limit memory
+STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # in Parquet
+BLANK = r"^\s*$"  # the default separator, which str.isspace tests faster
 ENCODING = "corpus.encoding"
 DECODING = f"{ENCODING} or corpus.errors=replace"  # settings that may cure a bad byte
 
@@ -49,13 +49,14 @@ DECODING = f"{ENCODING} or corpus.errors=replace"  # settings that may cure a ba
 class FilesCorpus(ABC):
     """Files read one after the other in the order of their names.
 
-    A part is a stretch of bytes of all files and holds the documents that begin in it; files outside are not opened.
-    Plain text and JSON lines are read from there, Parquet from the row group. Packed files, CSV and encodings in which
-    a line end cannot be found from any byte on are read from their beginning: such a file belongs to the part in which
-    it begins, unless it is longer than a part, so that several share it and skip the documents of others.
+    A part is a range of the bytes of all files, and has the documents that begin in it. Files outside the range are not
+    opened. Plain text and JSON lines are read from the first byte of the range, Parquet from its row group. Three kinds
+    of files must be read from their beginning: gzipped files, CSV, and encodings in which line ends cannot be found
+    from an arbitrary byte. Such a file belongs to the part in which it begins. If it is longer than a part, several
+    parts read it, and each skips the documents of the others.
     """
 
-    suffixes: tuple[str, ...]  # of the files that are read in a folder
+    suffixes: tuple[str, ...]  # suffixes of the files that are read in a folder
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         self.cfg = cfg
@@ -86,7 +87,7 @@ class FilesCorpus(ABC):
         return max(1, (self.total_bytes + len(self.pieces)) // max(PART_BYTES, *sizes))
 
     def read_at_once(self, path: Path) -> int:
-        """Return an upper limit of a file's bytes that cannot be read without those before them."""
+        """Return the size of the longest range of a file that must be read from its beginning, in bytes."""
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:
@@ -116,9 +117,9 @@ class FilesCorpus(ABC):
                     before = min(position, end)
 
     def spans(self, part: CorpusPart) -> Iterator[tuple[Reading, Path, int, int]]:
-        """Yield the files of a part, each with its bytes [first, last). The end of a file counts as one byte more.
+        """Yield each file of a part with its bytes [first, last). The end of a file counts as one more byte.
 
-        A corpus that is read twice follows its own end, so that two copies of a document are far apart.
+        A corpus that is read twice begins again after its end, so that two copies of a document are far apart.
         """
         total = self.total_bytes + len(self.pieces)
         first, last = part.span(total)
@@ -135,7 +136,7 @@ class FilesCorpus(ABC):
     def opened(
         self, path: Path, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[IO[str], Callable[[], int]]]:
-        """Open lines that begin in bytes [first, last) of a text file, with a function for the bytes read so far."""
+        """Open the lines that begin in bytes [first, last) of a text file, with a function that counts the bytes read."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
         with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
             text,
@@ -145,17 +146,17 @@ class FilesCorpus(ABC):
 
     @abstractmethod
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        """Yield texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end."""
-        # Without seeking, it is only called on whole files.
+        """Yield the texts that begin in bytes [first, last) of a file, each with the count of bytes read so far."""
+        # A file without random access is always read whole.
 
 
 def line_name(path: Path, first: int, number: int) -> str:
-    """Return the name of a line in errors, counted from byte `first` on."""
+    """Return the name of a line for errors. `number`: counts lines from byte `first`."""
     return f"{path}, line {number} from byte {first} on" if first else f"{path}:{number}"
 
 
 def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Iterator[tuple[str, int]]:
-    """Yield the texts of a file that begin in [first, last). Each begins where the previous one ended."""
+    """Yield the texts of a file that begin in bytes [first, last). Each begins where the previous one ended."""
     begin = 0
     for text, position in texts:
         if begin >= last:
@@ -168,8 +169,8 @@ def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Ite
 class TextFiles(FilesCorpus):
     """Text files in which a line that matches `separator` starts a new document and, if not blank, is part of it.
 
-    In a very long line the separator is looked for in each stretch (see `stretches`), and each stretch ends a document,
-    unless a file is to be one.
+    A very long line is read in stretches (see `stretches`). The separator is tested on each stretch, and each stretch
+    ends a document. Without a separator, every file is one document.
     """
 
     suffixes = (".txt", ".text", ".md", ".rst")
@@ -194,7 +195,7 @@ class TextFiles(FilesCorpus):
             yield "".join(part), position()
 
     def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
-        """Yield the lines without the end of a document that began before, and with the rest of the last document."""
+        """Yield the lines, without the rest of a document that began earlier, and with the whole last document."""
         begin = lines if first == 0 else dropwhile(lambda line: not self.begins(line), lines)
         is_empty = True
         for line in begin:
@@ -205,7 +206,7 @@ class TextFiles(FilesCorpus):
                 yield from takewhile(lambda line: not self.begins(line), self.checked(text, path, last))
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
-        """Yield lines, very long ones in stretches. Raises InputError if one has characters that no text has."""
+        """Yield lines, very long ones in stretches. Raises InputError if a line has characters that no text has."""
         number, is_whole, num_chars = 0, True, 0
         for line in stretches(text):
             number += is_whole
@@ -231,7 +232,7 @@ class JsonLines(FilesCorpus):
                 if isinstance(row, BadRow):
                     raise InputError(f"{where}: {row}")
                 value = text_of(row, self.cfg.column, where)
-                # JSON can escape half a character, which cannot be encoded again and which tokenizers reject.
+                # JSON can escape half of a surrogate pair, which cannot be encoded, and which tokenizers reject.
                 if not value.isascii() and SURROGATE.search(value):
                     check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
                     value = SURROGATE.sub("\ufffd", value)
@@ -242,7 +243,7 @@ class Csv(FilesCorpus):
     suffixes = (".csv",)
 
     def can_seek(self, path: Path) -> bool:
-        return False  # a line end may be in a field
+        return False  # a field may contain line ends
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path) as (text, position):
@@ -256,26 +257,26 @@ class Csv(FilesCorpus):
 
 
 class Parquet(FilesCorpus):
-    """Parquet files, whose sizes are the column's before compression, from the footers. A null is an empty document."""
+    """Parquet files. A file's size is its column's before compression, from the footer. A null is an empty document."""
 
     suffixes = (".parquet",)
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
         super().__init__(cfg)
-        self.largest_groups: dict[Path, int] = {}  # bytes of the column in a row group
+        self.largest_groups: dict[Path, int] = {}  # bytes of the column in a file's largest row group
         self.sizes = {path: self.column_bytes(path) for path in self.sizes}
 
     def can_seek(self, path: Path) -> bool:
         return True
 
     def column_bytes(self, path: Path) -> int:
-        """Return the size of the column in a file. Raises InputError if it is missing or not text."""
+        """Return the bytes of the column in a file. Raises InputError if the column is missing or not text."""
         column = self.cfg.column
         with open_parquet(path) as file:
             check_column(column, file.schema_arrow.names, str(path))
             kind = str(file.schema_arrow.field(column).type)
             check(
-                kind.startswith(STRING_TYPES), f"{path}: column {column} is {kind}; set corpus.column to one of strings"
+                kind.startswith(STRING_TYPES), f"{path}: column {column} is {kind}; set corpus.column to a text column"
             )
             groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
             columns = [group.column(index) for group in groups for index in range(group.num_columns)]
@@ -287,11 +288,11 @@ class Parquet(FilesCorpus):
         return self.largest_groups[path]
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        # Row i of n begins at byte size * i // n.
+        # Rows count as equally long: row i of n begins at byte size * i // n.
         with open_parquet(path) as file:
             size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
             first_row, last_row = (min(num_rows, -(-byte * num_rows // size)) for byte in (first, last))
-            row = 0  # the first one of the group
+            row = 0  # the first row of the group
             for group in range(file.num_row_groups):
                 end = row + file.metadata.row_group(group).num_rows
                 if row < last_row and end > first_row:

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which we warn, and above which we reject
 MOST_CHANGED = 0.01  # share of the characters that normalisation may change without a warning
 MOST_INNER_CAPITALS = 0.1  # share of words with capitals inside: program code has fewer, formulas have more
-MOST_CAPITAL_PIECES = 0.01  # share of a vocabulary: a lower-case one has a few, in special tokens
+MOST_CAPITAL_PIECES = 0.01  # share of the pieces; a lower-case vocabulary has a few capitals, in special tokens
 MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
-SHOWN_CHARS = 40  # of an example
+SHOWN_CHARS = 40  # characters shown of an example
 UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
-    """An error because these settings cannot make a data set of the text. No retry helps, and no other part can."""
+    """An error because these settings cannot make a data set of the text. Neither a retry nor another part helps."""
 
 
 class Sample:
-    """Pieces of SAMPLED_CHARS characters, at most MOST_SAMPLES of them, evenly chosen from all texts seen."""
+    """A sample of all texts seen: at most MOST_SAMPLES pieces of SAMPLED_CHARS characters at even distances."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -53,14 +53,14 @@ class Sample:
 
 
 def losses_of(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield what normalisation loses, in characters and in capitals inside words, each with the setting to change."""
+    """Yield a phrase for each loss by normalisation (characters, capitals inside words), with the setting to change."""
     if tokenizer.normalizer is None:
         return
     num_chars, num_changed, num_capitals = 0, 0, 0
     examples: list[Counter[tuple[str, str]]] = [Counter(), Counter()]
     words = Counter(word for text in texts for word in text.split())
     for word, times in words.items():
-        # Other spellings of the same characters (NFC, NFD) and the marks of spaces do not count as changes.
+        # Other Unicode forms of the same characters (NFC, NFD) and the marks for spaces do not count as changes.
         before = normalize("NFC", word)
         after = normalize("NFC", re.sub(r"[\s▁]", "", tokenizer.normalizer.normalize_str(word)))
         changed = (Counter(before.lower()) - Counter(after.lower())).total() * times
@@ -87,9 +87,9 @@ def has_inner_capitals(word: str) -> bool:
 
 
 def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_MANY_UNKNOWN) -> str:
-    """Return a sentence on the share of unknown tokens, as a warning if it is more than MOST_UNKNOWN.
+    """Return a sentence on the share of unknown tokens; it is a warning if the share is above MOST_UNKNOWN.
 
-    Raises UnusableText if it is more than `most`. `reads`: the tokenizer and the text, as in "tokenizer x reads y".
+    Raises UnusableText if it is above `most`. `reads`: the beginning of the sentence, such as "tokenizer x reads y".
     """
     share = unknown / tokens if tokens else 0.0
     text = f"{reads} with {share:.2%} unknown tokens"
@@ -99,7 +99,7 @@ def unknown_share(unknown: float, tokens: float, reads: str, most: float = TOO_M
 
 
 def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[int, int]:
-    """Return the number of unknown tokens of texts, and of all tokens; a dropped character counts in both."""
+    """Return the count of unknown tokens in texts, and the count of all tokens. Both include dropped characters."""
     encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     ids = Counter(token for encoding in encodings for token in encoding.ids)
     missing = num_dropped(texts, encodings) if drops(tokenizer.backend_tokenizer) else 0
@@ -108,12 +108,12 @@ def unknown_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> tuple[in
 
 
 def drops(tokenizer: Tokenizer) -> bool:
-    """Return whether unknown characters become no token, as in BPE without an unknown token."""
+    """Return whether the tokenizer drops unknown characters, as BPE without an unknown token does."""
     return num_dropped([UNUSUAL], [tokenizer.encode(UNUSUAL, add_special_tokens=False)]) > 0
 
 
 def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
-    """Return how many characters of texts, other than blanks, are not in any token of their encodings."""
+    """Return how many characters of texts, except blanks and unprintable ones, are in no token of their encodings."""
     count = 0
     for text, encoding in zip(texts, encodings, strict=True):
         end = 0

@@ -1,4 +1,4 @@
-"""Common parts of all sources of text: documents, parts of a corpus, and the files that a corpus is read from."""
+"""Types that all sources of text share (documents, parts of a corpus), and the files that a corpus is read from."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from train.data.files.find import matching, walk
 from train.data.random_bits import text_uniform
 from train.system.folders import local_path
 
-WEIGHT_SEED = -1  # no seed of the settings, so that weights and validation choose by different hashes
+WEIGHT_SEED = -1  # not a seed that settings can have: weights and validation must choose by different hashes
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One of the times that one of several corpora is read."""
+    """One reading of one corpus. A corpus of weight 2.5 has three readings, the third of half of its documents."""
 
-    corpus: int = 0  # in the order of the settings
-    copy: int = 0  # the readings of the corpus before this one
-    weight: float = 1.0  # of the corpus
-    is_validation: bool = False  # of corpus.validation
+    corpus: int = 0  # index of the corpus in the settings
+    copy: int = 0  # number of earlier readings of the corpus
+    weight: float = 1.0  # the weight of the corpus
+    is_validation: bool = False  # True for corpus.validation
 
     def has(self, text: str) -> bool:
-        """Return whether a document of the corpus is read: the last reading may be of only a share."""
+        """Return whether this reading includes a document: the last reading may include only a share of them."""
         left = self.weight - self.copy
         return left >= 1 or text_uniform(text, WEIGHT_SEED)[0] < left
 
@@ -38,7 +38,7 @@ ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
 
 
 def readings(weights: list[float] | None, sources: list[str]) -> list[Reading]:
-    """Return the readings of each corpus by corpus.weights. Raises InputError unless each has a weight."""
+    """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1.0] * len(sources)
     has = f"corpus.weights={weights} has {len(given)} numbers, and {len(sources)} corpora are given"
     check(len(given) == len(sources), f"{has}: {shortlist(sources)}; give a number for each")
@@ -69,7 +69,7 @@ class CorpusPart:
         return f"{self.index + 1}/{self.count}"
 
     def span(self, total: int) -> tuple[int, int]:
-        """Return the range [first, last) of `total` things that are this part's. Each is in one part."""
+        """Return this part's range [first, last) of `total` items. Each item is in exactly one part."""
         return total * self.index // self.count, total * (self.index + 1) // self.count
 
     def divided(self, count: int) -> list[CorpusPart]:
@@ -98,7 +98,10 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
 
 
 def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path") -> list[Path]:
-    """Return a file, the files of a folder with one of the suffixes (.gz may follow), or a glob's matches."""
+    """Return the files at a location: a file, a folder's files with a suffix (.gz may follow), or a glob's matches.
+
+    Raises InputError if there are none. `key`: the setting that names the location.
+    """
     path = local_path(location)
     hint = ""
     with naming(f"{key}={location} cannot be read", (OSError,)):
@@ -114,7 +117,7 @@ def find_files(location: str, suffixes: tuple[str, ...], key: str = "corpus.path
 
 
 def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """Return name, size and time (ns) of each file, named from the common folder: a moved corpus is the same."""
+    """Return the name, size and mtime (ns) of each file. Names are relative, so that a moved corpus is the same."""
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     rows = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""The way from documents to token ids with a finished tokenizer. No transformers here: a process of it starts fast."""
+"""Token ids of documents, made by a finished tokenizer. Without transformers, so that processes start fast."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from train.data.shards.format import TokenizerInfo
 from train.data.text.coverage import drops, num_dropped
 from train.data.text.documents import Document
 
-CHUNK_CHARS = 2 * 2**20  # text passed to the tokenizer at a time; it spreads a chunk over its threads
-CHUNKS_AHEAD = 2  # tokenised concurrently with the packing
+CHUNK_CHARS = 2 * 2**20  # characters passed to the tokenizer at a time, which spreads them over its threads
+CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer in a form that can be sent to another process."""
 
-    json: str  # of the `tokenizers` library
+    json: str  # in the format of the `tokenizers` library
     info: TokenizerInfo
     unk_id: int | None
 
@@ -38,15 +38,15 @@ class Vocabulary:
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest type that holds every id."""
+    """Return the smallest dtype that can represent every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)
 class Encoded:
     documents: list[Document]
-    tokens: np.ndarray  # int32, of all documents, one after the other
-    lengths: np.ndarray  # int64, tokens of each document
+    tokens: np.ndarray  # int32, the ids of all documents, concatenated
+    lengths: np.ndarray  # int64, the token count of each document
     num_dropped: int = 0  # characters that became no token
 
 
@@ -82,7 +82,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
     ids = [encoding.ids for encoding in encodings]
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
-    keep = is_text[tokens]  # a text may still spell "<pad>"
+    keep = is_text[tokens]  # the text "<pad>" may still become the token
     if not keep.all():
         before = np.concatenate([[0], np.cumsum(keep)])
         ends = np.cumsum(lengths)
@@ -91,10 +91,13 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
-    """Yield documents in order, a chunk at a time. The next ones are encoded meanwhile: tokenizers release the GIL."""
+    """Yield encoded documents in order, a chunk at a time.
+
+    A thread encodes the next chunks meanwhile, since tokenizers release the GIL.
+    """
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
-    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # they structure sequences
+    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # only packing inserts these
     act = partial(encode, tokenizer=tokenizer, is_text=is_text, is_dropping=drops(tokenizer))
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(act, chunk) for chunk in islice(source, CHUNKS_AHEAD)]

@@ -1,4 +1,4 @@
-"""Predictions by a table of counts over a corpus: figures to compare a language model with."""
+"""Predictions from counts of a corpus's tokens: baselines for a language model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from safetensors.numpy import load
 from train.data.shards.format import Shard, TokenizerInfo
 from train.system.folders import Folder
 
-MOST_TOKENS = 2**22  # of the first shard of each split: seconds, whatever the size of the corpus
+MOST_TOKENS = 2**22  # tokens read from each split's first shard, which takes seconds for a corpus of any size
 
 
 def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
-    """Return nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
+    """Return the entropy of token counts [vocab] in nats per token, without special tokens, which are never masked."""
     predicted = np.delete(counts, info.special_ids)
     share = predicted[predicted > 0] / max(1, predicted.sum())
     return round(float(-(share * np.log(share)).sum()), 6)
 
 
 def neighbour_accuracy(folder: Folder, splits: dict[str, list[Shard]], info: TokenizerInfo) -> float:
-    """Return the share of validation tokens that a table of neighbours predicts.
+    """Return the share of validation tokens that a table of neighbours predicts correctly.
 
-    It predicts the token that training data has most often between the same two tokens, else after the same one, else
-    anywhere. It sees both neighbours, even if one of them is masked for a model.
+    The table predicts the token that is most frequent in training data between the same two tokens, else after the same
+    token, else anywhere. It sees both neighbours, even where one of them is masked for a model.
     """
     train, validation = (first_tokens(folder, splits[split][0]) for split in ("train", "validation"))
     left, token, right = (part.ravel() for part in (train[:, :-2], train[:, 1:-1], train[:, 2:]))
@@ -49,7 +49,7 @@ def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:
 
 
 def most_frequent(keys: np.ndarray, tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different `keys` [n], ascending, and the most frequent token with each; of equals the first."""
+    """Return the different `keys` [n], ascending, and the most frequent token of each; in a tie, the lowest token."""
     pairs, counts = np.unique(keys * vocab_size + tokens, return_counts=True)
     order = np.lexsort((-pairs, counts, pairs // vocab_size))
     pairs = pairs[order]

@@ -21,7 +21,7 @@ from train.data.shards.format import Rows
 
 @dataclass
 class Packer:
-    """The packing of a stream of documents into sequences, the same however calls divide the stream."""
+    """A packer of a stream of documents into sequences. How calls divide the stream does not change the result."""
 
     seq_len: int
     cls_id: int
@@ -29,11 +29,11 @@ class Packer:
     word_start: np.ndarray  # [vocab] bool
     seed: int
     dtype: np.dtype
-    next_row: int = 0  # number of the next sequence; it seeds the choice of where A ends
+    next_row: int = 0  # index of the next sequence, which seeds the choice of where A ends
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
-        """Append documents. Returns the sequences that are full now.
+        """Append documents, and return the sequences that are full now.
 
         `tokens`: int32, the tokens of all documents, concatenated, without special tokens. `lengths`: int64, the number
         of tokens in each document.
@@ -44,14 +44,18 @@ class Packer:
         return self._assemble(stream, starts, cuts, at_end)
 
     def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Return sequence starts, the document end nearest each middle (-1: none), if there is one, and tokens used."""
+        """Cut the stream into sequences.
+
+        Returns their starts, the document end nearest the middle of each (-1: none), whether it has one, and the number
+        of tokens used.
+        """
         length = self.seq_len - 3
         ends = np.flatnonzero(stream == self.sep_id)
         next_ends = [*ends.tolist(), len(stream) + length]
         starts, position, nearest = [], 0, 0
         while position + length + 1 <= len(stream):
             nearest = bisect_left(next_ends, position, nearest)
-            if next_ends[nearest] == position:  # the document ended with the last sequence
+            if next_ends[nearest] == position:  # the document ended with the previous sequence
                 position += 1
                 continue
             starts.append(position)
@@ -74,7 +78,7 @@ class Packer:
             is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
             drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
             cuts = np.where(at_end, cuts, drawn)
-        # Without a document end the middle [SEP] is inserted, and later tokens move by one.
+        # In a sequence without a document end, the middle [SEP] is inserted and later tokens move by one.
         moved = (offset > cuts[:, None]) & ~at_end[:, None]
         body = stream[starts[:, None] + offset - moved] if num_rows else np.empty((0, length + 1), np.int32)
         body[np.arange(num_rows), cuts] = self.sep_id

@@ -34,29 +34,29 @@ from train.data.text.packing import Packer
 from train.system.folders import Folder, at_once, sha256_bytes
 from train.system.schema import read_object, record
 
-SHARD_BYTES = 64 * 2**20  # unless rows_per_shard is set
-ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws different cuts
-STATE_NAMES = "part-"
-MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, so it is not read again
-MOST_NAMED = 8  # parts in a message
-LONG_CHARS = 2**16  # a document with more is divided between the splits
-TOKENS_OF = "train_tokens_"  # and the number of one of several corpora, from 1: a count
-OVERLAP = "documents_in_validation_too"  # of training, which are left out: a count
+SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
+ROWS_APART = 2**40  # distance between the indices of two parts' first sequences, so that each draws different cuts
+STATE_NAMES = "part-"  # prefix of the files with the parts' states
+MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it, because chance evens out
+MOST_NAMED = 8  # parts named in a message
+LONG_CHARS = 2**16  # a longer document is divided between the splits
+TOKENS_OF = "train_tokens_"  # prefix of a count; the number of one of several corpora, from 1, follows
+OVERLAP = "documents_in_validation_too"  # a count: training documents left out because they are in corpus.validation
 
-Report = Callable[[int, int], None]  # bytes of the corpus and tokens that were processed since the last call
+Report = Callable[[int, int], None]  # takes the bytes of the corpus and the tokens processed since the previous call
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The share of a document that is held out: the end of a long one, else all or nothing, by its text's hash.
+    """The rule for the share of a document that is held out: the end of a long one; a shorter one as its hash decides.
 
-    With corpus.validation it is every document that is in that text, and nothing else.
+    With corpus.validation, the rule holds out the documents that are in it, and nothing else.
     """
 
     seed: int
     below: float = 0.0  # the hash below which shorter documents are held out
-    longest: float = math.inf  # characters of the longest documents that the hash decides on
-    tail: float = 0.0  # share of each longer one
+    longest: float = math.inf  # characters; a document with more is a long one
+    tail: float = 0.0  # the held-out share of each long document
     known: frozenset[float] | None = None  # hashes of the documents of corpus.validation
 
     def share_of(self, document: Document) -> float:
@@ -66,20 +66,20 @@ class HeldOut:
         return float(number < self.below if self.known is None else number in self.known)
 
     def validates(self, document: Document) -> bool:
-        """Return whether what is held out of a document is for validation: each text comes there once."""
+        """Return whether a document's held-out text goes into the validation split, so that it is there only once."""
         return document.reading.copy == 0 if self.known is None else document.reading.is_validation
 
 
 def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
-    """Hold out `fraction` of the characters: long documents' ends, and others with the lowest hashes.
+    """Return a rule that holds out `fraction` of the characters: the ends of long documents, others by lowest hash.
 
-    A document is long if it has more than LONG_CHARS, or more than all that is held out of a corpus that can be
-    weighed, in which each document counts once. With corpus.validation nothing else is held out.
+    A document is long if it has more than LONG_CHARS or, in a corpus that is small enough to measure, more than the
+    whole held-out text. Each document is measured once. With corpus.validation nothing else is held out.
     """
     if (texts := corpus.validation()) is not None:
         return HeldOut(seed, known=frozenset(text_uniform(document.text, seed)[0] for document in texts))
     not_weighed = HeldOut(seed, fraction, LONG_CHARS, fraction)
-    if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has longer characters
+    if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has characters of more than 4 bytes
         return not_weighed
     found: list[tuple[float, int]] = []
     total = 0
@@ -98,7 +98,7 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
 
 
 def corpora_counts(cfg: CorpusConfig) -> list[str]:
-    """Return the names of the counts of each of several corpora's tokens, and of documents in corpus.validation too."""
+    """Return the names of two kinds of counts: the tokens of each of several corpora, and OVERLAP."""
     numbers = range(1, len(cfg.sources) + 1) if len(cfg.sources) > 1 else ()
     return [*(f"{TOKENS_OF}{number}" for number in numbers), *([] if cfg.validation is None else [OVERLAP])]
 
@@ -112,12 +112,12 @@ def state_name(part: CorpusPart) -> str:
 
 
 def shard_name(split: str, part: CorpusPart, index: int) -> str:
-    """Return train-00000.safetensors, or train-03of64-00000.safetensors of one part of many."""
+    """Return train-00000.safetensors, or train-03of64-00000.safetensors if there are several parts."""
     return f"{split}-{label(part)}-{index:05d}.safetensors" if part.count > 1 else f"{split}-{index:05d}.safetensors"
 
 
 def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
-    """Return the number of sequences in about SHARD_BYTES: tokens, pivot and same_document."""
+    """Return how many sequences (tokens, pivot and same_document) have about SHARD_BYTES."""
     return max(1, SHARD_BYTES // (seq_len * dtype.itemsize + 3))
 
 
@@ -125,13 +125,13 @@ def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
 class PartState:
     """The state of a part, from which a later process continues and which the merge reads."""
 
-    identity: str  # of the whole preparation
+    identity: str  # the identity of the whole preparation
     tokenizer: TokenizerInfo
     finished: bool
     shards: dict[str, list[Shard]]
     done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens
     next_row: dict[str, int]
-    arrays: dict[str, Any]  # np.ndarray: token_counts, and of each split the tokens and sequences not written yet
+    arrays: dict[str, Any]  # np.ndarray: token_counts, and each split's tokens and sequences that are not in a shard
 
     def to_bytes(self) -> bytes:
         facts = asdict(replace(self, arrays={}))
@@ -146,7 +146,7 @@ class PartState:
 
 
 def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | None:
-    """Return the state of a part; None if it has not begun. Raises InputError if it is another preparation's."""
+    """Return a part's state; None if it has not begun. Raises InputError if it is damaged or of another preparation."""
     name = state_name(part)
     try:
         state = PartState.from_bytes(folder.read(name))
@@ -157,7 +157,7 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
             f"{folder.location}/{name} is damaged ({error}); remove it and prepare the part again"
         ) from error
     if state.identity != identity:
-        raise InputError(f"{folder.location}/{name} is of a preparation with other settings; choose another output")
+        raise InputError(f"{folder.location}/{name} is from a preparation with other settings; choose another output")
     return state
 
 
@@ -168,11 +168,11 @@ class Recipe:
     cfg: PrepareConfig
     vocabulary: Vocabulary
     held_out: HeldOut
-    identity: str  # sha256 of all that decides the result
+    identity: str  # sha256 of everything that determines the result
 
 
 def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPart, report: Report) -> None:
-    """Write a part's shards and its state. A part that was begun is continued; a finished one is left alone."""
+    """Write a part's shards and its state. A part that was begun is continued; a finished part is left unchanged."""
     work = Preparation(recipe, folder, part)
     finished = work.resume()
     report(work.done["source_bytes"], 0)
@@ -186,7 +186,7 @@ def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPar
 
 
 class Preparation:
-    """The packing of the tokens of documents into shards."""
+    """The packing of one part's documents into shards."""
 
     def __init__(self, recipe: Recipe, folder: Folder, part: CorpusPart) -> None:
         self.folder, self.part, self.identity = folder, part, recipe.identity
@@ -203,7 +203,7 @@ class Preparation:
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0, "validation_pairs": 0}
         self.done |= dict.fromkeys(corpora_counts(recipe.cfg.corpus), 0)
-        self.token_counts = np.zeros(info.vocab_size, np.int64)  # of the training split
+        self.token_counts = np.zeros(info.vocab_size, np.int64)  # [vocab], in the training split
 
     def add(self, chunk: Encoded) -> None:
         """Pack a chunk; write each shard that is full."""
@@ -211,7 +211,7 @@ class Preparation:
         validates = np.array([self.held_out.validates(document) for document in chunk.documents])
         held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
         of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
-        is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: rather than left out
+        is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: False leaves a held-out token out of validation
         for split, (tokens, lengths) in {
             "train": (chunk.tokens[~of_token], (chunk.lengths - held_out)[shares < 1]),
             "validation": (chunk.tokens[of_token & is_shown], held_out[(held_out > 0) & validates]),
@@ -225,7 +225,7 @@ class Preparation:
             self.done[OVERLAP] += int(((shares == 1) & ~validates & is_first).sum())
         for each, kept in zip(origins, (chunk.lengths - held_out).tolist(), strict=True):
             if (name := f"{TOKENS_OF}{each.corpus + 1}") in self.done:
-                self.done[name] += kept  # none of corpus.validation
+                self.done[name] += kept  # 0 for documents of corpus.validation
         self.done["documents"] += len(chunk.documents)
         self.done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
         self.done["tokens"] += len(chunk.tokens)
@@ -236,19 +236,19 @@ class Preparation:
             self.flush(finished=False)
 
     def flush(self, *, finished: bool) -> None:
-        """Write waiting sequences as shards, also the incomplete one if it is the last, then the state."""
+        """Write the waiting sequences that fill shards, and all others too if the part is finished; then the state."""
         size, arrays = self.rows_per_shard, {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
-            # These sequences have segments with an order, for sentence-order prediction.
+            # Only sequences whose segments are from one document serve sentence-order prediction.
             if split == "validation":
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             for first in range(0, whole, size):
                 name = shard_name(split, self.part, len(self.shards[split]))
                 shard = write_shard(self.folder, name, rows[first : min(first + size, whole)])
                 self.shards[split].append(shard)
-            rest = Rows.concatenate([rows[whole:]])  # a copy, not to keep all of it in memory
+            rest = Rows.concatenate([rows[whole:]])  # a copy, so that the other rows leave memory
             self.pending[split] = [rest]
             tensors = {"stream": self.packers[split].stream, **vars(rest)}
             arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
@@ -264,7 +264,7 @@ class Preparation:
         self.folder.write(state_name(self.part), state.to_bytes())
 
     def resume(self) -> bool:
-        """Continue the work of an earlier process, if there is any; return whether all of it is done."""
+        """Take over the work of an earlier process, if there is any. Returns whether the part is finished."""
         state = read_state(self.folder, self.part, self.identity)
         if state is None:
             return False
@@ -275,14 +275,14 @@ class Preparation:
         return state.finished
 
 
-# ---- the last step --------------------------------------------------------------------------------------------------
+# ---- the merge ------------------------------------------------------------------------------------------------------
 
 
 def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
-    """Write the manifest of a preparation whose parts are all there, and remove their files for a restart.
+    """Write the manifest of a preparation whose parts are all finished, and remove the files with their states.
 
-    Raises InputError, which names them, if parts or shards are missing, or of another tokenizer; UnusableText if a
-    split has not one whole sequence, or the tokenizer cannot read the text.
+    Raises InputError if parts or shards are missing, or if parts have another tokenizer; the message names them. Raises
+    UnusableText if a split is shorter than one sequence, or if too many tokens are unknown.
     """
     parts = [CorpusPart(index, num_parts) for index in range(num_parts)]
     states = [read_state(folder, part, identity) for part in parts]
@@ -307,7 +307,7 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
             tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
             more = "give more text as corpus.validation" if OVERLAP in done else "raise validation_fraction"
             hint = f"{more} or lower seq_len" if split == "validation" else "give more text"
-            raise UnusableText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
+            raise UnusableText(f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
     token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
     manifest = write_manifest(
         folder,
@@ -327,7 +327,7 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return "part 3/64, part 5/64 and 12 more are"."""
+    """Return the names with a verb, such as "part 3/64, part 5/64 and 12 more are"."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
 

@@ -1,4 +1,4 @@
-"""Parts of a preparation in processes of this machine, among which the cores are divided."""
+"""The preparation of several parts in parallel processes, which share this machine's cores."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from train.data.text.preparation import Recipe, Report, prepare_part
 from train.system.folders import open_folder
 from train.system.memory import available_bytes, usable_cpus
 
-STOP_S = 10.0  # for a process to end after SIGTERM
-TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's variable; it takes all cores otherwise
-PROCESS_BYTES = 600 * 2**20  # that one holds at most, measured: shards of 64 MiB, and copies of one while it is written
+STOP_S = 10.0  # seconds for a process to end after SIGTERM
+TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
+PROCESS_BYTES = 600 * 2**20  # most memory of one process, measured: shards of 64 MiB, and copies of the one it writes
 
 
 def most_processes() -> int:
-    """Return how many processes suit this machine: one for each processor that may be used, as memory allows."""
+    """Return how many processes suit this machine: one per usable core, or fewer if there is little memory."""
     return max(1, min(usable_cpus(), MAX_PREPARING_PROCESSES, available_bytes() // PROCESS_BYTES))
 
 
 def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
-    """Prepare the parts in processes, each of which takes the next part. Raises an error of one; the others stop."""
+    """Prepare the parts in processes. A process that has finished a part takes the next one.
+
+    If a process fails, its error is raised here and the other processes are stopped.
+    """
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
     waiting = iter(parts)
-    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # by this process's end of the pipe
+    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # by our end of each pipe
     try:
         for part in islice(waiting, num_processes):
             here, there = context.Pipe()
             process = context.Process(target=work, args=(recipe, there, threads), daemon=True)
             process.start()
-            there.close()  # so that only the process holds its end of the pipe
+            there.close()  # so that only the new process holds that end of the pipe
             running[here] = part, process
             here.send(part)
         while running:
@@ -74,10 +77,10 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
 
 
 def work(recipe: Recipe, pipe: Connection, threads: int) -> None:
-    """Prepare parts in this process until there are none, or its parent ends, which breaks the pipe."""
+    """Prepare parts in this process until there are no more, or until its parent ends, which breaks the pipe."""
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others
-    logging.getLogger("train").setLevel(logging.ERROR)  # the first process has given the same warnings
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals all: the first process stops the others
+    logging.getLogger("train").setLevel(logging.ERROR)  # the first process has logged the same warnings
     try:
         folder, corpus = open_folder(recipe.cfg.output, recipe.cfg.s3), open_corpus(recipe.cfg.corpus)
         while (part := pipe.recv()) is not None:

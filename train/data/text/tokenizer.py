@@ -1,8 +1,8 @@
-"""A tokenizer trained on the corpus (unigram pieces, as ALBERT's) or an existing one, and its facts for training.
+"""The tokenizer of a corpus: trained on it (unigram pieces, like ALBERT's) or an existing one.
 
-Trained with Google's sentencepiece library: the trainer of `tokenizers` makes a different vocabulary every time,
-because it walks hash maps in random order; sentencepiece makes the same one for the same text and number of threads.
-Used through `tokenizers`, so that `transformers` loads the folder as any other fast tokenizer.
+Google's sentencepiece library trains it, and makes the same vocabulary from the same text and thread count. The trainer
+of `tokenizers` makes a different one every time, because it walks hash maps in random order. `tokenizers` runs the
+trained tokenizer, so that `transformers` loads its folder like any other fast tokenizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("train")
 
 # ALBERT's special pieces in ALBERT's places, https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
-TRAINER_THREADS = 16  # part of the result: sentencepiece adds its counts thread by thread
+TRAINER_THREADS = 16  # the count changes the result: sentencepiece adds up its statistics thread by thread
 PUBLISHED = "tokenizer/tokenizer.json"
 FILES = [
     "config.json",
@@ -46,13 +46,13 @@ FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "*.model",
-]  # at the Hub
+]  # to fetch from the Hub
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 NO_PIECES = "it has no tokenizer.json or vocabulary file"
-ANY_FAST = "PreTrainedTokenizerFast"  # in files of transformers 4, for a tokenizer.json of any model
-# The trial reads a tokenizer.json, and text of all scripts with it: damage in its tables makes the library's Rust code
-# panic, or ends the process, where no `except` helps. Of CJK, Hangul and characters without letters every 97th is
-# enough.
+ANY_FAST = "PreTrainedTokenizerFast"  # the class that transformers 4 names for a tokenizer.json of any model
+# The trial loads a tokenizer.json, and encodes text of all scripts with it. If its tables are damaged, the library's
+# Rust code panics or ends the process, which `except` cannot catch. Every 97th character of CJK, of Hangul and of the
+# ranges after them is enough.
 TRIAL = """
 import sys
 sys.path[:] = sys.argv[2:]
@@ -65,16 +65,16 @@ alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
 text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
 """
-MOST_IDS = 2  # per piece: some vocabularies have holes
-TRAINER_BYTES = 20  # of memory for each byte of text that sentencepiece reads; 19 were measured (benchmarks/notes.md)
+MOST_IDS = 2  # ids per piece, at most: some vocabularies skip ids
+TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
 def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
-    """Return a normalizer to one spelling of each character and single spaces.
+    """Return a normalizer that writes each character in one Unicode form, and blanks as single spaces.
 
-    `strip_accents` is for English text as ALBERT read it: LaTeX quotes to plain ones, compatibility decomposition, and
-    no marks, which other languages write vowels with.
+    `strip_accents` is for English text as ALBERT read it: it makes LaTeX quotes plain, applies compatibility
+    decomposition (NFKD), and removes accents. In other languages these marks may be vowels.
     """
     steps: list[normalizers.Normalizer] = [normalizers.NFC()]
     if strip_accents:
@@ -97,7 +97,7 @@ def train_tokenizer(
     def lines() -> Iterator[str]:
         try:
             yield from short_lines(texts, rule, train_bytes)
-        except BaseException as error:  # the library would wrap it
+        except BaseException as error:  # the library would wrap the error
             failures.append(error)
             raise
 
@@ -108,7 +108,7 @@ def train_tokenizer(
             model_type="unigram",
             vocab_size=vocab_size,
             character_coverage=0.9995,  # the library's advice for alphabets; rarer characters become <unk>
-            normalization_rule_name="identity",  # done by `rule`, which is also used later
+            normalization_rule_name="identity",  # `rule` normalises instead, here and in later use
             pad_id=0,
             unk_id=1,
             bos_id=-1,
@@ -140,7 +140,7 @@ def train_tokenizer(
 
 
 def check_trainer_memory(num_bytes: int) -> str:
-    """Return a text on the memory for training a tokenizer on this many bytes. Raises InputError if there is less."""
+    """Return a sentence on the memory for training on `num_bytes` of text. Raises InputError if less is free."""
     needed, free = TRAINER_BYTES * num_bytes, available_bytes()
     what = f"the tokenizer is trained on {num_bytes / 1e6:,.3g} MB of text, which takes about {needed / 1e9:.2g} GB"
     most = f"tokenizer.train_bytes={free // TRAINER_BYTES} or less"
@@ -160,13 +160,13 @@ def unfit(vocab_size: int, error: str) -> str:
 
 
 def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
-    """Yield normalised lines of at most MAX_LINE_BYTES, of `train_bytes` in all."""
+    """Yield normalised lines of at most MAX_LINE_BYTES, until their sum is `train_bytes` or more."""
     given = 0
     for text in texts:
         for raw in text.splitlines():
             line, start = rule.normalize_str(raw), 0
             while start < len(line):
-                head = line[start : start + MAX_LINE_BYTES + 1]  # if that is too long in bytes, the rest is too
+                head = line[start : start + MAX_LINE_BYTES + 1]  # enough to see if the rest is too long
                 if len(head.encode()) > MAX_LINE_BYTES:
                     head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
@@ -182,9 +182,9 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
 def load_tokenizer(
     source: str, *, needs: Sequence[str] = ("cls_token", "sep_token", "mask_token", "pad_token")
 ) -> PreTrainedTokenizerFast:
-    """Return a fast tokenizer from the Hub or a folder, which neither cuts nor pads.
+    """Return a fast tokenizer from the Hub or a folder, without truncation and padding.
 
-    Raises InputError if it cannot be loaded, is slow, or lacks a special token that is needed.
+    Raises InputError if it cannot be loaded, is slow, or lacks one of the special tokens `needs`.
     """
     source = hub_or_path(source)
     try:
@@ -200,7 +200,7 @@ def load_tokenizer(
             )
     except InputError:
         raise
-    except BaseException as error:  # tokenizers raises a plain one if a file is not a tokenizer's
+    except BaseException as error:  # `tokenizers` raises a plain Exception for a bad file
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         why = why_missing(source, error)
@@ -211,7 +211,7 @@ def load_tokenizer(
         "characters a token is from; choose a fast one (tokenizer.json)",
     )
     check(
-        len(tokenizer) > len(tokenizer.all_special_ids),  # transformers makes such a tokenizer if there is no file
+        len(tokenizer) > len(tokenizer.all_special_ids),  # transformers makes an empty one if there is no file
         f"tokenizer {source} cannot be loaded: {NO_PIECES}",
     )
     for name in needs:
@@ -219,46 +219,46 @@ def load_tokenizer(
     piece, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     check(
         last < MOST_IDS * len(tokenizer),
-        f"tokenizer {source}: piece {shown(piece)} has the number {last}, though there are {len(tokenizer)} pieces",
+        f"tokenizer {source}: piece {shown(piece)} has the id {last}, though there are only {len(tokenizer)} pieces",
     )
-    tokenizer.chat_template = None  # an encoder has none, and saved ones are files with names of the template's choice
-    tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every text short
+    tokenizer.chat_template = None  # not needed; saving it would write files that it names
+    tokenizer.backend_tokenizer.no_truncation()  # some are saved with truncation
     tokenizer.backend_tokenizer.no_padding()
     for given in (("",), ("", "")):
-        added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # by its post-processor alone
-        check(added <= last, f"tokenizer {source} adds a token of number {added}, and its pieces have 0 to {last}")
+        added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # tokens that its post-processor adds
+        check(added <= last, f"tokenizer {source} adds a token of id {added}, but its pieces have 0 to {last}")
     return tokenizer
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
-    """Add tokens to a tokenizer, numbered behind its own.
+    """Add tokens to a tokenizer, with the ids after its last one.
 
-    Raises InputError if it has one of them already, or would not find it in a text.
+    Raises InputError if it has one of the tokens already, or would not find one in a text.
     """
     known, first = tokenizer.get_vocab(), len(tokenizer)
     ok = not tokens or max(known.values()) < first
-    check(ok, f"tokenizer.add_tokens: numbers below {first} are not used by the tokenizer, so that it cannot grow")
+    check(ok, f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow")
     for token in tokens:
         given = f"tokenizer.add_tokens: {shown(token)}"
         check(token not in known, f"{given} is a piece of the tokenizer already; leave it out")
         tokenizer.add_tokens(token)
         known[token] = first
-    for number, token in enumerate(tokens, first):  # of two that are one without capitals, either may be found
+    for number, token in enumerate(tokens, first):  # two that differ only in case may collide
         read = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         given = f"tokenizer.add_tokens: {shown(token)}"
         check(read == [number], f"{given} cannot be added: the tokenizer reads it as {read}, not as [{number}]")
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
-    """Return a configuration of transformers that only names the tokenizer's model: config.json is read here.
+    """Return a configuration for transformers that only names the tokenizer's model; config.json is read here.
 
-    Raises BadContent if transformers must not see the files, InputError if the class is not a fast tokenizer.
+    Raises BadContent if the files are not safe to pass on, InputError if the class is not a fast tokenizer.
     """
     values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
     config = AutoConfig.for_model(values["model_type"]) if values else PreTrainedConfig()
     config.tokenizer_class = values.get("tokenizer_class")
     for name in map(str, filter(None, (settings.get("tokenizer_class"), config.tokenizer_class))):
-        variants = (name, name.removesuffix("Fast"), f"{name}Fast")  # transformers tries all, of all its classes
+        variants = (name, name.removesuffix("Fast"), f"{name}Fast")  # transformers tries all of these names
         for variant in variants if name != ANY_FAST else ():
             found: Any = tokenizer_class_from_name(variant)
             check(
@@ -270,7 +270,7 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Raise InputError if the tokenizer.json of a folder cannot be read and used, in a process that it may end."""
+    """Use a folder's tokenizer.json in another process, which it may kill. Raises InputError if that fails."""
     command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
@@ -286,7 +286,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' tables and progress bars: our errors have the important parts of them, in one line."""
+    """Silence transformers' tables and progress bars. Our errors, of one line, contain their important parts."""
     level, had_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
     their_logging.set_verbosity_error()
     their_logging.disable_progress_bar()
@@ -299,8 +299,8 @@ def quiet() -> Iterator[None]:
 
 
 def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> None:
-    """Write the files that `AutoTokenizer.from_pretrained` reads into `tokenizer/`, unless another process has."""
-    # tokenizer.json comes last: if it exists, the others do.
+    """Write the files for `AutoTokenizer.from_pretrained` to `tokenizer/`, unless another process has done so."""
+    # tokenizer.json is written last: if it exists, all files do.
     with scratch_folder() as temporary:
         tokenizer.save_pretrained(str(temporary))
         files = {path.relative_to(temporary).as_posix(): path for path in temporary.rglob("*") if path.is_file()}
@@ -331,10 +331,10 @@ def published_vocabulary(folder: Folder) -> Vocabulary:
 def check_same_vocabulary(
     source: str, ours: dict[str, int], rejection: str, *, added: Collection[str] = ()
 ) -> dict[int, str]:
-    """Return those of the `added` tokens that a pretrained model's tokenizer lacks, by their numbers.
+    """Return the `added` tokens that a pretrained model's tokenizer lacks, by id.
 
-    Raises InputError with `rejection` if its vocabulary differs in anything else: its embeddings would be of other
-    pieces. A model without a tokenizer cannot be checked, and a warning says so.
+    Raises InputError with `rejection` if the vocabularies differ in anything else, because the model's embeddings would
+    be of other pieces. If the model has no tokenizer, a warning says that nothing was compared.
     """
     try:
         theirs = load_tokenizer(source, needs=())

@@ -1,4 +1,4 @@
-"""The starts of words in the tokens of a text, found from the pieces alone: shards hold no word ids."""
+"""The starts of words among the tokens of a text, found from the tokens' pieces because shards store no word ids."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from train.data.text.encoding import starts_of
 
 @dataclass(frozen=True)
 class WordEdges:
-    """[V] bool each: the pieces that begin a word wherever they are, and those after which one begins."""
+    """Pieces that always begin a word (`begins`), and pieces after which a word begins (`ends`), both [V] bool."""
 
     begins: np.ndarray
     ends: np.ndarray
 
 
 def word_edges(folder: Path) -> WordEdges:
-    """Return where the tokenizer of a prepared data set begins words, as in the word ids of its encodings.
+    """Return the pieces that begin words in a prepared data set, in agreement with the word ids of its tokenizer.
 
-    One difference: if a byte-level tokenizer has 't as two pieces, ' and t, they are one word there and two here.
+    One exception: if a byte-level tokenizer splits 't into ' and t, its word ids have one word, and these pieces two.
     """
-    from train.data.text.tokenizer import open_tokenizer  # late: it imports transformers
+    from train.data.text.tokenizer import open_tokenizer  # imported here because it imports transformers
 
     tokenizer = open_tokenizer(folder)
     begins, pieces = starts_of(tokenizer), [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
@@ -44,7 +44,7 @@ def word_edges(folder: Path) -> WordEdges:
     ends = np.zeros_like(begins)
     for number, piece in enumerate(pieces):
         text = bytes_of.decode([piece]) if is_bytes else piece.replace("▁", " ")
-        if text and "\ufffd" not in text:  # a part of a character is not a word
+        if text and "\ufffd" not in text:  # skip pieces that are part of a character
             begins[number] |= splits("x", text)
             ends[number] = not text.isspace() and splits(text, "x")
     return WordEdges(begins, ends)
