@@ -57,11 +57,11 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
     assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
     rejects(
-        r"may take 0.393 GB, windows of 1 shards of each of 1 lanes need 0.394 GB; raise",
+        r"may take 0.393 GB, but windows of 1 shards per lane need 0.394 GB in 1 lanes; raise",
         small.check_fits,
         order_of(20, window=1),
     )
-    rejects(r"may take 0.393 GB, the data is 1.29 GB", small.check_fits, small.manifest.shards)
+    rejects(r"may take 0.393 GB, but the data is 1.29 GB", small.check_fits, small.manifest.shards)
     some = of_size(20, 800 * MB)
     some.check_fits(order_of(20, window=2, batch=200))
     rejects("a batch of 201 sequences is more than a window of 2", some.check_fits, order_of(20, window=2, batch=201))

@@ -427,7 +427,7 @@ def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened,
     with prefetch_windows():
         there = windows.folder.glob
         eventually(lambda: sum(sizes[path.name] for path in there("*.safetensors")) <= small["cache_gb"] * 1e9)
-        rejects(r"another run has .* alone; give one of them another data.cache_dir", prefetch_whole)
+        rejects(r"another run needs .* for itself; give one of them another data.cache_dir", prefetch_whole)
 
 
 def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, opened):

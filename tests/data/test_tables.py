@@ -228,7 +228,9 @@ def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
 def test_tables_with_more_bad_rows_than_this_run_allows_are_rejected(cfg, raw):
     made = open_tables(cfg, Words())
     assert is_reused(with_data(cfg, max_bad_rows=7), made)
-    with pytest.raises(InputError, match=f"train: 1 bad rows, more than data.max_bad_rows=0 allows: {raw}:1202: 1 fields"):
+    with pytest.raises(
+        InputError, match=f"train: 1 bad rows, more than data.max_bad_rows=0 allows: {raw}:1202: 1 fields"
+    ):
         open_tables(with_data(cfg, max_bad_rows=0), words := Words())
     assert words.calls == []
 

@@ -1,13 +1,13 @@
-"""A machine's cache for shards from S3: its place, its size, and how readers wait for shards.
+"""A machine's cache for shards from S3: its folder, its size, and how readers wait for shards.
 
-`CACHE_DIR/ID/` holds one data set's shards under the names of its manifest. Each gets its name by a rename once its
-length and sha256 are right (download.py). Runs that read the same data share the folder. A run that has to delete
-shards, because not all of the data fits, needs the folder alone; nothing else is ever deleted.
+`CACHE_DIR/ID/` contains the shards of one data set under the names in its manifest. A shard gets its name by a rename
+once its length and sha256 are right (download.py). Runs that read the same data share the folder. If not all of the
+data fits, a run has to delete shards, and no other run may use the folder; nothing else is ever deleted.
 
-`CACHE_DIR/ID/runs/NAME/` belongs to one run: the shards that are being written, an empty file `compared/SHARD` for each
-shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each that fails, and
-status.json, by which the prefetcher tells the readers that it is alive and, by the file's time of change, when bytes
-last came. None of these grows with the number of shards. A reader opens only shards that its run has compared.
+`CACHE_DIR/ID/runs/NAME/` belongs to one run. It contains the shards that are being written, an empty file
+`compared/SHARD` for each shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each
+shard that fails, and status.json. From status.json readers learn which process fetches, and from its mtime when bytes
+last came. No single file grows with the number of shards. A reader opens only shards that its run has compared.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from train.system.folders import canonical_json, local_path, make_folder, read_j
 from train.system.launched import launched
 from train.system.processes import is_gone, owner_name
 
-SHARE_OF_FREE = 0.9  # of the disk, unless data.cache_gb is set
-# For each lane the cache holds the previous window (its files are deleted, but readers still map them), the current
-# one, the rows of a global batch, and the windows in which this step's batches, the next step's and those drawn with
-# them end.
+SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb is set
+# For each lane the cache needs space for the previous window (its files are deleted, but readers still map them), the
+# current window, the rows of a global batch, and the windows in which three groups of batches end: those of this step,
+# those of the next step, and those drawn together with them.
 WINDOWS_HELD = 6
 POLL_S = 0.05
-TELL_EVERY_S = 1.0  # at most: readers learn that bytes have come
-TAKE_OVER_S = 10.0  # the time in which a killed run releases the cache
+TELL_EVERY_S = 1.0  # seconds, at least, between two messages to readers that bytes have come
+TAKE_OVER_S = 10.0  # seconds in which a killed run releases the cache
 
 
 class Fault(TypedDict):
     reason: str
-    is_final: bool  # whether no further attempt can bring the shard
+    is_final: bool  # True if no further attempt can fetch the shard
 
 
 class PrefetchStatus(TypedDict):
     """The status of a run's prefetcher, for the readers."""
 
     owner: str  # owner_name of its process
-    is_filling: bool  # more shards will come, for which the cache has space
+    is_filling: bool  # True if more shards will be fetched now
 
 
 def cache_dir(cfg: DataConfig) -> Path:
@@ -83,7 +83,7 @@ class ShardCache:
         self.run = self.folder / "runs" / launch_name()
         self.compared, self.faults, self.status = self.run / "compared", self.run / "faults", self.run / "status.json"
         self.told_s = -math.inf
-        self.owner = ""  # of the prefetcher, as last read: it is known even when the run's files are gone
+        self.owner = ""  # the prefetcher's process, kept for the time when the run's files are gone
         self.gave_up: Unreachable | None = None  # why this process no longer waits for shards
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
@@ -91,7 +91,7 @@ class ShardCache:
     # ---- size ------------------------------------------------------------------------------------------------------
 
     def limit_bytes(self) -> int:
-        """Return the bytes that shards may take on this disk. Raises InputError if the settings ask for more."""
+        """Return how many bytes the shards may take on this disk. Raises InputError if data.cache_gb is too much."""
         names = {path.name for path in self.folder.iterdir()}
         present = sum(shard.bytes for shard in self.manifest.shards if shard.file in names)
         disk = os.statvfs(self.folder)
@@ -110,8 +110,8 @@ class ShardCache:
     def window_shards(self, order: ShardSampler) -> int:
         """Return how many shards of each lane this machine can shuffle together.
 
-        It is the number in `order` if its part of the data fits, else the number that fits WINDOWS_HELD times; 0 if not
-        even one does.
+        The result is that of `order` if the machine's part of the data fits into the cache. Otherwise it is the most of
+        which WINDOWS_HELD windows fit; 0 if not even windows of one shard fit.
         """
         limit_bytes = self.limit_bytes()
         if self.part_bytes(order) <= limit_bytes:
@@ -120,7 +120,7 @@ class ShardCache:
         return max(0, min(order.window_shards, (of_lane - cut_shards(order)) // WINDOWS_HELD))
 
     def part_bytes(self, order: ShardSampler) -> int:
-        """Return the bytes that this machine reads, of training and validation shards."""
+        """Return the bytes of all training and validation shards that this machine reads."""
         train = self.manifest.splits["train"]
         return self.eval_bytes(order) + sum(train[number].bytes for number in order.lanes.shards_of(order.lanes_here))
 
@@ -135,29 +135,29 @@ class ShardCache:
             return
         may_take = f"the cache may take {limit_bytes / 1e9:.3g} GB"
         if not isinstance(order, ShardSampler):
-            raise InputError(f"{may_take}, the data is {part_bytes / 1e9:.3g} GB; choose another cache folder")
+            raise InputError(f"{may_take}, but the data is {part_bytes / 1e9:.3g} GB; choose another cache folder")
         check(
             order.window_rows >= order.global_batch_size,
-            f"a batch of {order.global_batch_size} sequences is more than a window of {order.window_shards} shards of "
-            f"each of {order.lanes.number} lanes holds ({order.window_rows}); raise data.cache_gb",
+            f"a batch of {order.global_batch_size} sequences is more than a window of {order.window_shards} shards per "
+            f"lane holds ({order.window_rows} in {order.lanes.number} lanes); raise data.cache_gb",
         )
         of_lane = (WINDOWS_HELD * order.window_shards + cut_shards(order)) * self.largest_bytes
         needed = min(part_bytes, self.eval_bytes(order) + len(order.lanes_here) * of_lane)
         check(
             needed <= limit_bytes,
-            f"{may_take}, windows of {order.window_shards} shards of each of {len(order.lanes_here)} lanes need "
-            f"{needed / 1e9:.3g} GB; raise data.cache_gb or choose another data.cache_dir",
+            f"{may_take}, but windows of {order.window_shards} shards per lane need {needed / 1e9:.3g} GB in "
+            f"{len(order.lanes_here)} lanes; raise data.cache_gb or choose another data.cache_dir",
         )
 
-    # ---- the run that fills it -------------------------------------------------------------------------------------
+    # ---- the process that fills the cache --------------------------------------------------------------------------
 
     def hold(self, *, alone: bool) -> IO[str]:
-        """Lock the folder until the returned file is closed, and begin this run's part of it, without compared shards.
+        """Lock the folder until the returned file is closed, and empty the folder of this run in it.
 
-        The lock is for this run `alone` or shared with others. Raises InputError if another run holds a conflicting
+        `alone`: exclude other runs, instead of sharing the lock. Raises InputError if another run holds a conflicting
         lock.
         """
-        file = (self.folder / "lock").open("a+")  # NFS needs a file open for reading too
+        file = (self.folder / "lock").open("a+")  # on NFS, a lock needs a file that is also open for reading
         until_s = time.monotonic() + TAKE_OVER_S
         while True:
             if locked(file, fcntl.LOCK_EX):
@@ -168,7 +168,7 @@ class ShardCache:
                 break
             if time.monotonic() > until_s:
                 file.close()
-                why = "uses {}, and not all of the data fits" if alone else "has {} alone"
+                why = "uses {}, and not all of the data fits" if alone else "needs {} for itself"
                 raise InputError(f"another run {why.format(self.folder)}; give one of them another data.cache_dir")
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
@@ -181,7 +181,7 @@ class ShardCache:
         write_atomic(self.status, canonical_json(status))
 
     def set_fault(self, shard: Shard, fault: Fault | None) -> None:
-        """Tell readers why a shard is missing, or that there is no longer a reason."""
+        """Tell readers why a shard cannot be fetched; None: it can be."""
         if fault is None:
             (self.faults / shard.file).unlink(missing_ok=True)
         else:
@@ -192,7 +192,7 @@ class ShardCache:
         now_s = time.monotonic()
         if now_s - self.told_s >= TELL_EVERY_S:
             self.told_s = now_s
-            with suppress(FileNotFoundError):  # a cache without a prefetcher
+            with suppress(FileNotFoundError):  # without a prefetcher there is no such file
                 os.utime(self.status)
 
     # ---- readers ---------------------------------------------------------------------------------------------------
@@ -204,14 +204,14 @@ class ShardCache:
     def wait(self, shards: Sequence[Shard]) -> None:
         """Wait until all shards that a batch needs are there and compared.
 
-        Raises InputError if a shard cannot come, Unreachable if no byte of any shard has come for deadline_s; both name
-        a shard and the reason. A loader may look further ahead than the cache reaches: the time in which the prefetcher
-        has nothing to fetch does not count.
+        Raises InputError if a shard cannot be fetched, Unreachable if no byte of any shard has come for deadline_s;
+        both name a shard and the reason. Time in which the prefetcher has nothing to fetch does not count, because a
+        loader may look further ahead than the cache has space for.
         """
         missing = list(shards)
         silent_since_s, heard_before = time.monotonic(), 0
         while True:
-            status, heard = self.told()  # first: shards may come while it is read
+            status, heard = self.told()  # before the shards, which may come meanwhile
             while missing and self.is_ready(missing[-1]):
                 missing.pop()
             if not missing:
@@ -220,7 +220,7 @@ class ShardCache:
                 raise self.gave_up
             self.owner = status["owner"] if status else self.owner
             if is_gone(self.owner):
-                what = "the process that fetches shards on this node is gone, its error is above"
+                what = "the process that fetches shards on this node is gone; its error is above"
                 raise Unreachable(f"{missing[-1].file} cannot come: {what}")
             faulty = {path.name for path in self.faults.glob("*.safetensors")}
             for file in faulty & {shard.file for shard in missing}:
@@ -236,7 +236,7 @@ class ShardCache:
             time.sleep(POLL_S)
 
     def told(self) -> tuple[PrefetchStatus | None, int]:
-        """Return the prefetcher's status, None if it has not begun, and when it wrote it or bytes came, in ns."""
+        """Return the prefetcher's status and the file's mtime in ns, when bytes last came; None and 0 at the start."""
         try:
             with self.status.open("rb") as file:
                 return json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -244,7 +244,7 @@ class ShardCache:
             return None, 0
 
     def reason(self, missing: Sequence[str], faulty: set[str], *, has_begun: bool) -> str:
-        """Return why shards do not come: the fault of one of them, or of another shard."""
+        """Return why missing shards do not come: the fault of one of them, or else of another shard."""
         for file in (*missing, *sorted(faulty)):
             fault: Fault | None = read_json(self.faults / file) if file in faulty else None
             if fault is not None:
@@ -253,12 +253,12 @@ class ShardCache:
 
 
 def cut_shards(order: ShardSampler) -> int:
-    """Return the largest number of partial shards in a lane: a window of those takes more space than its sequences."""
+    """Return how many shards of a lane may be partial. Each takes the space of a whole shard."""
     return 2 if order.lanes.number > 1 else 0
 
 
 def locked(file: IO[str], operation: int) -> bool:
-    """Lock a file without waiting; False if another run holds it. Raises InputError if its disk has no locks."""
+    """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if locks do not work."""
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:

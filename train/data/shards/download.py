@@ -1,8 +1,8 @@
 """The download of shards from S3 into the cache, through the s3torchconnector, which only this module imports.
 
-The connector retries by itself, but has no time limit (a dead connection takes it six minutes) and compares no
-checksum. So an attempt at a shard ends here when nothing arrives for a while, the next one begins with a new
-client, and length and sha256 are compared with the manifest before the file gets its name.
+The connector retries, but has no time limit (a dead connection takes it six minutes) and compares no checksum. So this
+module ends an attempt at a shard when nothing arrives for a while, begins the next attempt with a new client, and
+compares length and sha256 with the manifest before the file gets its name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from train.system.folders import Folder
 from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # the longest pauses between attempts at a shard: random, doubling
-MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts, which double
+MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits; it has a part in memory
 CONNECTOR_ATTEMPTS = 3
-MAX_DOUBTS = 3  # downloads of a shard that does not match the manifest, which a network seldom causes
-FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0
-FINAL = {  # phrases in the connector's errors, and AWS's codes, that retries will not change
+MAX_DOUBTS = 3  # attempts at a shard that does not match the manifest, which is seldom the network's fault
+FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
+FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's codes for them
     "bucket does not exist": "NoSuchBucket",
     "No signing credentials": "NoCredentialsError",
 }
@@ -57,19 +57,19 @@ class Doubtful(RuntimeError):
 
 
 class Silent(Unreachable):
-    """An error because nothing came for as long as an attempt may wait."""
+    """An error because nothing arrived for data.attempt_s, so that the attempt was ended."""
 
 
 class Client:
-    """The connector for the objects of one data set, with the present credentials of boto3.
+    """A client of the connector for the objects of one data set, with boto3's current credentials.
 
-    boto3 finds and renews credentials in more ways than the connector. A new client is needed after a failure: these
-    may have expired.
+    boto3 finds and renews credentials in more ways than the connector. After a failure a new client is needed, because
+    the credentials may have expired.
     """
 
     def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
         self.folder = folder
-        put_back()  # programs that boto3 starts for credentials may need a different proxy
+        put_back()  # programs that boto3 starts for credentials may need the user's proxy
         self.session = open_session(folder.s3)
         try:
             credentials = self.session.get_credentials()
@@ -85,7 +85,7 @@ class Client:
             endpoint=folder.endpoint,
             reader_constructor=stream_constructor,
             s3client_config=S3ClientConfig(
-                part_size=min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES),  # one request a shard
+                part_size=min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES),  # one request per shard
                 force_path_style=folder.s3.path_style,
                 max_attempts=CONNECTOR_ATTEMPTS,
             ),
@@ -94,12 +94,12 @@ class Client:
     def read(
         self, file: str, *, most_bytes: int = sys.maxsize - 1, on_bytes: Callable[[], None] = lambda: None
     ) -> list[bytes]:
-        """Return the content of an object, in pieces; of one that is longer than `most_bytes`, its beginning.
+        """Return the content of an object in pieces. If it is longer than `most_bytes`, only its beginning is read.
 
-        `on_bytes` is called as they arrive. Raises Doubtful or Unreachable.
+        `on_bytes` is called whenever bytes arrive. Raises Doubtful or Unreachable.
 
-        The connector returns the answer to a request when all of it is there. So a request asks for FIRST_BYTES and,
-        once the speed is known, for the bytes that come within REQUEST_S: over a fast link that is a shard.
+        The connector returns a response only when all of it has arrived. So the first request asks for FIRST_BYTES.
+        Later requests ask for what should arrive within REQUEST_S at the speed seen: over a fast link, a whole shard.
         """
         pieces: list[bytes] = []
         start = 0
@@ -107,7 +107,7 @@ class Client:
             while start <= most_bytes:
                 first, stop, began_s = start, start + self.request_bytes, time.monotonic()
                 if stop >= most_bytes:
-                    stop = most_bytes + 1  # this shows whether an object is longer, without another request
+                    stop = most_bytes + 1  # one byte more shows whether the object is longer
                 for piece in self.streams[self.numbers[file]](start, stop):
                     pieces.append(piece)
                     start += len(piece)
@@ -116,7 +116,7 @@ class Client:
                     break
                 self.request_bytes = max(FIRST_BYTES, int(REQUEST_S * (stop - first) / (time.monotonic() - began_s)))
             return pieces
-        except S3Exception as error:  # a single class: only its text distinguishes the cases
+        except S3Exception as error:  # one class for all errors: only its text distinguishes them
             if pieces and "<Code>InvalidRange</Code>" in str(error):  # the object ended with the previous request
                 return pieces
             raise self.explain(error, file) from error
@@ -129,7 +129,7 @@ class Client:
                 known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
                 return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
         status, code, said = answer_in(text)
-        if "Forbidden" in text:  # all codes with status 403 look alike; boto3 learns which one it is
+        if "Forbidden" in text:  # the connector's text is the same for all codes of status 403
             status, code, said = self.answer_to_boto3(file)
         if not code:
             return Unreachable(text)
@@ -137,7 +137,7 @@ class Client:
         return (Unreachable if is_temporary(status, code) or code in RETRIED else Doubtful)(known)
 
     def answer_to_boto3(self, file: str) -> tuple[int, str, str]:
-        """Return status, code and text of S3's answer to boto3, without a code if it is now a different one."""
+        """Return the status, code and text of S3's answer to boto3. The code is "" if boto3 gets the object."""
         client = open_client(self.session, self.folder.s3)  # the folder's connections belong to another process
         try:
             client.get_object(**self.folder.address(file), Range="bytes=0-0")["Body"].close()
@@ -150,7 +150,7 @@ class Client:
 
 
 def answer_in(text: str) -> tuple[int, str, str]:
-    """Return status, code and text of S3's answer quoted in an error of the connector, without a code if it is not."""
+    """Return the status, code and text of S3's answer that an error of the connector quotes; 0 or "" if it does not."""
     status, code, said = (
         re.search(pattern, text)
         for pattern in (r"response_status: (\d+)", "<Code>(.*?)</Code>", "<Message>(.*?)</Message>")
@@ -159,7 +159,7 @@ def answer_in(text: str) -> tuple[int, str, str]:
 
 
 def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
-    """Return an S3ReaderConstructor of the connector whose reader is one request, `get_stream(start, end)`.
+    """Return the reader of an object, for the connector: `get_stream(start, end)`, which is one request.
 
     The connector's readers copy everything once more, into memory that grows, or ask for the length first.
     """
@@ -167,9 +167,9 @@ def stream_constructor(bucket: str, key: str, get_object_info: object, get_strea
 
 
 def put(variables: Mapping[str, str | None]) -> None:
-    """Set variables where the connector looks: in the environment of the C library; None: unset.
+    """Set variables where the connector looks, in the environment of the C library. None unsets a variable.
 
-    Python's os.environ is left as the user has it, and boto3 finds there the variables that it needs.
+    Python's os.environ is left as the user has it, because boto3 reads its variables there.
     """
     for name, value in variables.items():
         if value is None:
@@ -179,7 +179,7 @@ def put(variables: Mapping[str, str | None]) -> None:
 
 
 def put_back() -> None:
-    """Undo `put`: programs that this process starts have the user's environment again."""
+    """Undo `put`, so that programs started by this process have the user's environment."""
     put({name: os.environ.get(name) for name in (*CREDENTIALS, *s3_route.PROXIES, s3_route.AUTHORITIES)})
 
 
@@ -202,10 +202,10 @@ class Downloader:
     ) -> None:
         """Put a shard into the cache unless it is there.
 
-        A damaged one is kept until a valid one replaces it, because other runs may be reading it. `on_failure` takes
-        the reason why an attempt failed.
+        A damaged shard is kept until an intact one replaces it, because other runs may be reading it. `on_failure` is
+        called with the reason after each failed attempt.
 
-        Raises InputError if no further attempt can cure the fault, and Unreachable after `limit_s`.
+        Raises InputError if no further attempt can cure the fault, and Unreachable after `limit_s` seconds.
         """
         path, url = self.cache.folder / shard.file, f"{self.source.location}/{shard.file}"
         fault = fault_of_file(path, shard.entry, checksum=True)
@@ -214,7 +214,7 @@ class Downloader:
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
         doubts, reads = 0, set[Future[list[bytes]]]()
-        answer = ""  # the last one that was more than silence
+        answer = ""  # the last error that was not Silent
 
         def attempt() -> None:
             nonlocal answer, doubts
@@ -251,8 +251,10 @@ class Downloader:
             raise kind(f"{url}: {answer if isinstance(error, Silent) else ''}{error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
-        """Return a shard's content, read by a new thread, or by an earlier attempt's, in `reads`, if it ends first."""
-        # A read cannot be stopped, and may end in spite of its silence.
+        """Return a shard's content, read by a new thread or by a thread of an earlier attempt, whichever ends first.
+
+        `reads`: the results that earlier threads may still produce. A read cannot be stopped, and may succeed late.
+        """
         content, clients, heard_s = Future[list[bytes]](), list[Client](), [time.monotonic()]
 
         def hear() -> None:
@@ -261,9 +263,9 @@ class Downloader:
 
         def read() -> None:
             try:
-                clients.append(self.current_client())  # in this thread: services of credentials may hang
+                clients.append(self.current_client())  # in this thread, because the search for credentials may hang
                 content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear))
-            except BaseException as error:  # for the thread that waits
+            except BaseException as error:  # raised in the waiting thread
                 content.set_exception(error)
 
         reads.add(content)
@@ -281,7 +283,7 @@ class Downloader:
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
-        """Give a shard its name in the cache. Raises Doubtful if the content does not match the manifest."""
+        """Write a shard to its name in the cache. Raises Doubtful if the content does not match the manifest."""
         digest = hashlib.sha256()
         for piece in content:
             digest.update(piece)
@@ -301,7 +303,7 @@ class Downloader:
             raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
     def current_client(self) -> Client:
-        """Return the client, a new one after a failure."""
+        """Return the current client, or a new one after a failure."""
         with self.lock:
             if self.client is None:
                 files = [shard.file for shard in self.cache.manifest.shards]

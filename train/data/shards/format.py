@@ -2,8 +2,8 @@
 
 A data set is a folder: `manifest.json tokenizer/ train-00000.safetensors ... validation-00000.safetensors`. Each shard
 has `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
-The manifest is written last, names every shard with rows, bytes and sha256, and has a checksum of itself, which is the
-data set's id. Readers open only the files that the manifest names.
+The manifest is written last. It names every shard with its rows, bytes and sha256, and has a checksum of itself, which
+is the data set's id. Readers open only the files that the manifest names.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from train.system.memory import total_memory_bytes
 from train.system.processes import LIBC
 from train.system.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
-FORMAT = 1  # to be raised when older readers cannot read the files
+FORMAT = 1  # raise it when older readers cannot read the files
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")  # of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
-MAPPED_SHARDS = 8192  # per ShardSet, one map each: a process may have 65,530 (vm.max_map_count, unless raised)
-MAX_HEADER_BYTES = 1024  # per shard file; three tensors take some 250
-STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' names, and numpy's
+MAPPED_SHARDS = 8192  # per ShardSet, one map each: a process may have 65,530 maps unless vm.max_map_count is raised
+MAX_HEADER_BYTES = 1024  # per shard file; three tensors take about 250
+STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' names of dtypes, and numpy's
 TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
 
 
@@ -93,7 +93,7 @@ class DataManifest:
     splits: dict[str, list[Shard]]
     tokenizer: TokenizerInfo
     counts: dict[str, float]  # documents, tokens, unigram_entropy (nats per token), ...
-    config: dict[str, Any]  # of the preparation
+    config: dict[str, Any]  # the settings of the preparation
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -105,7 +105,7 @@ class DataManifest:
 
 
 def read_manifest(where: Folder | Path) -> DataManifest:
-    """Return the manifest of a prepared folder. Raises InputError if it is missing or not as it was written."""
+    """Return the manifest of a prepared folder. Raises InputError if it is missing or damaged."""
     folder = LocalFolder(where) if isinstance(where, Path) else where
     location = folder.location
     if isinstance(folder, LocalFolder):
@@ -125,9 +125,9 @@ def read_manifest(where: Folder | Path) -> DataManifest:
 
 
 def parse_manifest(content: bytes) -> DataManifest:
-    """Read a manifest, and check that all its values are possible: names stay in their folder, sizes agree.
+    """Parse a manifest, and check that all its values are possible: names lead to no other folder, sizes agree.
 
-    Raises BadContent, one line, otherwise: its checksum shows that nobody changed it later, not who wrote it.
+    Raises BadContent otherwise. The checksum cannot replace these checks: it does not tell who wrote the manifest.
     """
     values = read_object(content)
     if values.get("format") != FORMAT:
@@ -142,7 +142,7 @@ def parse_manifest(content: bytes) -> DataManifest:
 
 
 def fault_of_manifest(manifest: DataManifest) -> str | None:
-    """Return the impossible part of a manifest whose fields have the right types; None if there is none."""
+    """Return what is impossible in a manifest whose fields have the right types; None if all is possible."""
     info = manifest.tokenizer
     if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
         return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
@@ -155,7 +155,7 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
         return f"{file} is in it {times} times"
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
     if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
-        return f"a vocabulary of {info.vocab_size} pieces and special ids up to {max(ids)} as {manifest.dtype}"
+        return f"a vocabulary of {info.vocab_size} pieces does not fit special ids up to {max(ids)} and {manifest.dtype}"
     row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # with pivot and same_document
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
@@ -178,7 +178,7 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
 
 
 def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
-    """Complete a data set, with the fields of its manifest but the id: nothing reads the folder before it exists."""
+    """Complete a data set: no reader opens the folder before its manifest exists. `fields`: all of them but the id."""
     body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
     del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
@@ -189,7 +189,7 @@ def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
 
 
 def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
-    """Raise InputError unless every shard, and the tokenizer, has its length and, if asked, its checksum."""
+    """Raise InputError unless each shard has its length (with `checksums` its sha256), and the tokenizer its sha256."""
     check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
@@ -202,7 +202,8 @@ def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> Non
 class ShardSet:
     """The sequences of one split, memory-mapped, numbered in the manifest's order.
 
-    A shard is mapped when it is first read, after `wait` has returned (S3: cache.py). MAPPED_SHARDS remain mapped.
+    A shard is mapped when it is first read. For data in S3, `wait` (of cache.py) is called first, and returns when the
+    shards are there. At most MAPPED_SHARDS remain mapped.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class ShardSet:
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
-        self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {  # shape and type of a row in each tensor
+        self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {  # shape and dtype of a row in each tensor
             "tokens": ((self.seq_len,), self.dtype),
             "pivot": ((), np.dtype(np.uint16)),
             "same_document": ((), np.dtype(np.uint8)),
@@ -229,7 +230,10 @@ class ShardSet:
         return Rows(*self.gather(numbers, ROW_TENSORS))
 
     def gather(self, numbers: np.ndarray, names: Sequence[str]) -> list[np.ndarray]:
-        """Return named tensors of sequences [N]: tokens [N, seq_len], pivot, same_document [N]. Raises IndexError."""
+        """Return the tensors `names` of sequences `numbers` [N]: tokens [N, seq_len], pivot and same_document [N].
+
+        Raises IndexError if there is no such sequence, InputError if a token is not in the vocabulary.
+        """
         order = np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
@@ -240,17 +244,17 @@ class ShardSet:
         for shard, first, last in zip(needed.tolist(), firsts, [*firsts[1:], len(numbers)], strict=True):
             local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
             for name, values in zip(names, gathered, strict=True):
-                # "clip" writes straight into `out`; the default mode gathers into a copy first
+                # The mode "clip" writes directly to the output; the default mode gathers into a copy first.
                 tensors[name].take(local, 0, values[first:last], "clip")
                 if name == "tokens" and (largest := int(values[first:last].max())) >= self.vocab_size:
                     has = f"{self.folder / self.shards[shard].file} holds token {largest}"
-                    raise InputError(f"{has}, its vocabulary has {self.vocab_size}; prepare again")
+                    raise InputError(f"{has}, but its vocabulary has {self.vocab_size}; prepare again")
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
 
     def open(self, numbers: list[int]) -> None:
-        """Wait until the shards with these numbers are there, and keep the maps of those that have one."""
+        """Wait until the shards with these indices are there, and count the mapped ones as most recently used."""
         new = [number for number in numbers if number not in self.maps]
         for number in set(numbers) - set(new):
             self.maps[number] = self.maps.pop(number)
@@ -263,7 +267,7 @@ class ShardSet:
         self.wait([self.shards[number] for number in new])
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
-        """Return the tensors of a shard that is there. Raises InputError if it does not match the manifest."""
+        """Return the mapped tensors of a shard that is there. Raises InputError if it does not match the manifest."""
         if number not in self.maps:
             path, rows = self.folder / self.shards[number].file, self.shards[number].rows
             tensors = map_tensors(path, reads_ahead=self.reads_ahead)
@@ -279,11 +283,11 @@ class ShardSet:
 def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray]:
     """Return the ROW_TENSORS of a file, memory-mapped without copies. Raises InputError if it is not safetensors.
 
-    With `reads_ahead`, the kernel reads the surroundings of a row with it.
+    With `reads_ahead`, the kernel reads the surroundings of a row together with the row.
 
-    The header is read here, because safetensors maps the file to do so, and the kernel reads ahead in that map.
+    safetensors would map the file to read its header, and the kernel would read ahead in that map; so we parse it.
     """
-    import torch  # Python's mmap would keep a file open for each map
+    import torch  # its maps need no open file, unlike Python's mmap
 
     with path.open("rb", buffering=0) as file:
         head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size
@@ -301,9 +305,9 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
 
 
 def read_header(head: bytes) -> tuple[dict[str, tuple[str, list[int], int, int]], int]:
-    """Return each tensor's numpy type, shape, first and last byte, and the position of the first of all bytes.
+    """Return the numpy dtype, shape, and range of bytes [begin, end) of each tensor, and where byte 0 is in the file.
 
-    `head` is the beginning of a safetensors file, which names ROW_TENSORS. Raises BadContent otherwise.
+    `head`: the beginning of a safetensors file with ROW_TENSORS. Raises BadContent if it is anything else.
     """
     header_bytes = int.from_bytes(head[:8], "little")
     if not 0 < header_bytes <= len(head) - 8:
@@ -318,5 +322,5 @@ def read_header(head: bytes) -> tuple[dict[str, tuple[str, list[int], int, int]]
                     if dtype in STORED_TYPES:
                         layout[name] = (STORED_TYPES[dtype], shape, begin, end)
                     continue
-        raise BadContent(f"its header says {shown(tensor)} of {name}")
+        raise BadContent(f"its header says {shown(tensor)} about {name}")
     return layout, 8 + header_bytes

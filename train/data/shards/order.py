@@ -1,18 +1,17 @@
 """The order of sequences per rank and step, a pure function of (seed, epoch, rows of each shard, lanes, window).
 
-The seed puts the sequences of all shards into an order, which is cut into lanes of equal size. Every global batch has
-equally many sequences of each lane, and a rank reads a contiguous part of the batch, so its sequences come from few
-lanes, in every epoch from the same. A machine therefore fetches only the shards of its lanes. The number of lanes
-depends on the data and the global batch, not on the number of ranks: any number of ranks and machines sees the same
-batches.
+The seed puts all shards into one order, which is cut into lanes of equal size. Every global batch has the same number
+of sequences from each lane, and a rank reads a contiguous part of the batch. Its sequences therefore come from few
+lanes, the same ones in every epoch, and a machine fetches only the shards of its lanes. The number of lanes depends on
+the data and the global batch, not on the ranks, so any number of ranks and machines sees the same batches.
 
-Within a lane each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of a window by a
-computed permutation, which needs no table. So the state of the data is the number of consumed sequences, and the number
-of lanes and of a window's shards, which a run chooses at its start and its checkpoints keep: a resume needs no search,
-and any world size that divides the global batch continues exactly. Sequences that do not fill a batch are left out, in
-each epoch different ones.
+Within a lane, each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of each window by a
+computed permutation, which needs no table. So the state of the data is three numbers: consumed sequences, lanes, and
+shards per window. A run chooses the last two at its start, and its checkpoints store all three. A resume needs no
+search, and any world size that divides the global batch continues exactly. Sequences that do not fill a batch are left
+out, different ones in each epoch.
 
-Canonical nodes of https://docs.mosaicml.com/projects/streaming (Streaming) have the same purpose.
+The canonical nodes of Streaming, https://docs.mosaicml.com/projects/streaming, have the same purpose.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import numpy as np
 from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # fills up the last evaluation batch, and is not counted
-ROWS_AT_ONCE = 4096  # looked up in the order together
-MAX_LANES = 64  # the first batch of a new machine needs a shard of each: 4 GB at the largest usual size, 64 MiB
-WINDOW_SHARDS = 256  # shuffled together over all lanes, if there are enough: 16 GiB that a late resume fetches
-MOST_FETCHED = 1.1  # times the data, by all machines together; more is logged
-ROUNDS = 12  # of the computed permutation; with 8 the order of windows of 12 sequences can be told from a random one
-LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate behind the seed (random_bits.py)
+ROWS_AT_ONCE = 4096  # rows looked up in the order together
+MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
+WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may have to fetch them all first, 16 GiB
+MOST_FETCHED = 1.1  # if all machines together fetch more than this many times the data, a message says so
+ROUNDS = 12  # rounds of the permutation; after 8, the order of 12 sequences is still distinguishable from a random one
+LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate after the seed (random_bits.py)
 
 
 def lanes_of(global_batch_size: int, most: int) -> int:
@@ -46,9 +45,10 @@ def window_of_lane(window_shards: int, lanes: int) -> int:
 def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Return where a permutation of [0, size) takes each of `positions`: uint64 of one shape, sizes below 2**32.
 
-    A position is a place in a grid of about sqrt(size) by sqrt(size). Each round moves its column by a random number
-    that depends on its line, or its line by one that depends on its column, and positions outside of `size` are moved
-    again: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, https://doi.org/10.1007/3-540-45760-7_9.
+    A position is a cell in a grid of about sqrt(size) by sqrt(size). Each round moves its column by a random number
+    that depends on its line, or its line by a random number that depends on its column. All rounds are repeated for
+    positions that end outside [0, size): Black and Rogaway, "Ciphers with arbitrary finite domains", 2002,
+    https://doi.org/10.1007/3-540-45760-7_9.
     """
     moved, left = positions.copy(), np.arange(len(positions))
     columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
@@ -73,7 +73,7 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
 
 
 def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
-    """Return the pieces in each window of a lane; in the first epoch they double, so that training begins early."""
+    """Return how many pieces each window of a lane has. In the first epoch it grows, so that training begins early."""
     sizes: list[int] = []
     size = most if epoch else 1
     while (left := num_pieces - sum(sizes)) > 0:
@@ -83,14 +83,14 @@ def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
 
 
 class Lanes:
-    """The lanes of a data set. A piece is the part of a shard that one lane holds: nearly always all of it."""
+    """The lanes of a data set. A piece is the part of a shard that is in one lane, nearly always the whole shard."""
 
     def __init__(self, shard_rows: Sequence[int], number: int, *, seed: int) -> None:
         self.number, self.seed = number, seed
         counts = np.asarray(shard_rows, np.int64)
         shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
         self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
-        self.starts = np.arange(number + 1) * self.num_rows // number  # the start of each lane, and the end
+        self.starts = np.arange(number + 1) * self.num_rows // number  # the first row of each lane, and the row count
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
         self.piece_rows = np.diff(cuts)
         place = np.searchsorted(ends, cuts[:-1], side="right")
@@ -100,19 +100,19 @@ class Lanes:
         self.piece_lanes = np.searchsorted(self.starts, cuts[:-1], side="right") - 1
 
     def shards_of(self, lanes: Sequence[int]) -> list[int]:
-        """Return the numbers of the shards of which these lanes hold a piece, ascending."""
+        """Return the indices of the shards with a piece in these lanes, ascending."""
         return np.unique(self.piece_shards[np.isin(self.piece_lanes, lanes)]).tolist()
 
 
 class EpochOrder:
-    """The order of one epoch. It needs a few numbers per shard, however many sequences a shard has."""
+    """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has."""
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
-        self.lanes, self.each = lanes, batch_size // lanes.number  # rows of a lane in a batch
+        self.lanes, self.each = lanes, batch_size // lanes.number  # rows of each lane in a batch
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        self.piece_ends = np.cumsum(rows)  # places: the rows of all lanes, one lane after the other
+        self.piece_ends = np.cumsum(rows)  # in places: row indices over all lanes, one after the other
         self.piece_starts = self.piece_ends - rows
         sizes = [size for num in np.bincount(lane).tolist() for size in window_sizes(num, window_shards, epoch)]
         self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
@@ -123,7 +123,7 @@ class EpochOrder:
         self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, np.arange(len(sizes)))
 
     def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
-        """Return [steps, slots] int64: the sequences at these places of batches `first_step` until `last_step`."""
+        """Return [steps, slots] int64: the sequences in these slots of the batches [first_step, last_step)."""
         lane, number = np.divmod(slots, self.each)
         places = self.lanes.starts[lane] + number + np.arange(first_step, last_step)[:, None] * self.each
         window = np.searchsorted(self.window_starts, places.ravel(), side="right") - 1
@@ -135,8 +135,8 @@ class EpochOrder:
         return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of the windows that these lanes read in `step`, and those of all later windows in order."""
-        begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows of its lane that come before
+        """Return the shards of the windows that these lanes read in `step`, and those of later windows, in order."""
+        begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows before the window in its lane
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
         )
@@ -150,8 +150,8 @@ class EpochOrder:
 class ShardSampler:
     """The sequences of one rank in the order of this module.
 
-    `consumed_rows` counts sequences of the whole run over all ranks. The training loop sets it by optimizer steps; rows
-    that loaders have prefetched do not change it.
+    `consumed_rows` counts the sequences that all ranks have consumed since the run began. The training loop sets it
+    after optimizer steps; rows that loaders have prefetched do not change it.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class ShardSampler:
         eval_shards: Sequence[int] | None = None,
         consumed_rows: int = 0,
     ) -> None:
-        """Order `shard_rows`; `machine_ranks` are those of the same machine (None: `rank` alone).
+        """Order the rows of shards with `shard_rows` rows. `machine_ranks`: the machine's ranks; None: only `rank`.
 
-        `window_shards`: shuffled together in each lane; None: WINDOW_SHARDS over all lanes. `eval_shards`: the
-        validation shards that the machine reads; None: all.
+        `window_shards`: how many shards of each lane are shuffled together; None: WINDOW_SHARDS over all lanes.
+        `eval_shards`: the validation shards that the machine reads; None: all.
         """
         self.shard_rows, self.seed, self.global_batch_size = list(shard_rows), seed, global_batch_size
         self.rows, self.world_size = sum(shard_rows), world_size
-        self.steps = self.rows // global_batch_size  # of an epoch
+        self.steps = self.rows // global_batch_size  # per epoch
         self.consumed_rows, self.eval_shards = consumed_rows, eval_shards
         self.lanes = Lanes(self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
@@ -183,7 +183,7 @@ class ShardSampler:
         self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
 
     def slots_of(self, rank: int) -> np.ndarray:
-        """Return [global batch / world size]: the places of a rank in each batch."""
+        """Return the slots of a rank in each global batch, [global batch / world size]."""
         share = self.global_batch_size // self.world_size
         return np.arange(rank * share, (rank + 1) * share)
 
@@ -193,7 +193,7 @@ class ShardSampler:
         return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
 
     def fetched_more(self, machines: Sequence[Sequence[int]]) -> str | None:
-        """Say how often machines of these ranks fetch the data in all, and why; None if hardly more than once."""
+        """Return a message on how often machines with these ranks together fetch the data; None if about once."""
         parts = [self.lanes.shards_of(self.lanes_of(ranks)) for ranks in machines]
         times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
         if times <= MOST_FETCHED:
@@ -202,7 +202,8 @@ class ShardSampler:
         why = f"their parts of a batch of {batch:,} cut its {lanes} lanes of shards"
         cure = f"take a number of machines that divides {lanes}"
         if shards < 2 * MAX_LANES:
-            why, cure = f"{shards} shards are few for {lanes} lanes", "prepare more of fewer sequences (rows_per_shard)"
+            why = f"{shards} shards are few for {lanes} lanes"
+            cure = "prepare more shards with fewer sequences (rows_per_shard)"
         elif batch % MAX_LANES:
             cure = f"make global_batch_size a multiple of {MAX_LANES}"
         return f"{len(machines)} machines fetch {times:.2f} times the training data in all, since {why}; {cure}"
@@ -222,7 +223,7 @@ class ShardSampler:
         return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Yield endless micro batches [size] int64 of this rank from `consumed_rows` on, of `epoch * rows + row`."""
+        """Yield this rank's micro batches after `consumed_rows` without end: `epoch * rows + row`, [size] int64."""
         epoch, start = self.position
         together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:
@@ -235,7 +236,7 @@ class ShardSampler:
             epoch, start = epoch + 1, 0
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of which this machine reads sequences now, and then all its shards in the order of need."""
+        """Return the shards that this machine reads now, and then its shards until the next epoch ends, in order."""
         epoch, step = self.position
         now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
@@ -248,7 +249,7 @@ def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
 
 
 def eval_part(rows: int, rank: int, world_size: int) -> range:
-    """Return the rows of an evaluation that a rank reads; the ranks' numbers of rows differ by one at most."""
+    """Return the rows of an evaluation that a rank reads. The row counts of two ranks differ by at most one."""
     return range(rank * rows // world_size, (rank + 1) * rows // world_size)
 
 
@@ -257,10 +258,10 @@ def eval_shards(
 ) -> list[int]:
     """Return the validation shards that these ranks read, ascending.
 
-    `sample` [n]: the rows that are evaluated, ascending; `num_shown`: the number of those, from the first to the last,
-    that rank 0 reads for the report.
+    `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, at even distances, rank 0 reads
+    for the report.
     """
-    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # see MaskedRows.last_item
+    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # 1: MaskedRows.last_item
     parts = [sample[part.start : part.stop] for part in own]
     if 0 in ranks:
         parts.append(sample[spread(len(sample), num_shown)])
@@ -268,22 +269,23 @@ def eval_shards(
 
 
 def spread(num_rows: int, most: int) -> np.ndarray:
-    """Return at most `most` row numbers, evenly from the first to the last."""
+    """Return at most `most` row indices at even distances from the first row to the last."""
     return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class EvalOrder:
-    """Every sequence once over all ranks, in equal numbers of equally large batches; PADDING fills the rest.
+    """An order that has every sequence once over all ranks.
 
-    A rank reads a contiguous part, and so needs few shards.
+    All ranks have the same number of batches of the same size, filled up with PADDING. A rank reads a contiguous part
+    of the sequences, and so needs few shards.
     """
 
     rows: int
     batch_size: int
     rank: int
     world_size: int
-    most_batches: int | None = None  # per rank, if its first batches are enough
+    most_batches: int | None = None  # batches per rank; None: all
 
     def __len__(self) -> int:
         return min(-(-self.rows // (self.batch_size * self.world_size)), self.most_batches or self.rows)
@@ -295,9 +297,9 @@ class EvalOrder:
         yield from padded.reshape(len(self), self.batch_size).tolist()
 
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
-        """Return [rows, ...]: each result once, in the order of the data set, without those of PADDING.
+        """Return the result of each row once, in the order of the data set, without PADDING: [rows, ...].
 
-        `shares` are the results of all ranks in the order of their batches, [len * batch, ...] each.
+        `shares`: the results of each rank in the order of its batches, [len(self) * batch_size, ...] each.
         """
         parts = (eval_part(self.rows, rank, self.world_size) for rank in range(self.world_size))
         return np.concatenate([share[: len(part)] for share, part in zip(shares, parts, strict=True)])

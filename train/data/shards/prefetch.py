@@ -1,12 +1,12 @@
-"""The process, one for each run on a machine, that keeps the cache ahead of the ranks.
+"""The prefetcher: a process, one per run and machine, that keeps the cache ahead of the ranks.
 
-It fetches the next shards and removes used ones. A shard that is in the cache already is compared with the manifest
-before its run reads it, as readers wait for the mark that `obtain` makes.
+It fetches the next shards and removes used ones. A shard that is already in the cache is compared with the manifest
+before the run reads it, because readers wait for the mark that `obtain` makes.
 
 Only this process talks to S3 while training runs; ranks and their loader processes read files. So a dead connection
-cannot hold any of them, no thread of the connector is alive when they fork, and a shard is fetched once whatever the
-number of ranks. A shard is retried until it is there. A fault that no retry can cure is written to the cache, where
-readers find it when they need the shard: a fault in the next window does no harm before that window.
+cannot block a rank, no thread of the connector is alive when a rank forks, and each shard is fetched once, however many
+ranks there are. A failed fetch is retried until the shard is there. A fault that no retry can cure is written to the
+cache, where readers find it when they need the shard: a fault in the next window does no harm before that window.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from train.system.processes import PR_SET_PDEATHSIG
 from train.system.torchrun import leave_signals_to_the_parent
 
 logger = logging.getLogger("train")
-DOWNLOADS = 4  # at the same time: each holds its shard in memory, about 64 MiB twice, and a few fill a network card
+DOWNLOADS = 4  # at the same time: a few fill a network card, and each needs twice a shard's memory, about 128 MiB
 REPORT_EVERY_S = 10.0
-TICK_S = 0.5  # between checks of the cache
+TICK_S = 0.5  # seconds between checks of the progress
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
 class Prefetcher(AbstractContextManager["Prefetcher"]):
-    """A context that starts the process and ends it.
+    """The handle of the prefetching process, and a context that ends the process.
 
-    The first rank of a machine has one if its data is not on disk. Raises InputError if this machine's cache has no
-    space for the shards, or another run uses it.
+    The first rank of a machine has one if the data is in S3. Raises InputError if this machine's cache has no space for
+    the shards, or if another run uses it.
     """
 
     def __init__(self, source: Folder, cache: ShardCache, sampler: ShardSampler) -> None:
-        from train.data.shards.download import Downloader  # late: the connector takes long to import
+        from train.data.shards.download import Downloader  # imported here: the connector loads slowly
 
         cache.check_fits(sampler)
         self.cache, self.sampler = cache, sampler
@@ -61,28 +61,28 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             self.limit_bytes -= sampler.window_shards * len(sampler.lanes_here) * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
-        self.changed = Condition()  # for state shared by the fetching threads and the one that chooses shards:
+        self.changed = Condition()  # guards what the fetching threads and the thread that chooses shards share:
         self.wanted, self.queue = dict[str, Shard](), deque[Shard]()
         self.active = set[str]()
-        self.settled, self.failed = set[str](), set[str]()  # present or failed for good; only the latter
+        self.settled, self.failed = set[str](), set[str]()  # shards that are ready or failed for good; the failed ones
         first = [cache.manifest.splits["train"][number] for number in sampler.upcoming_shards()[0]]
-        self.first: dict[str, Shard] = {shard.file: shard for shard in first}  # until they are there
+        self.first: dict[str, Shard] = {shard.file: shard for shard in first}  # empty once all are ready
         context = multiprocessing.get_context("fork")  # a spawned process would import torch first
         receiver, self.consumed_rows = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(receiver,), daemon=True)
         self.process.start()
         receiver.close()
-        held.close()  # the process has it: loaders that outlive a killed rank must not hold the cache
+        held.close()  # only the process keeps it: loaders that outlive a killed rank must not hold the cache
 
     def __exit__(self, *_: object) -> None:
         self.consumed_rows.close()
-        self.process.kill()  # it needs no clean end: files get their names when they are complete
+        self.process.kill()  # it needs no clean end: a file gets its name when it is complete
         self.process.join()
         shutil.rmtree(self.cache.run, ignore_errors=True)
 
     def consumed(self, rows: int) -> None:
-        """Tell the process how many sequences of the whole run all ranks have consumed."""
-        with suppress(BrokenPipeError):  # the process has ended: readers raise it when they need a shard
+        """Tell the process how many sequences all ranks have consumed since the run began."""
+        with suppress(BrokenPipeError):  # the process has ended; readers raise an error when they need a shard
             self.consumed_rows.send(rows)
 
     # ---- in the process --------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
                     self.want()
 
     def want(self) -> None:
-        """Have the shards fetched that are still needed, and delete the others if not all fit."""
+        """Queue the shards that are still needed, and delete the others if not all of the data fits."""
         chosen = wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)
         wanted: dict[str, Shard] = {shard.file: shard for shard in chosen}
         with self.changed:
@@ -156,7 +156,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
                     discard(self.cache.folder / shard.file)
 
     def obtain(self, shard: Shard) -> bool:
-        """Put a shard into the cache for this run's readers, or the reason why it cannot be there."""
+        """Put a shard into the cache for this run's readers. If that fails, write the reason and return False."""
         try:
             self.downloader.download(shard, on_failure=lambda reason: self.set_fault(shard, reason))
             (self.cache.compared / shard.file).touch()
@@ -171,7 +171,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     def set_fault(self, shard: Shard, reason: str | None, *, is_final: bool = False) -> None:
         try:
             self.cache.set_fault(shard, None if reason is None else Fault(reason=reason, is_final=is_final))
-        except OSError as error:  # the disk is full, even for this
+        except OSError as error:  # a full disk has no space for this either
             logger.warning("cannot write to %s: %s", self.cache.faults, error.strerror)
 
     def tell_readers(self, *, is_filling: bool) -> None:
@@ -181,7 +181,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
             logger.warning("cannot write %s: %s", self.cache.status, error.strerror)
 
     def announce(self) -> None:
-        """Log how much this machine reads, and how much of it before the first step."""
+        """Log how much data this machine reads, and how much of it is needed before the first step."""
         manifest, self.began_s = self.cache.manifest, time.monotonic()
         part = self.sampler.lanes.shards_of(self.sampler.lanes_here)
         mine = [*(manifest.splits["train"][number] for number in part), *held_out(manifest, self.sampler)]
@@ -192,7 +192,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         )
 
     def report_first(self) -> None:
-        """Log once how long the first step's shards took: to be fetched, or compared if they were there."""
+        """Log once how long it took to fetch the first step's shards, or to compare those that were in the cache."""
         if self.first and self.first.keys() <= self.settled - self.failed:
             took_s, total = time.monotonic() - self.began_s, sum(shard.bytes for shard in self.first.values())
             speed = f"{tqdm.format_sizeof(total / took_s, 'B')}/s"
@@ -211,7 +211,7 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
-    """Return the shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
+    """Return the shards needed after `sampler.consumed_rows`, in the order of need, as many bytes as there is space."""
     shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
     now, later = sampler.upcoming_shards()
     numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])
@@ -222,6 +222,6 @@ def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: in
 
 
 def keep_memory() -> None:
-    """Let this process reuse the memory of a shard: page faults cost more than all copies (benchmarks/notes.md)."""
+    """Make malloc keep and reuse the memory of shards: page faults cost more than all copies (benchmarks/notes.md)."""
     for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
         ctypes.CDLL(None).mallopt(option, value)

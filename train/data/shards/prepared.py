@@ -18,10 +18,10 @@ TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 
 
 class PreparedData:
-    """A prepared data set whose `folder` has the tokenizer and, sooner or later, the shards."""
+    """A prepared data set. Its local `folder` has the tokenizer at the start, and each shard once it is fetched."""
 
     def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
-        """Open the data; `looks`: compare the lengths of local files now. Raises InputError if it cannot be used."""
+        """Open the data. With `looks`, compare the lengths of local files now. Raises InputError if one is wrong."""
         self.cfg = cfg
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
@@ -40,7 +40,7 @@ class PreparedData:
     def verify(self, shards: Sequence[Shard] | None = None) -> None:
         """Compare local shards with their checksums. Raises InputError, which names the first that does not match.
 
-        Shards in S3 are compared as they arrive; only their lengths are looked up here. `shards`: None takes all.
+        Of shards in S3, only the lengths are compared here, and the checksums when they arrive. `shards`: None for all.
         """
         shards = self.manifest.shards if shards is None else shards
         if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), shards):
@@ -56,14 +56,14 @@ class PreparedData:
         return fault and f"{self.source.location}/{shard.file} {fault}; prepare the data again"
 
     def window_shards(self, order: ShardSampler) -> int:
-        """Return how many shards of each lane of `order` can be shuffled together: its number or the cache's, or 0."""
+        """Return how many shards per lane of `order` can be shuffled together, 0 if the cache cannot hold even one."""
         return order.window_shards if self.cache is None else self.cache.window_shards(order)
 
     def on_demand(self, name: str) -> ShardSet:
         """Return a split without a prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
-        from train.data.shards.download import Downloader, put_back  # late: the connector takes long to import
+        from train.data.shards.download import Downloader, put_back  # imported here: the connector loads slowly
 
         self.cache.check_fits(self.manifest.splits[name])
         self.held = self.cache.hold(alone=False)
@@ -74,14 +74,15 @@ class PreparedData:
                 for shard in shards:
                     downloader.download(shard, limit_s=self.cfg.deadline_s)
             finally:
-                put_back()  # this is the user's process
+                put_back()  # this is the user's process, with its environment
 
         return ShardSet(self.folder, self.manifest, name, fetch)
 
     def bring(self, name: str) -> None:
-        """Compare the shards of a split with their checksums, those in S3 as they are fetched into the cache.
+        """Compare the shards of a split with their checksums. Shards in S3 are fetched into the cache for that.
 
-        Then `brought` reads them without a prefetcher. One rank of a machine calls it. Raises InputError as `verify`.
+        Afterwards `brought` reads them without a prefetcher. One rank of each machine calls this. Raises InputError in
+        the same cases as `verify`.
         """
         shards = self.on_demand(name)
         if shards.wait is None:
@@ -93,7 +94,7 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name)
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher | None:
-        """Start fetching the shards of `sampler`; None if they are on disk, or another rank of this machine does it.
+        """Start fetching the shards of `sampler`; None if they are on disk, or another rank of the machine does.
 
         Raises InputError if this machine's cache has no space for them.
         """
@@ -106,7 +107,7 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> Non
     """Copy the tokenizer's files to this node. Raises InputError if it is not the one that made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
-        path, is_known = folder / name, name == TOKENIZER_FILE  # known by its checksum; the other file is always read
+        path, is_known = folder / name, name == TOKENIZER_FILE  # its checksum is known; the other file is always read
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
             sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
             advice = "put the original back or prepare the data again"

@@ -136,7 +136,7 @@ class FilesCorpus(ABC):
     def opened(
         self, path: Path, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[IO[str], Callable[[], int]]]:
-        """Open the lines that begin in bytes [first, last) of a text file, with a function that counts the bytes read."""
+        """Open the lines that begin in bytes [first, last) of a text file, with a counter of the bytes read."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
         with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
             text,
