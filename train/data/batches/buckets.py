@@ -1,10 +1,10 @@
 """Batches of a few static lengths: the length that each example is padded to, and an order with one length per step.
 
-Every global batch holds examples of one bucket, so all ranks run the same graph at every step, however many ranks there
-are. Rows that do not fill a batch of their bucket move up to the next longer one: no more is left out of an epoch than
-without buckets. The first batch of a run has the greatest length, so that a lack of device memory shows immediately. If
-lengths are few, the first batches are of each, so that every graph is compiled at the start; of many that would be an
-order by length, of which short runs learn less.
+Every global batch has examples of one bucket (examples padded to the same length), so all ranks run the same graph at
+every step. Rows that do not fill a batch of their bucket move up to the next longer bucket, so that an epoch leaves out
+no more rows than without buckets. The first batch of a run has the greatest length, so that a lack of device memory
+shows immediately. If there are few lengths, the first batches have all of them, so that every graph is compiled at the
+start. With many lengths that would be an order by length, from which short runs learn less.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
-FIRST_ROUNDS = 2  # batches of each length at the start: all graphs of a length occur within these steps
+FIRST_ROUNDS = 2  # batches of each length at the start; within them, all graphs of the length are compiled
 
 
 @dataclass(frozen=True)
 class Buckets:
     lengths: tuple[int, ...]  # tokens, ascending
-    train: np.ndarray  # [rows] uint8: the length that each example needs
+    train: np.ndarray  # [rows] uint8: the bucket of each example, an index into `lengths`
     evaluation: np.ndarray  # [rows] uint8
-    is_mixed: bool = False  # the order is random but for the first batch; otherwise the first ones are of each length
+    is_mixed: bool = False  # True: only the first batch is not random; False: the first batches have every length
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return items without their bucket, and the bucket, which is the same for all but PADDING; 0 if all is PADDING."""
+    """Return items without their bucket, and the bucket, which all items but PADDING share; 0 if all are PADDING."""
     is_padding = items == PADDING
     buckets = np.unique(items[~is_padding] >> BUCKET_SHIFT)
     if len(buckets) > 1:
@@ -47,7 +47,7 @@ class BucketEpochOrder:
     ) -> None:
         shuffled = np.random.default_rng([seed, epoch]).permutation(len(bucket_of))
         mine = bucket_of[shuffled]
-        batches: list[np.ndarray] = []  # of each bucket: [batches, batch_size]
+        batches: list[np.ndarray] = []  # for each bucket: [batches, batch_size]
         left = np.empty(0, np.int64)
         for bucket in range(int(bucket_of.max()) + 1):
             rows = np.concatenate([left, shuffled[mine == bucket]])
@@ -83,7 +83,7 @@ class BucketSampler(ShardSampler):
 
 
 class BucketEvalOrder:
-    """Every example once over all ranks, bucket after bucket, each with its EvalOrder.
+    """An order that has every example once over all ranks: the EvalOrder of one bucket after the other.
 
     So the length that an example is padded to does not depend on the number of ranks.
     """
@@ -91,7 +91,7 @@ class BucketEvalOrder:
     def __init__(
         self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None
     ) -> None:
-        """Order the buckets; `most`: rows of each bucket; None: all."""
+        """Order the buckets. `most`: how many rows of each bucket to take; None: all."""
         self.num_rows, self.batch_size = len(bucket_of), batch_size
         buckets = range(int(bucket_of.max(initial=0)) + 1)
         self.members = [np.flatnonzero(bucket_of == bucket)[:most] for bucket in buckets]

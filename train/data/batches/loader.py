@@ -1,7 +1,7 @@
-"""The way from sequences to batches of fixed shape, and the loader that prepares them concurrently with training.
+"""Batches of fixed shape from sequences, and the loader that prepares them concurrently with training.
 
-A batch is a dict: host tensors under "inputs", and the number of its labels under "count" and of its tokens under
-"tokens", plain numbers, so that the global count is known on the host before the forward pass.
+A batch is a dict of host tensors under "inputs", the number of labels under "count", and the number of tokens under
+"tokens". Both are plain numbers, so that the global count is known on the host before the forward pass.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from train.data.shards.order import PADDING
 from train.system.torchrun import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
-MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn together
-ORDER = 4  # the random number of a sequence that swaps it; masking.py has the others
-SHARED_MEMORY = Path("/dev/shm")  # loader processes put batches for their rank there
+MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # most sequences and most micro batches that are drawn together
+ORDER = 4  # index of the random number that decides whether to swap; masking.py has the other indices
+SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 LARGER = "give it more (docker run --shm-size=8g), or lower data.num_workers, down to 0"
-CHECKED_ROWS = 1000  # of the first sequences that are drawn; at most 1 % may have nothing to predict
+CHECKED_ROWS = 1000  # the first sequences drawn, of which at most 1 % may have nothing to predict
 EVAL_EPOCH = 2**40  # not a training epoch: every evaluation hides the same tokens, and training hides others
 
 
@@ -40,10 +40,10 @@ class Drawable(Protocol):
     """A data set that makes several micro batches at a time."""
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return the batch of items [K, B], whose "inputs" are tensors [K, B, ...].
+        """Return K micro batches of the items [K, B] as one batch, whose "inputs" are tensors [K, B, ...].
 
-        "count" has the number (or weight) of labels of each [K], and "tokens" the number of tokens of each without
-        padding [K].
+        "count" has the number (or weight) of labels in each micro batch [K], "tokens" the number of tokens without
+        padding in each [K].
         """
 
 
@@ -51,7 +51,7 @@ class Drawable(Protocol):
 class Swapper:
     """The swap of two segments, whose order the model predicts, as a function of (seed, epoch, sequence).
 
-    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws it anew.
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws the pairs.
     """
 
     seed: int
@@ -59,10 +59,10 @@ class Swapper:
     def __call__(
         self, tokens: np.ndarray, pivot: np.ndarray, same_document: np.ndarray, epochs: np.ndarray, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Swap about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]`, with B from index `pivot` [B], becomes B first.
+        """Swap the segments in about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]` becomes `[CLS] B [SEP] A [SEP]`.
 
-        Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped, and IGNORE_INDEX if the order means
-        nothing, since A and B are not from one document (`same_document` [B] is 0).
+        `pivot` [B]: the index of B's first token. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped,
+        and IGNORE_INDEX if A and B are from different documents (`same_document` [B] is 0), so that there is no order.
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
@@ -80,7 +80,7 @@ class Swapper:
 
 
 class MaskedRows:
-    """Token sequences, masked when they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
+    """Token sequences, masked when they are drawn. An item is `epoch * rows + row`; PADDING has no labels."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class MaskedRows:
         swapper: Swapper | None = None,
         sample: np.ndarray | None = None,
     ) -> None:
-        """Mask the rows of shards; a `swapper` swaps segments. `sample` [n]: the rows that items count."""
+        """Mask the rows of `shards`, after a `swapper` swaps segments. `sample` [n]: items are indices into it."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
         self.sample = sample
-        self.num_drawn, self.num_without = 0, 0  # of the first CHECKED_ROWS
-        self.last_item = 0  # instead of PADDING: other rows may be in shards that this machine does not have
+        self.num_drawn, self.num_without = 0, 0  # among the first CHECKED_ROWS
+        self.last_item = 0  # stands for PADDING: any other row may be in a shard that this machine does not have
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P], with a swapper `order` [K, B]."""
+        """Return input_ids and token_type_ids [K, B, S], positions and labels [K, B, P]; `order` [K, B] if swapped."""
         is_padding = items == PADDING
         if not is_padding.all():
             self.last_item = int(items.max())
@@ -146,13 +146,13 @@ class MaskedRows:
 
 
 class MultiBatch(Dataset[Batch]):
-    """Several micro batches at a time from a data set that can `draw` them.
+    """A data set that draws several micro batches per call from a Drawable, because calls are expensive.
 
-    A loader's work, and passing a tensor from one process to another, have a cost for each call.
+    Each call costs time in the loader, and so does each tensor that is passed between processes.
 
-    If one cannot be drawn, those before it come with the exception as "failure". It passes through processes and
-    threads like a batch, so that the rank can report it to the others at the end of a step instead of leaving them
-    waiting.
+    If a micro batch cannot be drawn, the batch has those before it, and the exception as "failure". The exception
+    passes through processes and threads like a batch, so that the rank can report it to the other ranks at the end of a
+    step instead of leaving them waiting.
     """
 
     def __init__(self, dataset: Drawable) -> None:
@@ -181,7 +181,7 @@ def failure_of(batches: Iterable[Batch]) -> Exception | None:
 
 
 class Batches:
-    """Micro batches in the given order, made by worker processes (or, with none, when asked for)."""
+    """Micro batches in the given order, made by worker processes, or on demand if there are none."""
 
     def __init__(
         self,
@@ -192,13 +192,13 @@ class Batches:
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
-        multi_batch: int | None = None,  # micro batches that are drawn together, at most
+        multi_batch: int | None = None,  # most micro batches drawn together; None: MULTI_BATCH
     ) -> None:
         num_drawn = drawn_at_once(batch_size, multi_batch)
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
-            atexit.register(end_workers)  # runs before multiprocessing's function, which was registered before
+            atexit.register(end_workers)  # runs before multiprocessing's exit function, which was registered earlier
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
@@ -208,7 +208,7 @@ class Batches:
                 pin_memory=pin_memory,
                 multiprocessing_context="fork" if num_workers else None,  # shares the memory maps
                 worker_init_fn=begin_worker,
-                generator=torch.Generator(),  # otherwise it draws from the one that dropout uses, and a resume differs
+                generator=torch.Generator(),  # the default one also serves dropout, so a resume would differ
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -234,8 +234,8 @@ def check_shared_memory(
 ) -> None:
     """Raise InputError if the loader processes of this machine have no space for the batches that they keep ready.
 
-    A batch that does not fit would be lost without a word. A token's id and its segment, 16 bytes, are counted for
-    those batches and for the ones that the rank is reading.
+    A batch that does not fit would be lost silently. Each token counts as 16 bytes, its id and its segment, in these
+    batches and in the batches that the rank is reading.
     """
     if not num_workers or not SHARED_MEMORY.is_dir():
         return
@@ -257,7 +257,7 @@ def begin_worker(worker: int) -> None:
 
 
 def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
-    """Send, instead of a batch that a loader process could not pass on, the reason, which ends the run."""
+    """Send the reason why a loader process could not pass on a batch, in place of the batch. It ends the run."""
     is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
     cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
     failure = Failure(f"a loader process cannot pass on its batches: {cure}")
@@ -267,8 +267,8 @@ def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -
 def end_workers() -> None:
     """End loader workers at exit, before multiprocessing waits for them.
 
-    It ends its daemons by SIGTERM, which loader workers leave to their parent, and waits without end if an exception
-    still holds the loader.
+    multiprocessing sends SIGTERM, which loader workers ignore, and would wait for them without end if an exception
+    still refers to the loader.
     """
     for worker in multiprocessing.active_children():
         if worker.daemon:

@@ -1,10 +1,11 @@
-"""The choice of tokens to hide: n-gram masking for whole batches, the same for a sequence on any rank, in any batch.
+"""N-gram masking for whole batches. The mask of a sequence is the same on any rank and in any batch.
 
-ALBERT hides runs of up to three tokens, p(n) ~ 1/n (https://arxiv.org/abs/1909.11942, section 4.1); of the hidden
-tokens 80 % become [MASK], 10 % a random token and 10 % are kept (BERT, https://arxiv.org/abs/1810.04805, section 3.1).
-Here each sequence is first tiled with runs of random length, so that lengths follow p(n) exactly, and tiles are taken
-in random order until the budget is full; the last one may be shortened. (Google's generator draws overlapping
-candidates and skips those that collide, in Python, once per corpus copy; this one is drawn anew every epoch.)
+ALBERT hides runs of up to three tokens, a run of n with a probability p(n) ~ 1/n (https://arxiv.org/abs/1909.11942,
+section 4.1). Of the hidden tokens 80 % become [MASK], 10 % a random token, and 10 % are kept (BERT,
+https://arxiv.org/abs/1810.04805, section 3.1). Here each sequence is first tiled with runs of random length, so that
+lengths follow p(n) exactly. Then runs are hidden in random order until the budget is used up; the last run may be
+shortened. (Google's generator, in Python, draws overlapping candidates and skips those that collide, once per copy of
+the corpus; here every epoch draws new masks.)
 
 Shapes: B sequences, S tokens, P slots for predictions, V vocabulary.
 """
@@ -53,7 +54,7 @@ class Masker:
 
     def __call__(self, tokens: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> Masked:
         """Mask `tokens` [B, S], the sequences `rows` [B] as seen in `epochs` [B]."""
-        tokens = tokens.astype(np.int64)  # labels need a sign
+        tokens = tokens.astype(np.int64)  # signed, because labels may be IGNORE_INDEX
         batch_size, seq_len = tokens.shape
         line = np.arange(batch_size)[:, None]
         keys = (self.seed, epochs[:, None], rows[:, None])
@@ -66,13 +67,13 @@ class Masker:
         budget = np.rint(candidate.sum(1) * self.mask_rate).astype(np.int64).clip(1, self.max_predictions)
         chosen = order[:, : self.max_predictions]
         used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
-        if self.words is not None:  # the last word may have been cut: leave it out, unless nothing else is hidden
+        if self.words is not None:  # the budget may cut the last word: leave it out, unless nothing else is hidden
             last, following = order[line, budget[:, None] - 1], order[line, budget[:, None].clip(max=seq_len - 1)]
             is_cut = (unit[line, last] == unit[line, following]) & candidate[line, following] & (last != following)
             first = order[:, :1]
             is_alone = is_cut & (unit[line, first] == unit[line, last])
             used &= ~is_cut | is_alone | (unit[line, chosen] != unit[line, last])
-            # If a word is longer than the budget a part of it is hidden, anywhere in it.
+            # If a word is longer than the budget, a part of it is hidden, at a random place in the word.
             length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
             place = hash_uniform(PLACE, state=at_tokens[line, first])
             chosen = chosen + np.where(is_alone, place * (length - budget[:, None] + 1), 0).astype(np.int64)
@@ -91,7 +92,7 @@ class Masker:
         return Masked(input_ids, positions, labels)
 
     def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-        """Return [B, S]: the number of the token or word of each position, counted from 0 in each sequence."""
+        """Return the unit (token or word) of each position, as an index in its sequence, [B, S]."""
         begins = candidate
         if self.words is not None:
             after = np.ones_like(candidate)
@@ -100,7 +101,7 @@ class Masker:
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
     def _tiles(self, bits: np.ndarray) -> np.ndarray:
-        """Return [B, units]: the number of the run of each unit; run lengths n have probability ~ 1/n."""
+        """Return the run of each unit, as an index in its sequence, [B, units]. A run of n units has p(n) ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
         lengths = np.ones(bits.shape, np.int64)
         for share in np.cumsum(weights / weights.sum())[:-1]:
@@ -112,9 +113,12 @@ class Masker:
 
 
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
-    """Return [B, count or S] positions: candidates by `priority` [B, S] uint64, equal ones from the left, others."""
+    """Return the first `count` positions, [B, count or S], when sorted by `priority` [B, S] uint64, low ones first.
+
+    Ties are sorted from the left. Positions that are no `candidate` come last.
+    """
     seq_len = priority.shape[1]
-    bits = np.uint64((seq_len - 1).bit_length())  # the last bits are replaced by the position: numbers sort fast
+    bits = np.uint64((seq_len - 1).bit_length())  # the position takes the low bits: numbers sort fast
     keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]

@@ -155,7 +155,7 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
         return f"{file} is in it {times} times"
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
     if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
-        return f"a vocabulary of {info.vocab_size} pieces does not fit special ids up to {max(ids)} and {manifest.dtype}"
+        return f"a vocabulary of {info.vocab_size} pieces does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
     row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # with pivot and same_document
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
