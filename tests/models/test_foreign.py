@@ -165,7 +165,7 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "'vocab_file' is not a special token": {"special_tokens_map.json": {"vocab_file": "/etc/passwd"}},
     "index out of bounds": {"tokenizer.json": {"normalizer": charsmap(UNITS + b"x\0")}},
     "Cannot parse precompiled_charsmap": {"tokenizer.json": {"normalizer": charsmap(b"\1")}},
-    "adds a token of id 4294967295": {"tokenizer.json": {"post_processor": TEMPLATE}},
+    "adds a token with id 4294967295": {"tokenizer.json": {"post_processor": TEMPLATE}},
     "chunk size must be non-zero": {"tokenizer.json": {"pre_tokenizer": {"type": "FixedLength", "length": 0}}},
 }
 

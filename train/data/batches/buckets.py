@@ -3,7 +3,7 @@
 Every global batch has examples of one bucket (examples padded to the same length), so all ranks run the same graph at
 every step. Rows that do not fill a batch of their bucket move up to the next longer bucket, so that an epoch leaves out
 no more rows than without buckets. The first batch of a run has the greatest length, so that a lack of device memory
-shows immediately. If there are few lengths, the first batches have all of them, so that every graph is compiled at the
+shows immediately. If there are few lengths, the first batches use each of them, so that every graph is compiled at the
 start. With many lengths that would be an order by length, from which short runs learn less.
 """
 
@@ -47,7 +47,7 @@ class BucketEpochOrder:
     ) -> None:
         shuffled = np.random.default_rng([seed, epoch]).permutation(len(bucket_of))
         mine = bucket_of[shuffled]
-        batches: list[np.ndarray] = []  # for each bucket: [batches, batch_size]
+        batches: list[np.ndarray] = []  # [batches, batch_size] for each bucket
         left = np.empty(0, np.int64)
         for bucket in range(int(bucket_of.max()) + 1):
             rows = np.concatenate([left, shuffled[mine == bucket]])
@@ -83,7 +83,7 @@ class BucketSampler(ShardSampler):
 
 
 class BucketEvalOrder:
-    """An order that has every example once over all ranks: the EvalOrder of one bucket after the other.
+    """An order of evaluation: the EvalOrder of one bucket after the other.
 
     So the length that an example is padded to does not depend on the number of ranks.
     """

@@ -51,7 +51,7 @@ class Drawable(Protocol):
 class Swapper:
     """The swap of two segments, whose order the model predicts, as a function of (seed, epoch, sequence).
 
-    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws the pairs.
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws its pairs.
     """
 
     seed: int
@@ -91,17 +91,17 @@ class MaskedRows:
         swapper: Swapper | None = None,
         sample: np.ndarray | None = None,
     ) -> None:
-        """Mask the rows of `shards`, after a `swapper` swaps segments. `sample` [n]: items are indices into it."""
+        """Mask the rows of `shards`. `swapper`: swaps segments first. `sample` [n]: the rows that items index."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
         self.sample = sample
-        self.num_drawn, self.num_without = 0, 0  # among the first CHECKED_ROWS
+        self.num_drawn, self.num_without = 0, 0  # counts of the first CHECKED_ROWS
         self.last_item = 0  # stands for PADDING: any other row may be in a shard that this machine does not have
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return input_ids and token_type_ids [K, B, S], positions and labels [K, B, P]; `order` [K, B] if swapped."""
+        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P], and `order` [K, B] if segments swap."""
         is_padding = items == PADDING
         if not is_padding.all():
             self.last_item = int(items.max())
@@ -146,7 +146,7 @@ class MaskedRows:
 
 
 class MultiBatch(Dataset[Batch]):
-    """A data set that draws several micro batches per call from a Drawable, because calls are expensive.
+    """A data set that draws several micro batches per call from a Drawable.
 
     Each call costs time in the loader, and so does each tensor that is passed between processes.
 

@@ -101,7 +101,7 @@ class Masker:
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
     def _tiles(self, bits: np.ndarray) -> np.ndarray:
-        """Return the run of each unit, as an index in its sequence, [B, units]. A run of n units has p(n) ~ 1/n."""
+        """Return the run of each unit, as an index in its sequence, [B, units]. A run has n units with p(n) ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
         lengths = np.ones(bits.shape, np.int64)
         for share in np.cumsum(weights / weights.sum())[:-1]:
@@ -118,7 +118,7 @@ def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> n
     Ties are sorted from the left. Positions that are no `candidate` come last.
     """
     seq_len = priority.shape[1]
-    bits = np.uint64((seq_len - 1).bit_length())  # the position takes the low bits: numbers sort fast
+    bits = np.uint64((seq_len - 1).bit_length())  # the position takes the low bits, as integers sort fast
     keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits | np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]

@@ -1,4 +1,4 @@
-"""Data sets in a folder or at the Hub, read by the library `datasets`, but only from the data set's files.
+"""Data sets in a folder or at the Hub, which the library `datasets` reads, restricted to the data set's files.
 
 The description of a data set (the head of its README.md) says which files it consists of. Descriptions are not trusted:
 a name of a file outside the data set is rejected before the library looks for it.

@@ -1,4 +1,4 @@
-"""Lists of the files below a folder and of the files that a glob matches, each once even if links lead to it."""
+"""Lists of the files below a folder or matching a glob. Each file is listed once, even if links lead to it."""
 
 from __future__ import annotations
 

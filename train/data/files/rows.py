@@ -1,4 +1,4 @@
-"""The reader of each format of rows: CSV, JSON lines and Parquet. A row that cannot be read becomes a BadRow."""
+"""Readers of rows, one per format: CSV, JSON lines and Parquet. A row that cannot be read becomes a BadRow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def json_object(line: str) -> Values:
 
 def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
     """Return the arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, they are doubled."""
-    # "strict" makes a quote that is never closed, or that text follows, an error.
+    # With "strict", a quote that is never closed is an error, and so is text after a closing quote.
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
 

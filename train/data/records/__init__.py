@@ -1,1 +1,1 @@
-"""Labelled rows to token rows: readers, tables, features."""
+"""From labelled rows to token rows: readers, tables, features."""

@@ -13,16 +13,16 @@ from train.data.files.rows import Values
 
 logger = logging.getLogger("train")
 
-TAG = re.compile(r"O|[BIESLU]-\S+")  # O is the tag of words that are in no entity
-# The tags of phrases in CoNLL-2003, which are not entities.
+TAG = re.compile(r"O|[BIESLU]-\S+")  # O tags a word that is in no entity
+# These tags of CoNLL-2003 mark phrases, not entities.
 PHRASE = re.compile(r"[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)|O")
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
-FEW_WORDS = 10  # words; a file with fewer may have no letter
-IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns if data.columns has its defaults, which are names
+FEW_WORDS = 10  # a file with fewer words may have no letters
+IN_FILES = {"tokens": "0", "tags": "-1"}  # the columns to read if data.columns has its default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 COMMENT = ("# ", "#\t")
 TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
-UNIVERSAL = 10  # columns of CoNLL-U, where a line whose number is like 1-2 or 1.1 is not a word
+UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
 
 
@@ -56,7 +56,7 @@ def conll_rows(lines: Iterable[str], name: str, encoding: str, given: ColumnsCon
 
 
 def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the number, text and columns of each line with a word. A line that ends a sentence has no columns.
+    """Yield the number, text and columns of each line with a word. For the end of a sentence, the columns are [].
 
     Before the first word of a sentence, a line that begins with "# " is a comment, unless its first column is "#" and
     it has the number of columns that words have.
@@ -86,10 +86,10 @@ class Sentences:
         self.start: list[str] = []  # the columns of the first word
         self.num_words, self.has_letters, self.counts = 0, False, True
         self.like_tags: set[int] = set()  # other columns that contain only tags
-        self.named: set[int] = set()  # columns with tags of entities, neither O nor of phrases
+        self.named: set[int] = set()  # other columns with the tag of an entity, neither O nor a phrase's
 
     def begin(self, columns: int, number: int) -> None:
-        """Take the column count of the file's first word, in line `number`. Raises InputError if it lacks a column."""
+        """Take the column count of the file's first word, in line `number`. Raises InputError if columns are wrong."""
         if self.columns:
             return
         self.columns = columns

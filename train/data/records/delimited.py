@@ -13,7 +13,7 @@ from train.data.files.rows import Values, csv_dialect, csv_rows
 
 logger = logging.getLogger("train")
 
-MAX_FIELD_CHARS = 2**20  # limits how much text an unclosed quote can swallow
+MAX_FIELD_CHARS = 2**20  # most characters that an unclosed quote can swallow
 QUOTED = re.compile(r'"[^"]*"')
 FEW_LINES = 5  # line ends in a field; a field with this many may be rows that a quotation mark has swallowed
 
@@ -76,7 +76,7 @@ def report_quotes(
 
 
 def is_quoted(field: str) -> bool:
-    """Return whether a field is in quotation marks and contains others, all doubled, as programs write them."""
+    """Return whether a field is in quotation marks and contains others, all doubled, as CSV writers do."""
     inner = field[1:-1]
     return len(field) > 1 and field[0] == field[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
 

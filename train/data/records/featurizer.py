@@ -1,4 +1,4 @@
-"""The conversion of text rows to token rows, as far as it is the same for all tasks."""
+"""The part of the conversion of text rows to token rows that all tasks share."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Featurizer(ABC):
-    """A task's converter of text rows to token rows by a fast tokenizer, with counts of what the texts lose.
+    """A task's converter from text rows to token rows. It uses a fast tokenizer, and counts what the texts lose.
 
-    The name of a special token in a text, such as "[SEP]", is plain text. If the tokenizer still makes that token of
-    it, the unknown token takes its place.
+    The name of a special token in a text, such as "[SEP]", is plain text. If the tokenizer still encodes it as the
+    special token, the unknown token takes its place.
     """
 
     kind: RowKind
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
-        """Keep the tokenizer. `settings`: all else that determines the token rows, as JSON values."""
+        """Keep the tokenizer. `settings`: everything else that determines the token rows, as JSON values."""
         self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings, **code_of(type(self))}
         names = ("cls", "sep", "pad", "mask")
@@ -44,8 +44,8 @@ class Featurizer(ABC):
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # characters dropped before truncation, and these plus all tokens
-        self.tokens_cut = np.zeros(0, np.int64)  # [rows of the last batch] tokens beyond seq_len
+        self.missed = np.zeros(2, np.int64)  # dropped characters, and their sum with all tokens, of uncut texts
+        self.tokens_cut = np.zeros(0, np.int64)  # [rows] tokens cut off at seq_len, in the latest batch
 
     @property
     def types(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Featurizer(ABC):
         self.count(split, truncated=len(cut), tokens_cut=int(self.tokens_cut.sum()))
 
     def columns(self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
-        """Return the columns TOKENS for encodings of the rows with indices `rows`, and count the unknown tokens."""
+        """Return the columns TOKENS of encodings, whose rows have the indices `rows`, and count unknown tokens."""
         unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
         text_tokens = sum(len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings)
         if self.dropping is not None:
@@ -105,11 +105,11 @@ class Featurizer(ABC):
         self._notes.setdefault(split, Counter()).update(numbers)
 
     def notes(self, split: str) -> dict[str, float]:
-        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and the task's."""
+        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and those of the task."""
         return {name: float(number) for name, number in self._notes.get(split, Counter()).items()}
 
 
 def second_at(encoding: Encoding) -> int:
-    """Return the index of segment 1's first token; the length if there is one text or one segment, as in RoBERTa."""
+    """Return the index of segment 1's first token; the length if there is no segment 1, as in RoBERTa."""
     segments = encoding.type_ids
     return segments.index(1) if 1 in segments else len(segments)

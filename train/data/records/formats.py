@@ -46,22 +46,22 @@ LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, a
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file or split, in order. Each call of `rows` begins with the first, and keeps few in memory."""
+    """The rows of one file or split, in order. Each call of `rows` begins at the first one, with few in memory."""
 
     where: str  # the file or split, for errors
     rows: Callable[[], Iterator[LocatedRow]]
     columns: list[str] | None = None  # None: the columns of the first rows
-    class_names: dict[str, list[str]] = field(default_factory=dict)  # by column: the labels that its numbers mean
-    keys: ColumnsConfig | None = None  # in place of data.columns, for a format with fixed names of columns
+    class_names: dict[str, list[str]] = field(default_factory=dict)  # label names by column; its numbers are indices
+    keys: ColumnsConfig | None = None  # replaces data.columns if the format has fixed column names
     lines: Lines = field(default_factory=Lines)
 
     def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
-        """Return the labels that the numbers in a column mean, if known; for several columns, the columns' names."""
+        """Return the labels that a column's numbers stand for, if known; for several columns, the columns' names."""
         return column if isinstance(column, tuple) else self.class_names.get(column)
 
 
 def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scratch: Path) -> dict[str, list[Table]]:
-    """Open the tables of each split. If a format stores columns, only the `wanted` ones are read.
+    """Open the tables of each split. Columnar formats read only the `wanted` columns.
 
     Files in S3 are copied to `scratch`. Raises InputError if a file is missing, or is in both the training and a
     validation split.
@@ -108,7 +108,7 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
-    """Return a file's format, one of FILE_FORMATS: from `data.format`, its suffix or, if it is .json, its beginning."""
+    """Return a file's format, one of FILE_FORMATS. `data.format`, the suffix or, for .json, the content decide."""
     # Parquet is recognised whatever the settings are: read as text, it would have no rows.
     check(path.is_file(), f"{name} is {NO_FILE}")
     with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
@@ -149,7 +149,7 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
 
 
 def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]) -> Iterator[tuple[str, Values]]:
-    """Yield the location and values of each innermost object in nested lists, with the "context" around it."""
+    """Yield the location and values of each innermost object in nested lists, with the "context" of an outer object."""
     if not isinstance(node, dict):
         yield where, BadRow(f"a {type(node).__name__} where an object should be")
     elif not levels:
@@ -166,7 +166,7 @@ def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, A
 def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
     """Return answers as `{"text": [str], "answer_start": [int]}`, from this form or a list of objects.
 
-    Starts count characters. Raises BadRow if the form is wrong, or if `context` has another text at a start.
+    Starts count characters. Raises BadRow if the form is wrong, or if `context` has no such answer at its start.
     """
     if isinstance(value, str):
         read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
@@ -177,7 +177,7 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
         value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
     texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-        raise BadRow("answers are neither equally long lists text and answer_start nor a list of objects with these")
+        raise BadRow("answers must be equally long lists text and answer_start, or a list of objects with these keys")
     for text, start in zip(texts, starts, strict=True):
         if not isinstance(text, str) or not text or type(start) is not int:
             raise BadRow(f"an answer must be a text and a number, not {text!r:.40} and {start!r:.40}")
@@ -218,7 +218,7 @@ def present(wanted: Collection[str], columns: list[str]) -> list[str]:
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # the type of a list's items
+    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # a list has its items' type
     return {name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)}
 
 
@@ -236,11 +236,11 @@ def s3_copies(location: str, scratch: Path) -> Path:
     return scratch / "s3" / sha256_json(location)[:16]
 
 
-# ---- data sets of the library --------------------------------------------------------------------------------------
+# ---- data sets of `datasets` ---------------------------------------------------------------------------------------
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """Return the splits that the settings name. A folder with a single data set has only one split, without a name.
+    """Return the splits that the settings name. A folder with a single data set has one split, which has no name.
 
     Raises InputError if a split is missing.
     """

@@ -14,7 +14,7 @@ from train.data.files.errors import BadRow, unreadable
 
 STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
 TOKENS = {  # columns of every token row
-    "input_ids": NUMBERS,  # with special tokens, without padding, at most seq_len
+    "input_ids": NUMBERS,  # at most seq_len ids, with special tokens, without padding
     "second_at": NUMBER,  # index of segment 1's first token; the length if there is no segment 1
     "length": NUMBER,
     "row": NUMBER,  # index of the row that it was made from
@@ -33,10 +33,10 @@ class RowKind:
     target: str  # the key of the value to predict, which new rows may lack
     split_by: str  # the key of the text whose hash chooses a row's split
     tokens: dict[str, Any]  # columns of a token row in addition to TOKENS, with their types
-    # A function of the target's value, the texts, and whether the row is for training. It returns the target. None: the
-    # target is the name of a label, or a list of names if its type is a list.
+    # This function takes the target's value, the texts, and whether the row is for training, and returns the target.
+    # None: the target is the name of a label, or a list of names if its type is a list.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
-    check_each: Callable[[str], None] | None = None  # checks the name for one item of split_by; raises BadRow
+    check_each: Callable[[str], None] | None = None  # checks the label of one item of split_by; raises BadRow
     has_unique_ids: bool = False
     takes_columns: bool = False  # a key may name several columns
 

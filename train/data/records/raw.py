@@ -38,12 +38,12 @@ BATCH_ROWS = 500  # rows gathered in memory before they are written
 class Raw:
     """Tables with the column `id`, a string, and the RowKind's columns that data.columns names.
 
-    A label is a ClassLabel.
+    Labels are ClassLabels.
     """
 
     splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of data.more_validation
     labels: list[str]  # names by id; [] if the task has no labels
-    dropped: dict[str, Dropped]  # by split
+    dropped: dict[str, Dropped]  # the unused rows of each split
 
 
 def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
@@ -120,7 +120,7 @@ def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: i
 
 
 def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
-    """Return the label names that the settings or the data's description name; [] if rows must be read for them."""
+    """Return the label names from the settings or from the data's description; [] if only the rows have them."""
     names = table.names_of(kind.columns_of(cfg.columns)[kind.target])
     if names is None:
         return list(cfg.labels)
@@ -130,7 +130,7 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
         return [name for name in mapped if name is not None]
     agree = mapped.keys() - {None} <= set(cfg.labels)
     have = f"{table.where}: its labels are {shortlist(names)}, data.labels are {shortlist(cfg.labels)}"
-    check(agree, f"{have}; name the same ones, or map those of the data with data.label_map")
+    check(agree, f"{have}; use the same names, or map the data's with data.label_map")
     return list(cfg.labels)
 
 

@@ -17,7 +17,7 @@ from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 logger = logging.getLogger("train")
 
 MAX_NAMED = 10  # bad rows named per split
-SHOWN_CHARS = 300  # characters about bad rows in an error, which is one line
+SHOWN_CHARS = 300  # characters that an error, which is one line, spends on bad rows
 MAX_LABELS = 1000  # different labels in the data; more suggest a wrong column
 COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, since a single row may lack some
 MAX_NUMBERS = 50  # different numbers as labels; more are scores, years or ids
@@ -73,7 +73,7 @@ class LabelNames:
         self.unmapped: set[str] = set()
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
-        """Return a value's name in the data, and the label that data.label_map makes of it (None: left out).
+        """Return a value's name in the data, and the label that data.label_map maps it to (None: leave it out).
 
         `names`: the names that numbers in the data stand for, if any.
         """
@@ -127,8 +127,8 @@ class LabelNames:
     def in_order(self) -> list[str]:
         """Return the names seen so far, sorted.
 
-        If all names are numbers, or data.label_map maps only numbers to them, these numbers are the order. Otherwise it
-        is alphabetical.
+        If all names are numbers, or data.label_map maps only numbers to them, they are sorted by these numbers;
+        otherwise alphabetically.
         """
         self.check_numbers()
         names = sorted(self.seen)

@@ -36,7 +36,7 @@ NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "save_to
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
-    """Return the file, glob or split name that the settings name for each split; None: the only one of the data."""
+    """Return the file, glob or split name that the settings have for each split; None: the only one in the data."""
     if cfg.train == NO_ROWS:
         return {"validation": cfg.validation, **cfg.more_validation}
     validation = {} if cfg.validation is None else {"validation": cfg.validation}
@@ -199,7 +199,7 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
 
 
 def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
-    """Return the files of a data set that save_to_disk wrote, here or in S3."""
+    """Return the files of a data set that save_to_disk wrote, on disk or in S3."""
     if is_s3(cfg.path):
         folder = s3_folder(cfg.path, s3)
         names = folder.names()

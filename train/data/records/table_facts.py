@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # the share of rows up to each length
 SHORTEST_EDGE = 4
-STEP = 16  # tokens; lengths are multiples of it, which matrix units prefer
+STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of the computed tokens that one more length must save, since it makes batches less mixed
 FEW_EXAMPLES = 30  # examples of an evaluation; with fewer, one answer moves a score by more than 3 %
-MOST_GRAPHS = 3  # lengths that data.lengths=auto chooses at most if a graph is compiled for each
+MOST_GRAPHS = 3  # most lengths that data.lengths=auto chooses if a graph must be compiled for each
 
 
 def column(table: Dataset, name: str) -> np.ndarray:
@@ -48,7 +48,7 @@ def facts_of_split(
 
 
 def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line about labels that no training row has, and one for each split that is too small for a score."""
+    """Yield a line about labels that no training row has, and one for each split that is too small to measure."""
     counts = splits["train"]["label_counts"] if "train" in splits else {}
     names = [name for name, count in counts.items() if not count]
     if names:
@@ -60,7 +60,7 @@ def shortages(splits: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:
-    """Return a sentence on the rows cut at `seq_len` and their lost tokens; "" if no row was. `tokens`: those left."""
+    """Return a sentence on the rows cut at `seq_len` and their lost tokens; "" if none. `tokens`: the rows' tokens."""
     num_cut, lost = int(notes.get("truncated", 0)), int(notes.get("tokens_cut", 0))
     loss = f"{lost:,} of {tokens + lost:,} tokens ({lost / max(1, tokens + lost):.1%}) are lost"
     return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}" if num_cut else ""
@@ -96,7 +96,7 @@ def best_lengths(
     rows_up_to = np.cumsum(np.bincount(lengths_of_rows.clip(0, longest), minlength=longest + 1))[choices]
     padded = choices * rows_up_to  # computed tokens of the rows up to each choice, if it is the last length
     is_behind = np.tri(len(choices), k=-1, dtype=bool)  # [before, last]: True if `before` is longer than `last`
-    ways: list[np.ndarray] = []  # for each added length: the best length before each choice
+    ways: list[np.ndarray] = []  # the best length before each choice, for each added length
     while len(ways) + 1 < most and padded[-1] * (1 - enough) > lengths_of_rows.sum():
         totals = padded[:, None] + choices * (rows_up_to - rows_up_to[:, None])
         totals[is_behind] = np.iinfo(np.int64).max

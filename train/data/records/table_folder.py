@@ -49,13 +49,13 @@ class Facts(TypedDict):
     """The content of tables.json."""
 
     format: int
-    id: Sha256  # of the token rows and the labels
+    id: Sha256  # the hash of the token rows and the labels
     kind: str
     labels: list[str]
     settings: dict[str, Any]
     selection: dict[str, Any]
     tokenizer_sha256: Sha256
-    splits: dict[str, SplitEntry]  # by split name, a FileName
+    splits: dict[str, SplitEntry]  # the keys, names of splits, are FileNames
     files: dict[RelativePath, FileEntry]
 
 
@@ -102,7 +102,7 @@ def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
     return facts
 
 
-# ---- data.save_to --------------------------------------------------------------------------------------------------
+# ---- saved tables --------------------------------------------------------------------------------------------------
 
 
 def save(folder: Path, target: Folder) -> None:

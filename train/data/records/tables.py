@@ -71,7 +71,7 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folder names that a split cannot have
 ROWS_AT_ONCE = 1000  # rows tokenised together, and rows per chunk of an Arrow file
 LAUNCH = ".launch-"  # prefix of the files in which a rank leaves a result for the other ranks of its machine
-SHARD = "128MB"  # the size of a table's files: copying one to S3 takes this much memory
+SHARD = "128MB"  # the size of a table's files; a file is read into memory to copy it to S3
 
 
 @dataclass(frozen=True)
@@ -281,6 +281,6 @@ def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset
         features=datasets.Features(featurizer.types),
         cache_file_name=str(scratch / f"{split}-tokens.arrow"),
         load_from_cache_file=False,
-        new_fingerprint=f"tokens-{split}",  # without one, `map` pickles the tokenizer to hash it
+        new_fingerprint=f"tokens-{split}",  # `map` would pickle the tokenizer to make one
         desc=f"tokenise {split}",
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray, DataType
 
-FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # Arrow's float types
+FLOATS = {"halffloat": np.float16, "float": np.float32, "double": np.float64}  # dtypes by Arrow's names
 NUMBERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", *FLOATS}
 LABELS = "labels"  # the input with the class of each row or of each token; not every table has it
 

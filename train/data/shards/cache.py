@@ -41,7 +41,7 @@ SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb
 WINDOWS_HELD = 6
 POLL_S = 0.05
 TELL_EVERY_S = 1.0  # seconds, at least, between two messages to readers that bytes have come
-TAKE_OVER_S = 10.0  # seconds in which a killed run releases the cache
+TAKE_OVER_S = 10.0  # seconds within which a killed run releases the cache
 
 
 class Fault(TypedDict):
@@ -52,12 +52,12 @@ class Fault(TypedDict):
 class PrefetchStatus(TypedDict):
     """The status of a run's prefetcher, for the readers."""
 
-    owner: str  # owner_name of its process
+    owner: str  # the owner_name of the prefetcher's process
     is_filling: bool  # True if more shards will be fetched now
 
 
 def cache_dir(cfg: DataConfig) -> Path:
-    """Return the folder that the settings name, or the machine's usual one."""
+    """Return the cache folder that the settings name, or the machine's default one."""
     return machine.cache_root() if cfg.cache_dir is None else local_path(cfg.cache_dir)
 
 
@@ -83,7 +83,7 @@ class ShardCache:
         self.run = self.folder / "runs" / launch_name()
         self.compared, self.faults, self.status = self.run / "compared", self.run / "faults", self.run / "status.json"
         self.told_s = -math.inf
-        self.owner = ""  # the prefetcher's process, kept for the time when the run's files are gone
+        self.owner = ""  # the prefetcher's process; remembered, because the run's files may be removed
         self.gave_up: Unreachable | None = None  # why this process no longer waits for shards
         sizes = [shard.bytes for shard in manifest.shards]
         self.total_bytes, self.largest_bytes = sum(sizes), max(sizes)
@@ -91,7 +91,7 @@ class ShardCache:
     # ---- size ------------------------------------------------------------------------------------------------------
 
     def limit_bytes(self) -> int:
-        """Return how many bytes the shards may take on this disk. Raises InputError if data.cache_gb is too much."""
+        """Return how many bytes shards may use. Raises InputError if data.cache_gb exceeds the free space."""
         names = {path.name for path in self.folder.iterdir()}
         present = sum(shard.bytes for shard in self.manifest.shards if shard.file in names)
         disk = os.statvfs(self.folder)
@@ -110,8 +110,8 @@ class ShardCache:
     def window_shards(self, order: ShardSampler) -> int:
         """Return how many shards of each lane this machine can shuffle together.
 
-        The result is that of `order` if the machine's part of the data fits into the cache. Otherwise it is the most of
-        which WINDOWS_HELD windows fit; 0 if not even windows of one shard fit.
+        It is order.window_shards if the machine's part of the data fits into the cache. Otherwise it is the largest
+        number with which WINDOWS_HELD windows fit, or 0 if not even windows of one shard fit.
         """
         limit_bytes = self.limit_bytes()
         if self.part_bytes(order) <= limit_bytes:
@@ -152,12 +152,12 @@ class ShardCache:
     # ---- the process that fills the cache --------------------------------------------------------------------------
 
     def hold(self, *, alone: bool) -> IO[str]:
-        """Lock the folder until the returned file is closed, and empty the folder of this run in it.
+        """Lock the folder until the returned file is closed, and recreate this run's folder in it.
 
         `alone`: exclude other runs, instead of sharing the lock. Raises InputError if another run holds a conflicting
         lock.
         """
-        file = (self.folder / "lock").open("a+")  # on NFS, a lock needs a file that is also open for reading
+        file = (self.folder / "lock").open("a+")  # NFS locks a file only if it is open for reading too
         until_s = time.monotonic() + TAKE_OVER_S
         while True:
             if locked(file, fcntl.LOCK_EX):
@@ -181,7 +181,7 @@ class ShardCache:
         write_atomic(self.status, canonical_json(status))
 
     def set_fault(self, shard: Shard, fault: Fault | None) -> None:
-        """Tell readers why a shard cannot be fetched; None: it can be."""
+        """Tell readers why a shard cannot be fetched. With None, withdraw the reason."""
         if fault is None:
             (self.faults / shard.file).unlink(missing_ok=True)
         else:
@@ -192,7 +192,7 @@ class ShardCache:
         now_s = time.monotonic()
         if now_s - self.told_s >= TELL_EVERY_S:
             self.told_s = now_s
-            with suppress(FileNotFoundError):  # without a prefetcher there is no such file
+            with suppress(FileNotFoundError):  # there is no such file without a prefetcher
                 os.utime(self.status)
 
     # ---- readers ---------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class ShardCache:
         missing = list(shards)
         silent_since_s, heard_before = time.monotonic(), 0
         while True:
-            status, heard = self.told()  # before the shards, which may come meanwhile
+            status, heard = self.told()  # read first: shards may come meanwhile
             while missing and self.is_ready(missing[-1]):
                 missing.pop()
             if not missing:
@@ -236,7 +236,7 @@ class ShardCache:
             time.sleep(POLL_S)
 
     def told(self) -> tuple[PrefetchStatus | None, int]:
-        """Return the prefetcher's status and the file's mtime in ns, when bytes last came; None and 0 at the start."""
+        """Return the prefetcher's status, and the time in ns when bytes last came; None and 0 if it has not begun."""
         try:
             with self.status.open("rb") as file:
                 return json.loads(file.read()), os.fstat(file.fileno()).st_mtime_ns
@@ -258,7 +258,7 @@ def cut_shards(order: ShardSampler) -> int:
 
 
 def locked(file: IO[str], operation: int) -> bool:
-    """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if locks do not work."""
+    """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if that is impossible."""
     try:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:

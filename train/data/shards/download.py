@@ -34,8 +34,8 @@ from train.system.folders import Folder
 from train.system.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_client, open_session
 
 logger = logging.getLogger("train")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # upper limits of the random pauses between attempts, which double
-MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits; it has a part in memory
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # random pauses between attempts; their limit doubles up to 10 s
+MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # the connector's limits; it keeps one part in memory
 CONNECTOR_ATTEMPTS = 3
 MAX_DOUBTS = 3  # attempts at a shard that does not match the manifest, which is seldom the network's fault
 FIRST_BYTES, REQUEST_S = 8 * 2**20, 5.0  # the size of the first request, and the time that later ones should take
@@ -48,7 +48,7 @@ PASSING = {  # faults that time may change: a new role takes a while to be known
     "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
 }
-RETRIED = (*aws_errors.CREDENTIALS, *aws_errors.NOT_ALLOWED, "RequestTimeTooSkewed")  # codes that time may change
+RETRIED = (*aws_errors.CREDENTIALS, *aws_errors.NOT_ALLOWED, "RequestTimeTooSkewed")  # errors that may pass
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
@@ -159,9 +159,9 @@ def answer_in(text: str) -> tuple[int, str, str]:
 
 
 def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
-    """Return the reader of an object, for the connector: `get_stream(start, end)`, which is one request.
+    """Return the reader that the connector uses for an object: `get_stream(start, end)`, which is one request.
 
-    The connector's readers copy everything once more, into memory that grows, or ask for the length first.
+    The connector's usual readers copy everything once more, into growing memory, or ask for the length first.
     """
     return get_stream
 
@@ -263,7 +263,7 @@ class Downloader:
 
         def read() -> None:
             try:
-                clients.append(self.current_client())  # in this thread, because the search for credentials may hang
+                clients.append(self.current_client())  # here, because the search for credentials may hang
                 content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes, on_bytes=hear))
             except BaseException as error:  # raised in the waiting thread
                 content.set_exception(error)
@@ -283,7 +283,7 @@ class Downloader:
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
-        """Write a shard to its name in the cache. Raises Doubtful if the content does not match the manifest."""
+        """Write a shard to the cache, under its name. Raises Doubtful if the content does not match the manifest."""
         digest = hashlib.sha256()
         for piece in content:
             digest.update(piece)

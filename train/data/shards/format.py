@@ -30,7 +30,7 @@ from train.system.schema import BadContent, FileEntry, FileName, Sha256, read_ob
 
 FORMAT = 1  # raise it when older readers cannot read the files
 SPLITS = ("train", "validation")
-DTYPES = ("uint16", "uint32")  # of tokens
+DTYPES = ("uint16", "uint32")  # the dtypes of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
 MAPPED_SHARDS = 8192  # per ShardSet, one map each: a process may have 65,530 maps unless vm.max_map_count is raised
 MAX_HEADER_BYTES = 1024  # per shard file; three tensors take about 250
@@ -64,7 +64,7 @@ ROW_TENSORS = tuple(field.name for field in fields(Rows))
 class TokenizerInfo:
     """The tokenizer of prepared data, as its manifest describes it."""
 
-    sha256: Sha256  # of tokenizer.json
+    sha256: Sha256  # the checksum of tokenizer.json
     vocab_size: int
     cls_id: int
     sep_id: int
@@ -89,7 +89,7 @@ class Shard:
 class DataManifest:
     id: str  # sha256 of everything below
     seq_len: int
-    dtype: str  # of tokens
+    dtype: str  # the dtype of tokens
     splits: dict[str, list[Shard]]
     tokenizer: TokenizerInfo
     counts: dict[str, float]  # documents, tokens, unigram_entropy (nats per token), ...
@@ -156,7 +156,7 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
     if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
         return f"a vocabulary of {info.vocab_size} pieces does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
-    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # with pivot and same_document
+    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # 3: pivot and same_document
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
             return f"{shard.file} is not the name of a shard, NAME.safetensors"
@@ -178,7 +178,7 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
 
 
 def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
-    """Complete a data set: no reader opens the folder before its manifest exists. `fields`: all of them but the id."""
+    """Complete a data set: no reader opens the folder before its manifest exists. `fields`: all except the id."""
     body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
     del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
@@ -212,7 +212,7 @@ class ShardSet:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
         self.maps: dict[int, dict[str, np.ndarray]] = {}  # at most MAPPED_SHARDS, most recently used last
-        # Reading ahead helps if the neighbours of a row are still in memory when they are read in turn.
+        # Reading ahead helps only if a row's neighbours are still in memory when their turn comes.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
@@ -267,7 +267,7 @@ class ShardSet:
         self.wait([self.shards[number] for number in new])
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
-        """Return the mapped tensors of a shard that is there. Raises InputError if it does not match the manifest."""
+        """Return the mapped tensors of a shard on disk. Raises InputError if it does not match the manifest."""
         if number not in self.maps:
             path, rows = self.folder / self.shards[number].file, self.shards[number].rows
             tensors = map_tensors(path, reads_ahead=self.reads_ahead)
@@ -285,7 +285,7 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
 
     With `reads_ahead`, the kernel reads the surroundings of a row together with the row.
 
-    safetensors would map the file to read its header, and the kernel would read ahead in that map; so we parse it.
+    This function parses the header itself: safetensors would map the file, and the kernel would read ahead in that map.
     """
     import torch  # its maps need no open file, unlike Python's mmap
 
@@ -305,7 +305,7 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
 
 
 def read_header(head: bytes) -> tuple[dict[str, tuple[str, list[int], int, int]], int]:
-    """Return the numpy dtype, shape, and range of bytes [begin, end) of each tensor, and where byte 0 is in the file.
+    """Return each tensor's numpy dtype, shape and bytes [begin, end), and the position of byte 0 in the file.
 
     `head`: the beginning of a safetensors file with ROW_TENSORS. Raises BadContent if it is anything else.
     """

@@ -27,7 +27,7 @@ PADDING = -1  # fills up the last evaluation batch, and is not counted
 ROWS_AT_ONCE = 4096  # rows looked up in the order together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may have to fetch them all first, 16 GiB
-MOST_FETCHED = 1.1  # if all machines together fetch more than this many times the data, a message says so
+MOST_FETCHED = 1.1  # a message says so if all machines together fetch more than this multiple of the data
 ROUNDS = 12  # rounds of the permutation; after 8, the order of 12 sequences is still distinguishable from a random one
 LANE_STREAM, SHARD_STREAM, ROW_STREAM = 2**21, 2**21 + 1, 2**21 + 2  # the coordinate after the seed (random_bits.py)
 
@@ -112,7 +112,7 @@ class EpochOrder:
         bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows, lane = lanes.piece_rows[self.pieces], lanes.piece_lanes[self.pieces]
-        self.piece_ends = np.cumsum(rows)  # in places: row indices over all lanes, one after the other
+        self.piece_ends = np.cumsum(rows)  # "places": indices into the rows of all lanes
         self.piece_starts = self.piece_ends - rows
         sizes = [size for num in np.bincount(lane).tolist() for size in window_sizes(num, window_shards, epoch)]
         self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
@@ -199,11 +199,10 @@ class ShardSampler:
         if times <= MOST_FETCHED:
             return None
         lanes, batch, shards = self.lanes.number, self.global_batch_size, len(self.shard_rows)
-        why = f"their parts of a batch of {batch:,} cut its {lanes} lanes of shards"
+        why = f"the borders of their parts of a batch of {batch:,} cut its {lanes} lanes of shards"
         cure = f"take a number of machines that divides {lanes}"
         if shards < 2 * MAX_LANES:
-            why = f"{shards} shards are few for {lanes} lanes"
-            cure = "prepare more shards with fewer sequences (rows_per_shard)"
+            why, cure = f"{shards} shards are few for {lanes} lanes", "prepare more and smaller ones (rows_per_shard)"
         elif batch % MAX_LANES:
             cure = f"make global_batch_size a multiple of {MAX_LANES}"
         return f"{len(machines)} machines fetch {times:.2f} times the training data in all, since {why}; {cure}"
@@ -223,7 +222,7 @@ class ShardSampler:
         return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Yield this rank's micro batches after `consumed_rows` without end: `epoch * rows + row`, [size] int64."""
+        """Yield micro batches of this rank without end, starting after `consumed_rows`: epoch * rows + row, [size]."""
         epoch, start = self.position
         together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:
@@ -236,7 +235,7 @@ class ShardSampler:
             epoch, start = epoch + 1, 0
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards that this machine reads now, and then its shards until the next epoch ends, in order."""
+        """Return the shards that this machine reads now, and all it reads until the next epoch ends, in order."""
         epoch, step = self.position
         now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
@@ -261,7 +260,7 @@ def eval_shards(
     `sample` [n]: the rows that are evaluated, ascending. `num_shown`: how many of them, at even distances, rank 0 reads
     for the report.
     """
-    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # 1: MaskedRows.last_item
+    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]  # row 0: see MaskedRows.last_item
     parts = [sample[part.start : part.stop] for part in own]
     if 0 in ranks:
         parts.append(sample[spread(len(sample), num_shown)])
@@ -275,7 +274,7 @@ def spread(num_rows: int, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EvalOrder:
-    """An order that has every sequence once over all ranks.
+    """An order of evaluation: all ranks together have every sequence once.
 
     All ranks have the same number of batches of the same size, filled up with PADDING. A rank reads a contiguous part
     of the sequences, and so needs few shards.

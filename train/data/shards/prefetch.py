@@ -37,7 +37,7 @@ from train.system.processes import PR_SET_PDEATHSIG
 from train.system.torchrun import leave_signals_to_the_parent
 
 logger = logging.getLogger("train")
-DOWNLOADS = 4  # at the same time: a few fill a network card, and each needs twice a shard's memory, about 128 MiB
+DOWNLOADS = 4  # concurrent downloads: a few fill a network card, and each takes twice a shard in memory, about 128 MiB
 REPORT_EVERY_S = 10.0
 TICK_S = 0.5  # seconds between checks of the progress
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
@@ -211,7 +211,7 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
-    """Return the shards needed after `sampler.consumed_rows`, in the order of need, as many bytes as there is space."""
+    """Return the shards needed after `sampler.consumed_rows`, in the order of need, up to `limit_bytes`."""
     shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
     now, later = sampler.upcoming_shards()
     numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])

@@ -40,7 +40,7 @@ class PreparedData:
     def verify(self, shards: Sequence[Shard] | None = None) -> None:
         """Compare local shards with their checksums. Raises InputError, which names the first that does not match.
 
-        Of shards in S3, only the lengths are compared here, and the checksums when they arrive. `shards`: None for all.
+        For shards in S3 only the lengths are compared here, and the checksums on arrival. `shards`: None for all.
         """
         shards = self.manifest.shards if shards is None else shards
         if fault := first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), shards):
@@ -74,7 +74,7 @@ class PreparedData:
                 for shard in shards:
                     downloader.download(shard, limit_s=self.cfg.deadline_s)
             finally:
-                put_back()  # this is the user's process, with its environment
+                put_back()  # this process is the user's: restore its environment
 
         return ShardSet(self.folder, self.manifest, name, fetch)
 

@@ -1,1 +1,1 @@
-"""Text to token shards: corpus, tokenizer, packing, preparation."""
+"""From text to token shards: corpus, tokenizer, packing, preparation."""

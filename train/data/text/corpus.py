@@ -63,7 +63,7 @@ class Corpus(Protocol):
         """Return the documents of corpus.validation, which the parts contain too; None if it is not set."""
 
     def fingerprint(self) -> str:
-        """Return a text that changes when the input does. It costs little, because no text is read."""
+        """Return a hash that changes when the input does. It costs little, because no text is read."""
 
 
 def open_corpus(cfg: CorpusConfig) -> Corpus:
@@ -132,7 +132,7 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 class HFCorpus:
     """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
 
-    If there are enough files, as the library counts them, a part has whole files. Otherwise several parts read the same
+    If there are enough files (as `datasets` counts them), a part has whole files. Otherwise several parts read the same
     file, and take turns of BLOCK_DOCUMENTS documents. No document continues in the next file.
     """
 

@@ -40,10 +40,10 @@ from train.system.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # text that one process prepares at a time, a few seconds of work
 MAX_DOCUMENT_CHARS = 2**24  # text without separators is cut at the first line end after this, to limit memory
-STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # in Parquet
+STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # Parquet's
 BLANK = r"^\s*$"  # the default separator, which str.isspace tests faster
 ENCODING = "corpus.encoding"
-DECODING = f"{ENCODING} or corpus.errors=replace"  # settings that may cure a bad byte
+DECODING = f"{ENCODING} or corpus.errors=replace"  # the settings to change if a byte does not decode
 
 
 class FilesCorpus(ABC):
@@ -87,7 +87,7 @@ class FilesCorpus(ABC):
         return max(1, (self.total_bytes + len(self.pieces)) // max(PART_BYTES, *sizes))
 
     def read_at_once(self, path: Path) -> int:
-        """Return the size of the longest range of a file that must be read from its beginning, in bytes."""
+        """Return the bytes of a file's longest range that can only be read from its start; 0 if there is none."""
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:

@@ -15,7 +15,7 @@ from train.config import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which we warn, and above which we reject
+MOST_UNKNOWN, TOO_MANY_UNKNOWN = 0.01, 0.3  # shares of unknown tokens above which to warn and to reject
 MOST_CHANGED = 0.01  # share of the characters that normalisation may change without a warning
 MOST_INNER_CAPITALS = 0.1  # share of words with capitals inside: program code has fewer, formulas have more
 MOST_CAPITAL_PIECES = 0.01  # share of the pieces; a lower-case vocabulary has a few capitals, in special tokens
@@ -29,7 +29,7 @@ class UnusableText(InputError):
 
 
 class Sample:
-    """A sample of all texts seen: at most MOST_SAMPLES pieces of SAMPLED_CHARS characters at even distances."""
+    """An evenly spaced sample of all texts seen: at most MOST_SAMPLES pieces of SAMPLED_CHARS characters."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []

@@ -21,7 +21,7 @@ WEIGHT_SEED = -1  # not a seed that settings can have: weights and validation mu
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of one corpus. A corpus of weight 2.5 has three readings, the third of half of its documents."""
+    """One reading of one corpus. A corpus of weight 2.5 is read three times, the third time half of its documents."""
 
     corpus: int = 0  # index of the corpus in the settings
     copy: int = 0  # number of earlier readings of the corpus

@@ -1,4 +1,4 @@
-"""Token ids of documents, made by a finished tokenizer. Without transformers, so that processes start fast."""
+"""Token ids of documents from a finished tokenizer. transformers is not imported, so that processes start fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
 class Vocabulary:
     """A tokenizer in a form that can be sent to another process."""
 
-    json: str  # in the format of the `tokenizers` library
+    json: str  # the format of the `tokenizers` library
     info: TokenizerInfo
     unk_id: int | None
 
@@ -47,7 +47,7 @@ class Encoded:
     documents: list[Document]
     tokens: np.ndarray  # int32, the ids of all documents, concatenated
     lengths: np.ndarray  # int64, the token count of each document
-    num_dropped: int = 0  # characters that became no token
+    num_dropped: int = 0  # number of characters that became no token
 
 
 def starts_of(tokenizer: Tokenizer) -> np.ndarray:
@@ -75,7 +75,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
     """Encode documents; `is_text` [vocab] bool marks pieces that are kept. `is_dropping`: see `coverage.drops`."""
     texts, missing = [document.text for document in documents], 0
     if is_dropping:
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)  # with offsets
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)  # slower, but has offsets
         missing = num_dropped(texts, encodings)
     else:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -40,7 +40,7 @@ STATE_NAMES = "part-"  # prefix of the files with the parts' states
 MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it, because chance evens out
 MOST_NAMED = 8  # parts named in a message
 LONG_CHARS = 2**16  # a longer document is divided between the splits
-TOKENS_OF = "train_tokens_"  # prefix of a count; the number of one of several corpora, from 1, follows
+TOKENS_OF = "train_tokens_"  # prefix of a count's name; the number of the corpus, from 1, follows
 OVERLAP = "documents_in_validation_too"  # a count: training documents left out because they are in corpus.validation
 
 Report = Callable[[int, int], None]  # takes the bytes of the corpus and the tokens processed since the previous call
@@ -48,7 +48,7 @@ Report = Callable[[int, int], None]  # takes the bytes of the corpus and the tok
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The rule for the share of a document that is held out: the end of a long one; a shorter one as its hash decides.
+    """The rule that holds out text for validation: the end of each long document, and shorter ones with a low hash.
 
     With corpus.validation, the rule holds out the documents that are in it, and nothing else.
     """
@@ -71,7 +71,7 @@ class HeldOut:
 
 
 def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
-    """Return a rule that holds out `fraction` of the characters: the ends of long documents, others by lowest hash.
+    """Return the rule that holds out `fraction` of the characters of a corpus.
 
     A document is long if it has more than LONG_CHARS or, in a corpus that is small enough to measure, more than the
     whole held-out text. Each document is measured once. With corpus.validation nothing else is held out.
@@ -117,7 +117,7 @@ def shard_name(split: str, part: CorpusPart, index: int) -> str:
 
 
 def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
-    """Return how many sequences (tokens, pivot and same_document) have about SHARD_BYTES."""
+    """Return how many sequences (tokens, pivot and same_document) fill about SHARD_BYTES."""
     return max(1, SHARD_BYTES // (seq_len * dtype.itemsize + 3))
 
 
@@ -211,7 +211,7 @@ class Preparation:
         validates = np.array([self.held_out.validates(document) for document in chunk.documents])
         held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
         of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
-        is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: False leaves a held-out token out of validation
+        is_shown = np.repeat(validates, chunk.lengths)  # [tokens]: True if a held-out token goes into validation
         for split, (tokens, lengths) in {
             "train": (chunk.tokens[~of_token], (chunk.lengths - held_out)[shares < 1]),
             "validation": (chunk.tokens[of_token & is_shown], held_out[(held_out > 0) & validates]),
@@ -236,7 +236,7 @@ class Preparation:
             self.flush(finished=False)
 
     def flush(self, *, finished: bool) -> None:
-        """Write the waiting sequences that fill shards, and all others too if the part is finished; then the state."""
+        """Write the waiting sequences that fill shards, then the state. With `finished`, write all sequences."""
         size, arrays = self.rows_per_shard, {"token_counts": self.token_counts}
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
@@ -248,7 +248,7 @@ class Preparation:
                 name = shard_name(split, self.part, len(self.shards[split]))
                 shard = write_shard(self.folder, name, rows[first : min(first + size, whole)])
                 self.shards[split].append(shard)
-            rest = Rows.concatenate([rows[whole:]])  # a copy, so that the other rows leave memory
+            rest = Rows.concatenate([rows[whole:]])  # a copy, so that the written rows leave memory
             self.pending[split] = [rest]
             tensors = {"stream": self.packers[split].stream, **vars(rest)}
             arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
@@ -281,7 +281,7 @@ class Preparation:
 def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
     """Write the manifest of a preparation whose parts are all finished, and remove the files with their states.
 
-    Raises InputError if parts or shards are missing, or if parts have another tokenizer; the message names them. Raises
+    Raises InputError, which names the parts or shards, if some are missing or from another tokenizer. Raises
     UnusableText if a split is shorter than one sequence, or if too many tokens are unknown.
     """
     parts = [CorpusPart(index, num_parts) for index in range(num_parts)]

@@ -37,13 +37,13 @@ def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
     waiting = iter(parts)
-    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # by our end of each pipe
+    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # the keys are our ends of the pipes
     try:
         for part in islice(waiting, num_processes):
             here, there = context.Pipe()
             process = context.Process(target=work, args=(recipe, there, threads), daemon=True)
             process.start()
-            there.close()  # so that only the new process holds that end of the pipe
+            there.close()  # now only the new process has that end of the pipe
             running[here] = part, process
             here.send(part)
         while running:

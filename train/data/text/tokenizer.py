@@ -46,7 +46,7 @@ FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "*.model",
-]  # to fetch from the Hub
+]  # the files to fetch from the Hub
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 NO_PIECES = "it has no tokenizer.json or vocabulary file"
 ANY_FAST = "PreTrainedTokenizerFast"  # the class that transformers 4 names for a tokenizer.json of any model
@@ -226,7 +226,7 @@ def load_tokenizer(
     tokenizer.backend_tokenizer.no_padding()
     for given in (("",), ("", "")):
         added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # tokens that its post-processor adds
-        check(added <= last, f"tokenizer {source} adds a token of id {added}, but its pieces have 0 to {last}")
+        check(added <= last, f"tokenizer {source} adds a token with id {added}, but its pieces have 0 to {last}")
     return tokenizer
 
 
