@@ -83,7 +83,7 @@ class BucketSampler(ShardSampler):
 
 
 class BucketEvalOrder:
-    """An order of evaluation: the EvalOrder of one bucket after the other.
+    """An evaluation order: the EvalOrder of one bucket after the other.
 
     So the length that an example is padded to does not depend on the number of ranks.
     """

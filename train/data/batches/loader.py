@@ -101,7 +101,7 @@ class MaskedRows:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P], and `order` [K, B] if segments swap."""
+        """Return input_ids, token_type_ids [K, B, S], positions, labels [K, B, P] and, if swapped, `order` [K, B]."""
         is_padding = items == PADDING
         if not is_padding.all():
             self.last_item = int(items.max())

@@ -113,9 +113,9 @@ class Masker:
 
 
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:
-    """Return the first `count` positions, [B, count or S], when sorted by `priority` [B, S] uint64, low ones first.
+    """Return the first `count` positions, [B, count or S], when sorted by `priority` [B, S] uint64, lowest first.
 
-    Ties are sorted from the left. Positions that are no `candidate` come last.
+    Ties are sorted from the left. Positions that are not a `candidate` come last.
     """
     seq_len = priority.shape[1]
     bits = np.uint64((seq_len - 1).bit_length())  # the position takes the low bits, as integers sort fast

@@ -21,7 +21,7 @@ class BadRow(Exception):
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
-    """Return column names for a message: the first of many, and one that equals `wanted` but for blanks or capitals."""
+    """Return column names for a message: the first of many, and any that equals `wanted` up to blanks and capitals."""
     names = list(columns)
     near = next((name for name in names if name.strip().lower() == wanted.strip().lower()), None)
     hint = "" if near is None else f'; "{near}" is there: blanks and capitals count'

@@ -116,7 +116,7 @@ def check_length(num_chars: int, where: Callable[[], str]) -> None:
 
 
 def bounded_lines(text: IO[str], name: str) -> Iterator[str]:
-    """Yield lines. Raises InputError if one is too long, before all of it is in memory."""
+    """Yield lines. Raises InputError if a line is too long, before all of it is in memory."""
     number = 0
     while line := text.readline(LONGEST_LINE_CHARS + 1):
         number += 1

@@ -46,7 +46,7 @@ LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, a
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file or split, in order. Each call of `rows` begins at the first one, with few in memory."""
+    """The rows of one file or split, in order. Each call of `rows` starts over, with few rows in memory."""
 
     where: str  # the file or split, for errors
     rows: Callable[[], Iterator[LocatedRow]]
@@ -108,7 +108,7 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
-    """Return a file's format, one of FILE_FORMATS. `data.format`, the suffix or, for .json, the content decide."""
+    """Return a file's format, one of FILE_FORMATS. `data.format`, the suffix or, for .json, the content decides."""
     # Parquet is recognised whatever the settings are: read as text, it would have no rows.
     check(path.is_file(), f"{name} is {NO_FILE}")
     with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:

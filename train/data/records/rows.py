@@ -17,10 +17,10 @@ from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 logger = logging.getLogger("train")
 
 MAX_NAMED = 10  # bad rows named per split
-SHOWN_CHARS = 300  # characters that an error, which is one line, spends on bad rows
-MAX_LABELS = 1000  # different labels in the data; more suggest a wrong column
+SHOWN_CHARS = 300  # most characters about bad rows in an error, to keep it to one line
+MAX_LABELS = 1000  # distinct labels in the data; more suggest a wrong column
 COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, since a single row may lack some
-MAX_NUMBERS = 50  # different numbers as labels; more are scores, years or ids
+MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 SCORE = re.compile(rf"{NUMBER.pattern}|[+-]?\d+,\d+", re.IGNORECASE)  # also with a decimal comma
 NO_NUMBER = re.compile(r"[+-]?(inf(inity)?|nan)", re.IGNORECASE)  # not a class among numbers; among words it is a label
@@ -86,7 +86,7 @@ class LabelNames:
     def of(self, value: Any, names: Sequence[str] | None) -> str | None:
         """Return the label for a value; None if the row is left out. `names`: see `look_up`.
 
-        Raises BadRow if the label is unknown, and InputError if too many different labels have been seen.
+        Raises BadRow if the label is unknown, and InputError if too many distinct labels have been seen.
         """
         key, name = self.look_up(value, names)
         if name is None:
@@ -245,7 +245,7 @@ def columns_with(values: Sequence[Any], names: Sequence[str]) -> list[int]:
 
 
 def labels_of_row(value: Any, column: str, labels: LabelNames, names: Sequence[str] | None) -> list[str]:
-    """Return the different labels of a row, without those that data.label_map maps to null."""
+    """Return the distinct labels of a row, without those that data.label_map maps to null."""
     if isinstance(value, str):
         if labels.separator is None:
             raise BadRow(f"{column} holds {value!r:.40}, not a list; data.label_separator splits a text into labels")

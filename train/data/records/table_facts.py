@@ -87,7 +87,7 @@ def padding_share(lengths_of_rows: np.ndarray, lengths: Sequence[int]) -> float:
 def best_lengths(
     lengths_of_rows: np.ndarray, longest: int, most: int, *, step: int = STEP, shortest: int = 1, enough: float = 0.0
 ) -> list[int]:
-    """Return the fewest ascending lengths with a padding share of at most `enough`, else `most` with the least padding.
+    """Return the fewest ascending lengths with a padding share of at most `enough`, or else the best `most` lengths.
 
     The last length is `longest`; the others are multiples of `step` and at least `shortest`. There are fewer than
     `most` if one more would save less than LEAST_GAIN.

@@ -40,7 +40,7 @@ SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb
 # those of the next step, and those drawn together with them.
 WINDOWS_HELD = 6
 POLL_S = 0.05
-TELL_EVERY_S = 1.0  # seconds, at least, between two messages to readers that bytes have come
+TELL_EVERY_S = 1.0  # least seconds between two notices to readers that bytes have arrived
 TAKE_OVER_S = 10.0  # seconds within which a killed run releases the cache
 
 
@@ -204,7 +204,7 @@ class ShardCache:
     def wait(self, shards: Sequence[Shard]) -> None:
         """Wait until all shards that a batch needs are there and compared.
 
-        Raises InputError if a shard cannot be fetched, Unreachable if no byte of any shard has come for deadline_s;
+        Raises InputError if a shard cannot be fetched, Unreachable if no byte of any shard arrived for deadline_s;
         both name a shard and the reason. Time in which the prefetcher has nothing to fetch does not count, because a
         loader may look further ahead than the cache has space for.
         """

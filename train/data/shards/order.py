@@ -73,7 +73,7 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
 
 
 def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
-    """Return how many pieces each window of a lane has. In the first epoch it grows, so that training begins early."""
+    """Return how many pieces each window of a lane has. In epoch 0 windows grow, so that training begins early."""
     sizes: list[int] = []
     size = most if epoch else 1
     while (left := num_pieces - sum(sizes)) > 0:
@@ -274,7 +274,7 @@ def spread(num_rows: int, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EvalOrder:
-    """An order of evaluation: all ranks together have every sequence once.
+    """An evaluation order: all ranks together have every sequence once.
 
     All ranks have the same number of batches of the same size, filled up with PADDING. A rank reads a contiguous part
     of the sequences, and so needs few shards.

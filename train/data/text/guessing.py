@@ -49,7 +49,7 @@ def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:
 
 
 def most_frequent(keys: np.ndarray, tokens: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different `keys` [n], ascending, and the most frequent token of each; in a tie, the lowest token."""
+    """Return the distinct `keys` [n], ascending, and the most frequent token of each; in a tie, the lowest token."""
     pairs, counts = np.unique(keys * vocab_size + tokens, return_counts=True)
     order = np.lexsort((-pairs, counts, pairs // vocab_size))
     pairs = pairs[order]
