@@ -4,7 +4,7 @@ Every global batch has examples of one bucket (examples padded to the same lengt
 every step. Rows that do not fill a batch of their bucket move up to the next longer bucket, so that an epoch leaves out
 no more rows than without buckets. The first batch of a run has the greatest length, so that a lack of device memory
 shows immediately. If there are few lengths, the first batches use each of them, so that every graph is compiled at the
-start. With many lengths that would be an order by length, from which short runs learn less.
+start. With many lengths this would sort the rows by length, and short runs would learn less.
 """
 
 from __future__ import annotations

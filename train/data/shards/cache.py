@@ -2,7 +2,7 @@
 
 `CACHE_DIR/ID/` contains the shards of one data set under the names in its manifest. A shard gets its name by a rename
 once its length and sha256 are right (download.py). Runs that read the same data share the folder. If not all of the
-data fits, a run has to delete shards, and no other run may use the folder; nothing else is ever deleted.
+data fits, a run has to delete shards, and no other run may use the folder. Nothing else is ever deleted.
 
 `CACHE_DIR/ID/runs/NAME/` belongs to one run. It contains the shards that are being written, an empty file
 `compared/SHARD` for each shard that the run's prefetcher has compared with the manifest, a file `faults/SHARD` for each

@@ -21,7 +21,7 @@ class PreparedData:
     """A prepared data set. Its local `folder` has the tokenizer at the start, and each shard once it is fetched."""
 
     def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
-        """Open the data. With `looks`, compare the lengths of local files. Raises InputError if the data is unusable."""
+        """Open the data. `looks`: compare the lengths of local files. Raises InputError if the data is unusable."""
         self.cfg = cfg
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
