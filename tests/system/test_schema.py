@@ -131,7 +131,7 @@ FORGED = {
     "dtype is 'object'": set_in(top, "dtype", "object"),
     "seq_len holds '32', not a count": set_in(top, "seq_len", "32"),
     "seq_len is 0": set_in(top, "seq_len", 0),
-    "special ids up to": lambda body: body["tokenizer"].update(mask_id=10**6),
+    "does not fit ids up to": lambda body: body["tokenizer"].update(mask_id=10**6),
     "a vocabulary of 1000000000": lambda body: body["tokenizer"].update(vocab_size=10**9),
     "not a number": lambda body: body["counts"].update(unigram_entropy="x"),
     "'url' is not known": set_in(first, "url", "http://x"),

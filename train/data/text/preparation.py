@@ -327,7 +327,7 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names with a verb, such as "part 3/64, part 5/64 and 12 more are"."""
+    """Return the names with "is" or "are", such as "part 3/64, part 5/64 and 12 more are"."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
 
