@@ -347,7 +347,7 @@ def test_names_of_labels_in_the_data(folder, kind):
     assert read(path, **settings, label_map={"pos": "good", "-1": None}).labels == ["neg", "good"]  # in their order
     rejects("its labels are neg, pos, data.labels are good, bad; use", read, path, **settings, labels=["good", "bad"])
     many = [f"label {number}" for number in range(1500)]
-    rejects(r"data.labels are label 0, .*label 9, ... \(1,500\); name", read, path, **settings, labels=many)
+    rejects(r"data.labels are label 0, .*label 9, ... \(1,500\); use", read, path, **settings, labels=many)
     rejects("no column body .*; the columns are: text, label", read, path, **settings, columns={"text": "body"})
 
 
