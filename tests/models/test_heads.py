@@ -260,9 +260,9 @@ def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_fol
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (["good", "bad", "so so"], r"labels bad, so so, good, the data has good, bad, so so; .*\[bad,so so,good\]"),
+        (["good", "bad", "so so"], r"labels bad, so so, good, but the data has good, bad, so so; .*\[bad,so so,good\]"),
         (["bad", "good", "no"], "has bad, good, no; model.new_head=true"),
-        (["bad", "good"], "labels bad, so so, good, the data has bad, good; model.new_head=true"),
+        (["bad", "good"], "labels bad, so so, good, but the data has bad, good; model.new_head=true"),
     ],
 )
 def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(labelled_folder, labels, says, log):
@@ -290,7 +290,7 @@ def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, l
     build("label", ModelConfig(pretrained=str(tmp_path)), labels=["0", "1", "2"], sharp=False)
     assert "LABEL" not in log.text
     torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
-    with pytest.raises(InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, the data has a, b"):
+    with pytest.raises(InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, but the data has a, b"):
         build("label", ModelConfig(pretrained=str(tmp_path)), labels=["a", "b"])
 
 
@@ -362,7 +362,7 @@ def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, cont
         content = (encoder_folder / "model.safetensors").read_bytes()[:-1]
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
-    says = f"model.pretrained={tmp_path} cannot be loaded" if content is None else "is damaged, or a pointer of Git LFS"
+    says = f"model.pretrained={tmp_path} cannot be loaded" if content is None else "is damaged, or is a Git LFS pointer"
     rejects(says, build, "label", ModelConfig(pretrained=str(tmp_path)))
 
 

@@ -1,7 +1,8 @@
-"""A network as a chain of layers, of which one pass may run a part: the form of an encoder that pipelines need.
+"""An encoder's layers as a chain that pipelines cut into parts. A part is a range of consecutive layers.
 
-The forward pass of transformers is kept, with its masks, positions and heads. Layers of other parts let the hidden
-states through, and the pass ends after the last layer of a part, so that no architecture needs special code.
+The forward pass of transformers runs unchanged, with its masks, positions and heads. Layers outside the current part
+return the hidden states unchanged, and an exception ends the pass after the part's last layer. So no architecture
+needs special code.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from train.config import check
 from train.models.network import ADDING, CHOOSING, Network, repeated_layers
 
-KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures whose parts were compared with the whole
-PROJECTIONS = ("embeddings_project", "embedding_hidden_mapping_in")  # between embeddings and layers: electra, albert
+KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures for which tests compare the parts with the whole network
+PROJECTIONS = ("embeddings_project", "embedding_hidden_mapping_in")  # from embeddings to layers, in ELECTRA and ALBERT
 
 
 class Reached(Exception):
-    """The hidden states after the last layer of a part, raised to leave the forward pass."""
+    """An exception that leaves the forward pass after a part's last layer and carries the hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -30,7 +31,7 @@ class Chain:
     """The layers of a network in the order in which they are applied, and the modules before and after them."""
 
     def __init__(self, model: Network) -> None:
-        """Find the layers. Raises InputError if an architecture's layers are not known here."""
+        """Find the layers. Raises InputError if the architecture is not in KNOWN or has a convolution in a layer."""
         self.network = network = model.network
         base, config = network.base_model, network.config
         check(
@@ -44,7 +45,7 @@ class Chain:
             f"parallel=pipeline does not cut a {config.model_type} with conv_kernel_size={width}, a convolution "
             "beside its first layer; set parallel=data",
         )
-        self.gives_pairs = config.model_type in CHOOSING  # hidden states and attention weights
+        self.gives_pairs = config.model_type in CHOOSING  # Its layers return hidden states and attention weights.
         groups = repeated_layers(base)
         is_shared = hasattr(config, "num_hidden_groups")  # ALBERT applies each of its groups several times
         depth = config.num_hidden_layers if is_shared else len(groups)
@@ -53,36 +54,37 @@ class Chain:
         self.before: list[nn.Module] = [base.embeddings, *projections]
         heads = [module for module in network.children() if module is not base]
         self.after: list[nn.Module] = [module for module in (*heads, getattr(base, "pooler", None)) if module]
-        if not getattr(config, "legacy", True):  # such a head of DeBERTa takes the embedding
+        if not getattr(config, "legacy", True):  # With legacy=False, DeBERTa's head reads the token embedding.
             self.after.append(base.get_input_embeddings())
         self.head_share = model.head_share
         self.part, self.position = range(depth), 0
         self.received: Tensor | None = None
 
-    # ---- what a part holds and costs -------------------------------------------------------------------------------
+    # ---- parameters and cost of a part -----------------------------------------------------------------------------
 
     def users(self, parts: Sequence[range]) -> dict[nn.Parameter, set[int]]:
-        """Return the numbers of the parts that use each parameter of the network."""
+        """Return, for each parameter of the network, the indices of the parts that use it."""
         last = len(parts) - 1
         users: dict[nn.Parameter, set[int]] = {}
         pieces = [(self.before, 0), *((self.layers[part.start : part.stop], i) for i, part in enumerate(parts))]
         for modules, number in [*pieces, (self.after, last)]:
             for parameter in (parameter for module in modules for parameter in module.parameters()):
                 users.setdefault(parameter, set()).add(number)
-        # Other parameters belong to no layer: relative positions, which all layers read, and norms after the last.
+        # Parameters outside all modules above count for every part: relative positions, and norms after the last layer.
         everywhere = {parameter: set(range(len(parts))) for parameter in self.network.parameters()}
         return everywhere | users
 
     def cut(self, num_parts: int) -> list[range]:
-        """Return the layers in parts, one or more each, such that the most expensive part costs as little as possible.
+        """Cut the layers into `num_parts` non-empty parts so that the most expensive part costs as little as possible.
 
-        Costs are products for each token, without attention, which is the same in all layers.
+        The cost is the number of multiplications for a token. It leaves out attention, which costs the same in each
+        layer.
         """
         before, after = products(self.before), products(self.after) * self.head_share
         costs = [products([layer]) for layer in self.layers]
         costs[0], costs[-1] = costs[0] + before, costs[-1] + after
         depth = len(costs)
-        best = {0: (0.0, [0])}  # by the number of layers: the most expensive part so far, and where parts end
+        best = {0: (0.0, [0])}  # from a count of layers to the cost of their most expensive part, and the parts' ends
         for number in range(1, num_parts + 1):
             best = {
                 end: min(
@@ -98,17 +100,17 @@ class Chain:
     # ---- forward passes --------------------------------------------------------------------------------------------
 
     def divide(self) -> None:
-        """Make the network run only the layers of the part that `run` chooses. Called once it has moved."""
+        """Make the network run only the layers of the part given to `run`. Call it after the move to the device."""
         for module in self.before:
             module.forward = self._before(module.forward)
         for layer in dict.fromkeys(self.layers):
             layer.forward = self._layer(layer.forward)
 
     def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `call`, which runs the model, if `part` has the last layer; else the states [B, S, H].
+        """Run `part` by `call`, which calls the model. Return the hidden states [B, S, H] after the part's last layer.
 
-        These are the states after the part. `received`: those before its first layer, unless that is the network's
-        first.
+        If the part has the network's last layer, return the result of `call` instead. `received` has the hidden states
+        before the part's first layer; None if that is the network's first.
         """
         self.part, self.received, self.position = part, received, 0
         try:
@@ -122,7 +124,7 @@ class Chain:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.received is None:
                 return forward(*args, **kwargs)
-            return self.received  # instead of embeddings, which this rank does not hold
+            return self.received  # This rank does not hold the embeddings.
 
         return run
 
@@ -143,7 +145,7 @@ class Chain:
 
 
 def products(modules: Sequence[nn.Module]) -> float:
-    """Return the multiplications for each token: one for each number of a matrix, none for a lookup table."""
+    """Return the number of multiplications for a token: one per element of a matrix, none for an embedding table."""
     inner = (module for outer in modules for module in outer.modules() if not isinstance(module, nn.Embedding))
     return float(
         sum(weight.numel() for module in inner for weight in module.parameters(recurse=False) if weight.ndim > 1)

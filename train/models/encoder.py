@@ -1,4 +1,4 @@
-"""Encoders of `transformers`, of any architecture, which all tasks build here, and masked language models.
+"""Masked language models, and the construction of every task's model from any encoder of `transformers`.
 
 Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabulary.
 """
@@ -30,7 +30,7 @@ from train.models.pretrained import add_rows, read_model_config, read_weights
 from train.system.memory import total_memory_bytes
 from train.system.model_folder import ENCODERS
 
-# The names of sizes in transformers' configurations (with aliases): the usual one, then DistilBERT's.
+# From our name of a size to its attribute in transformers' configurations; the first that exists is used.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
@@ -42,7 +42,7 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
-# Attention other than eager, and where transformers says that an architecture has it.
+# From the name of an attention other than eager to the class attribute with which a transformers model supports it.
 SUPPORTS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -50,14 +50,14 @@ SUPPORTS = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' names, by architecture
+ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # from architecture to transformers' name
 
 
 class MaskedLM(Network):
-    """A masked language model that computes logits [B, P, V] only at the given positions, instead of all S.
+    """A masked language model that computes logits [B, P, V] at P given positions instead of at all S.
 
-    A hook on the encoder picks its output at `positions` before the model's head reads it. This works for every
-    architecture whose head reads the encoder's last hidden state.
+    A hook reduces the encoder's output to these positions before the head reads it. This works for every architecture
+    whose head reads the encoder's last hidden state.
     """
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
@@ -89,29 +89,30 @@ class MaskedLM(Network):
         return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
-        # There are none: the head's largest weight is the encoder's embedding, and all are learnt at one rate.
+        # The list is empty: the head's largest weight is the encoder's embedding, so all weights learn at one rate.
         return []
 
 
 class OrderedMaskedLM(MaskedLM):
-    """A masked language model that also predicts whether the two segments of a sequence are in their order."""
+    """A masked language model that also predicts whether the two segments of a sequence are in their original order."""
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
         super().__init__(network, new, attention)
         if hasattr(network, "sop_classifier"):
-            network.sop_classifier.dropout.p = 0.0  # Google's objective has none; transformers' is for fine-tuning
+            network.sop_classifier.dropout.p = 0.0  # Google's pretraining has no dropout here.
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        # They are logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: original, swapped.
+        # Returns MaskedLM's logits [B, P, V], and logits [B, 2] of the segments' order: original, swapped.
         output = self._run(input_ids, token_type_ids, positions)
         return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
 
 
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by products with one-hot rows.
+    """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by a product with one-hot rows.
 
-    That costs 2 * S * H FLOPs a position, and suits Trainium, where a gather copies each number separately, and its
-    gradient adds each separately in memory. It is exact; but TF32 rounds the states, as the head's product does.
+    The product costs 2 * S * H FLOPs a position. It suits Trainium, where a gather copies each element separately and
+    its gradient adds each separately in memory. It is exact, except that TF32 rounds the states, as in the head's
+    product.
     """
     tokens = torch.arange(hidden.size(1), device=positions.device)
     return (positions[..., None] == tokens).to(hidden.dtype) @ hidden
@@ -126,9 +127,10 @@ def build_masked_lm(
     predicts_order: bool = False,
     new_rows: Sequence[int] = (),
 ) -> MaskedLM:
-    """Return a model for `vocab_size` pieces and sequences of `seq_len`. Raises InputError if cfg does not fit them.
+    """Return a model for a tokenizer of `vocab_size` tokens and for sequences of `seq_len`.
 
-    `new_rows`: the last pieces of the tokenizer, which were added to the one of the weights.
+    `new_rows` has the ids of tokens that were added to the tokenizer of the pretrained weights. Raises InputError if
+    cfg does not fit these sizes.
     """
     config = fitting_config(cfg, vocab_size=vocab_size - len(new_rows), pad_id=pad_id, seq_len=seq_len)
     if predicts_order:
@@ -147,11 +149,11 @@ def build_masked_lm(
 def make_network(
     auto: Any, cfg: ModelConfig, config: PreTrainedConfig, seq_len: int, *, what: str, new_head: bool = False
 ) -> tuple[PreTrainedModel, frozenset[str], str]:
-    """Return a model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, frozen as in cfg.
+    """Return a float32 model of `auto` (AutoModelFor...), with its missing parameters' names and cfg.attention.
 
-    The second result has the names of the parameters that the checkpoint did not have, the third is cfg.attention. On
-    the meta device it has no weights, and none are read. Raises InputError if transformers has no such model, or if it
-    cannot read sequences of `seq_len`.
+    Weights are random or a checkpoint's, and frozen as cfg says. The names are of parameters that the checkpoint lacks.
+    On the meta device the model has no weights, and no file is read. `what` names the kind of model in messages. Raises
+    InputError if transformers has no such model, or if the model cannot read sequences of `seq_len`.
     """
     check(
         type(config) in auto._model_mapping,
@@ -173,7 +175,7 @@ def make_network(
 
 
 def attention_of(cfg: ModelConfig, config: PreTrainedConfig) -> str:
-    """Return transformers' name of a model's attention. Raises InputError if the architecture does not have it."""
+    """Return transformers' name of the attention for a model. Raises InputError if the architecture lacks it."""
     kind: Any = AutoModel._model_mapping[type(config)]
     has = ["eager", *(name for name, flag in SUPPORTS.items() if getattr(kind, flag, False))]
     check(
@@ -192,19 +194,19 @@ class Reached(Exception):
 
 @torch.no_grad()
 def check_reads(network: PreTrainedModel, seq_len: int) -> None:
-    """Raise InputError unless the embeddings of a model take a row of `seq_len` tokens. The layers are not computed."""
+    """Raise InputError if a model's embeddings cannot read `seq_len` tokens. The layers are not computed."""
 
     def stop(*_: object) -> None:
         raise Reached
 
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
-    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # padding has no position
+    row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # Padding would have no position.
     try:
-        network.base_model.eval()(input_ids=row)  # dropout would draw random numbers
+        network.base_model.eval()(input_ids=row)  # Dropout would draw random numbers.
     except Reached:
         pass
-    except Exception as error:  # any exception of an architecture's code
+    except Exception as error:  # The architecture's code may raise anything.
         why = " ".join(str(error).split())
         raise InputError(
             f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens: {why}"
@@ -217,7 +219,7 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
 
 
 def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTrainedConfig:
-    """Return the configuration for transformers: that of a checkpoint, or of the architecture with the given sizes."""
+    """Return transformers' configuration: the checkpoint's, or the architecture's default with the given sizes."""
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
     if cfg.pretrained is not None:
         config = read_model_config(cfg.pretrained)
@@ -237,10 +239,10 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # of the architecture's tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # in its usual tokenizer
         outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
         sizes |= dict.fromkeys(outside)
-        config = AutoConfig.for_model(cfg.architecture, **sizes)  # other fields may follow from these
+        config = AutoConfig.for_model(cfg.architecture, **sizes)  # It may derive other fields from these sizes.
         if cfg.initializer_range is not None:
             check(
                 hasattr(config, "initializer_range"),
@@ -253,13 +255,13 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={heads}",
     )
     if getattr(config, "hidden_act", None) == "gelu_new":
-        # This is the same function as one kernel instead of eight, which saves 33-40 % less for the backward pass.
+        # The same function is one kernel here instead of eight, and keeps 33-40 % less memory for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"
     return config
 
 
 def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
-    """Return the name of one of SIZES in a configuration of transformers. Raises InputError if it has no such size."""
+    """Return the attribute of `config` for the size `ours`, a key of SIZES. Raises InputError if it has none."""
     theirs = next((name for name in SIZES[ours] if hasattr(config, name)), None)
     if theirs is None:
         raise InputError(f"model.{ours}={wanted}: {config.model_type} has no such size; leave it out")
@@ -267,16 +269,16 @@ def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
 
 
 def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
-    """Return `model_config`. Raises InputError unless the model fits tokenizer, sequences and this machine's memory."""
+    """Return `model_config(...)`. Raises InputError unless it fits the tokenizer, `seq_len` and the host's memory."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     attention_of(cfg, config)
     check(
         config.vocab_size >= vocab_size,
         f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
-        + ("" if cfg.pretrained is None else f"; prepare text with tokenizer.pretrained={cfg.pretrained}, its own one"),
+        + ("" if cfg.pretrained is None else f"; prepare text with the model's: tokenizer.pretrained={cfg.pretrained}"),
     )
     positions = most_positions(config)
-    lower = f"set seq_len={positions} or less (for prepared data: prepare it so)"
+    lower = f"set seq_len={positions} or less (if the data is prepared, prepare it with this seq_len)"
     check(
         positions is None or seq_len <= positions,
         f"seq_len={seq_len} is longer than the model's {positions} positions; "
@@ -291,7 +293,7 @@ def check_memory(config: PreTrainedConfig) -> None:
     theirs = {ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names}
     sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
     vocab, hidden, ffn, layers, positions, embedding = sizes.values()
-    groups = getattr(config, "num_hidden_groups", 1)  # of ALBERT
+    groups = getattr(config, "num_hidden_groups", 1)  # ALBERT's layers share their weights in groups.
     shape = Shape(config.model_type, vocab, hidden, ffn, layers, positions, 2, embedding, groups)
     needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
     listed = ", ".join(f"{ours} {value}" for ours, value in sizes.items() if value)
@@ -303,9 +305,9 @@ def check_memory(config: PreTrainedConfig) -> None:
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
-    """Return the model of AutoModelFor<head> of a folder's config.json, with random weights; on the meta device, none.
+    """Return the AutoModelFor<head> of a folder's config.json with random weights, or none on the meta device.
 
-    Raises InputError if there is none, or if this machine's memory does not hold it.
+    Raises InputError if transformers has no such model, or if it exceeds this machine's memory.
     """
     config = read_model_config(str(folder))
     check_memory(config)
@@ -318,18 +320,18 @@ def without_weights(head: str, folder: Path) -> PreTrainedModel:
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
-    """Return the number of tokens that a model can read; None if nothing limits it.
+    """Return the number of tokens that a model can read; None if it has no limit.
 
-    A table of positions with padding counts them from behind the row of padding, which is that of the token. Raises
-    InputError if transformers cannot build the model, or this machine's memory does not hold it.
+    A position table with a padding row has the first position in the row after it (RoBERTa's: row 2). Raises InputError
+    if transformers cannot build the model, or if it exceeds this machine's memory.
     """
     check_memory(config)
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # any exception of an architecture's code
+    except Exception as error:  # The architecture's code may raise anything.
         why = " ".join(str(error).split())
-        raise InputError(f"transformers can build no {config.model_type} of this configuration: {why}") from error
+        raise InputError(f"transformers cannot build a {config.model_type} from this configuration: {why}") from error
     tables = [module for name, module in model.named_modules() if name.split(".")[-1] == "position_embeddings"]
     first = [-1 if (padding := getattr(table, "padding_idx", None)) is None else padding for table in tables]
     limits = [len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)]

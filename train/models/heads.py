@@ -1,4 +1,4 @@
-"""Encoders of `transformers` whose head predicts a label of the text or of each token, or the span of an answer.
+"""Encoders of `transformers` with a head that predicts a text's label, each token's label, or an answer's span.
 
 Shapes: B sequences, S tokens, C labels.
 """
@@ -23,8 +23,8 @@ from train.models.network import Network
 
 logger = logging.getLogger("train")
 
-SCALE = "target_scale"  # a key in transformers' configuration, while a model learns
-# Configurations of transformers have these names for a head's dropout.
+SCALE = "target_scale"  # a key that transformers' configuration has during training
+# Names of a head's dropout in transformers' configurations.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
@@ -32,9 +32,9 @@ class PaddedEncoder(Network):
     """An encoder that reads padded sequences, with the head of transformers' AutoModelFor<head>."""
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
-        """Return logits: [B, C] for a sequence's label, [B, S, C] for tokens' labels, [B, S, 2] for a span's ends.
+        """Return logits: [B, C] for a label per sequence, [B, S, C] for one per token, [B, S, 2] for a span's two ends.
 
-        The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding.
+        The inputs are [B, S] int64. `real` is 1 at tokens and 0 at padding; None if there is no padding.
         """
         mask = None if real is None else self.mask(real)
         inputs = {"input_ids": input_ids, "attention_mask": mask, **self.segments(token_type_ids)}
@@ -45,14 +45,14 @@ class PaddedEncoder(Network):
         return logits
 
     def finish(self, plain: PreTrainedModel) -> None:
-        # The outputs for standardised targets are brought into their units.
+        # A head that learnt standardised targets is changed to return numbers in the targets' units.
         scale = vars(plain.config).pop(SCALE, None)
         if scale is not None:
             rescale(last_layer(plain)[1], scale["mean"], scale["deviation"])
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the output of a PaddedEncoder for a batch, which has no mask if it has no padding."""
+    """Return a PaddedEncoder's logits for a batch. A batch without padding has no attention mask."""
     logits: Tensor = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["token_type_ids"])
     return logits
 
@@ -67,11 +67,11 @@ def build_with_head(
     seq_len: int,
     problem_type: str = "single_label_classification",
 ) -> PaddedEncoder:
-    """Return a model of AutoModelFor<head> for a tokenizer of `vocab_size` pieces and sequences of at most `seq_len`.
+    """Return an AutoModelFor<head> for a tokenizer of `vocab_size` tokens and sequences of at most `seq_len`.
 
-    `labels` names the outputs in their order. `problem_type` is the objective of a SequenceClassification head in
-    transformers' terms. model.hidden_dropout is the head's dropout too. Raises InputError if they do not fit, or if the
-    checkpoint has a head for other labels.
+    `labels` has the outputs' names in order. `problem_type` is transformers' name of a SequenceClassification head's
+    objective. model.hidden_dropout also sets the head's dropout. Raises InputError if cfg does not fit these sizes, or
+    if the checkpoint has a head for other labels.
     """
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
@@ -83,8 +83,8 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = 2  # start and end; a checkpoint may have different labels
-    vars(config).pop(SCALE, None)  # a checkpoint's config.json may hold anything
+        config.num_labels = 2  # The labels are start and end, whatever the checkpoint has.
+    vars(config).pop(SCALE, None)  # A checkpoint's config.json may contain this key.
     if head == "SequenceClassification":
         config.problem_type = problem_type
     auto = getattr(transformers, f"AutoModelFor{head}")
@@ -95,17 +95,17 @@ def build_with_head(
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of a head's C outputs: (number - mean) / deviation."""
+    """The scale of a head's C outputs, which are (target - mean) / deviation."""
 
     mean: list[float]  # [C]
     deviation: list[float]  # [C], above 0
 
 
 def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool) -> None:
-    """Have the model learn in `scale`, which its configuration keeps for the export.
+    """Make the model learn targets in `scale`, and record the scale in its configuration for the export.
 
-    A head that `is_trained` already computes numbers in their units. Raises InputError if its last layer cannot be
-    converted.
+    `is_trained` says that a loaded head already returns numbers in the targets' units: its last layer is converted to
+    the scale. Raises InputError if the head does not end in a linear layer with biases.
     """
     if scale is None:
         return
@@ -117,7 +117,7 @@ def learn_scaled(model: PaddedEncoder, scale: Scale | None, *, is_trained: bool)
 
 
 def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
-    """Return the layer that computes the outputs of a head, and its name. Raises InputError if it has no biases."""
+    """Return the name of the head's last layer, and the layer. Raises InputError unless it is linear with biases."""
     inside = set(network.base_model.modules())
     layers = [(name, module) for name, module in network.named_modules() if module not in inside]
     linear = [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear)]
@@ -130,7 +130,7 @@ def last_layer(network: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 @torch.no_grad()
 def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float]) -> None:
-    """Have a layer compute output * deviation + mean, by new weights: another model may have the old ones."""
+    """Make a layer return output * deviation + mean. It gets new weights: another model may use the old ones."""
     first, factor = (
         torch.tensor(values, dtype=torch.float64, device=layer.weight.device) for values in (mean, deviation)
     )
@@ -139,7 +139,7 @@ def rescale(layer: nn.Linear, mean: Sequence[float], deviation: Sequence[float])
 
 
 def names_of_head(config: PreTrainedConfig) -> list[str]:
-    """Return the labels that a head was trained on. Raises InputError if they are not texts that all differ."""
+    """Return the labels that a head was trained on. Raises InputError unless they are strings that all differ."""
     names = [config.id2label.get(number) for number in range(config.num_labels)]
     is_usable = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     shown = shortlist(map(repr, names))
@@ -151,34 +151,36 @@ def names_of_head(config: PreTrainedConfig) -> list[str]:
 
 
 def default_names(number: int) -> list[str]:
-    """Return what transformers calls so many outputs that were given no names."""
+    """Return transformers' default names of a head's outputs: LABEL_0, LABEL_1, ..."""
     return [f"LABEL_{each}" for each in range(number)]
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """Raise InputError if a checkpoint's head is for other labels, or another order."""
-    # LABEL_0, ... stand for no names: the log says which labels they are taken for.
+    """Raise InputError if a checkpoint's head is for other labels, or for another order of them.
+
+    A head with transformers' default names is accepted, and a warning says which label each of its outputs becomes.
+    """
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:
         return
     theirs, ours = [config.id2label[number] for number in range(config.num_labels)], list(labels)
     has_names = theirs != default_names(len(theirs))
-    remedy = "model.new_head=true begins with a new head"
+    remedy = "model.new_head=true starts with a new head"
     if sorted(theirs) == sorted(ours):
         order = f"[{','.join(theirs)}]" if len(theirs) <= SHOWN_NAMES else "the order of its config.json"
         remedy = f"set data.labels={order}, or {remedy}"
     check(
         len(theirs) == len(ours) and not (has_names and theirs != ours),
-        f"{cfg.pretrained} has a head for the labels {shortlist(theirs)}, the data has {shortlist(ours)}; {remedy}",
+        f"{cfg.pretrained} has a head for the labels {shortlist(theirs)}, but the data has {shortlist(ours)}; {remedy}",
     )
     if not has_names and ours != theirs and ours != [str(number) for number in range(len(ours))]:
         report_taken(cfg.pretrained, tuple(zip(theirs, ours, strict=True)))
 
 
-@cache  # a run checks more than once
+@cache  # A run checks the labels more than once.
 def report_taken(source: str, pairs: tuple[tuple[str, str], ...]) -> None:
     logger.warning(
-        "%s has a head without names: %s; if that is wrong, set data.labels in its order, or model.new_head=true",
+        "%s has a head without label names: %s; if that is wrong, set data.labels in its order, or model.new_head=true",
         source,
         shortlist(f"{theirs} is taken for {ours}" for theirs, ours in pairs),
     )

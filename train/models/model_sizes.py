@@ -1,7 +1,6 @@
-"""Sizes, parameters and training FLOPs of an encoder, from its configuration alone. It imports no torch.
+"""Sizes, parameters and training FLOPs of an encoder, computed from its configuration. It imports no torch.
 
-The defaults of architectures are those of transformers, the sizes of published models those of the config.json of each
-on the Hub (2026-11).
+Architectures' default sizes are from transformers, published models' sizes from their config.json on the Hub (2026-11).
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
 from train.system.folders import Folder, LocalFolder, is_s3, local_path
 from train.system.schema import BadContent, of_type, read_object
 
-NO_RATES = "optim.layer_decay: the layers of {} share their weights, which cannot have a rate for each; leave it out"
-MOST = 10**9  # of any size: their products remain numbers that a float holds
+NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have a rate each; leave it out"
+MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
 MAX_CONFIG_BYTES = 2**20
-CONFIGS = ("config.json", "export/config.json", "model/config.json")  # of transformers' folder, and of a run's
+CONFIGS = ("config.json", "export/config.json", "model/config.json")  # in a transformers folder, or in a run folder
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes by the names that they have in transformers."""
+    """An encoder's sizes, under their names in transformers."""
 
     model_type: str
     vocab_size: int
@@ -29,9 +28,9 @@ class Shape:
     intermediate_size: int
     num_hidden_layers: int
     max_position_embeddings: int = 512
-    type_vocab_size: int = 2  # 0: no segments
-    embedding_size: int = 0  # of ALBERT, whose embedding is factorised; 0: hidden_size
-    num_hidden_groups: int = 1  # of ALBERT, whose layers share their weights
+    type_vocab_size: int = 2  # number of segment types; 0 without segments
+    embedding_size: int = 0  # width of ALBERT's factorised embedding; not used for other architectures
+    num_hidden_groups: int = 1  # number of ALBERT's groups of layers, each with one set of weights; else not used
 
     @property
     def is_albert(self) -> bool:
@@ -39,12 +38,12 @@ class Shape:
 
     @property
     def is_modern(self) -> bool:
-        """True for a ModernBERT: a gated feed-forward part, no biases, no table of positions or segments."""
+        """True for ModernBERT: gated feed-forward layers, no biases, no table of positions or segments."""
         return self.model_type == "modernbert"
 
     @property
     def ffn_products(self) -> int:
-        """Number of products in the feed-forward part of a layer."""
+        """Number of matrix products in the feed-forward part of a layer."""
         return 3 if self.is_modern else 2
 
     @property
@@ -54,39 +53,37 @@ class Shape:
     def embedding_parameters(self) -> int:
         width = self.embedding_width
         if self.is_modern:
-            return (self.vocab_size + 1) * width  # and the weight of a LayerNorm
+            return (self.vocab_size + 1) * width  # The extra row is a LayerNorm's weight.
         rows = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
-        return (rows + 2) * width  # and the weight and bias of a LayerNorm
+        return (rows + 2) * width  # The 2 extra rows are a LayerNorm's weight and bias.
 
     def layer_parameters(self) -> int:
         hidden, ffn = self.hidden_size, self.intermediate_size
-        weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden  # and of two LayerNorms
+        weights = 4 * hidden**2 + self.ffn_products * hidden * ffn + 2 * hidden  # The last term is two LayerNorms.
         biases = 0 if self.is_modern else 7 * hidden + ffn
         return weights + biases
 
     def trained_parameters(self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0) -> int:
-        """Return the number of parameters with a gradient. The few thousand of the scores of labels are left out."""
+        """Return the number of parameters with a gradient, without the last layer of a label head (a few thousand)."""
         hidden = self.hidden_size
         layers = self.num_hidden_groups if self.is_albert else max(0, self.num_hidden_layers - freeze_layers)
         total = layers * self.layer_parameters()
         if self.is_albert:
-            total += self.embedding_size * hidden + hidden  # from the embedding to the layers
+            total += self.embedding_size * hidden + hidden  # the projection from the embedding to the layers
         if not (freeze_embeddings or freeze_layers):
             total += self.embedding_parameters()
-        if head.predictions:  # a dense layer, a LayerNorm, and the bias of the scores; the embedding is their weight
+        if head.predictions:  # A dense layer, a LayerNorm and the logits' bias. The logits' weight is the embedding.
             width = self.embedding_width
             total += hidden * width + 3 * width + self.vocab_size
-        dense = head.labels or (self.is_modern and head.token_labels)  # or a pooler
+        dense = head.labels or (self.is_modern and head.token_labels)  # The head has a dense layer or a pooler.
         return total + (hidden**2 + hidden if dense else 0)
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
-        """Return the floating point operations to train on one sequence of `seq_len` tokens, padding included.
+        """Return the floating-point operations to train on one sequence of `seq_len` tokens, padding included.
 
-        The lowest `frozen` layers have no backward pass.
-
-        A multiply-add counts as 2 operations, the backward pass as twice the forward pass. The usual 6 x parameters is
-        8.5 times too low for ALBERT-base, whose layers share their parameters but not their work. Checked against
-        torch.utils.flop_counter in the tests.
+        The lowest `frozen` layers have no backward pass. A multiply-add counts as 2 operations, and the backward pass
+        as twice the forward pass. The usual estimate, 6 x parameters a token, is 8.5 times too low for ALBERT-base,
+        whose layers share parameters but compute separately. Tests compare the result with torch.utils.flop_counter.
         """
         hidden, width = self.hidden_size, self.embedding_width
         layer = 6 * (4 * hidden**2 + self.ffn_products * hidden * self.intermediate_size) + 12 * seq_len * hidden
@@ -99,7 +96,7 @@ class Shape:
         return seq_len * (encoder + projection) + tokens + label + token_labels
 
 
-DEFAULTS = {  # of architectures in transformers
+DEFAULTS = {  # transformers' default sizes, by architecture
     "albert": Shape("albert", 30_000, 4096, 16_384, 12, embedding_size=128),
     "bert": Shape("bert", 30_522, 768, 3072, 12),
     "roberta": Shape("roberta", 50_265, 768, 3072, 12),
@@ -109,12 +106,12 @@ DEFAULTS = {  # of architectures in transformers
     "modernbert": Shape("modernbert", 50_368, 768, 1152, 22, 8192, type_vocab_size=0),
 }
 LIKE_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
-OTHERS = {  # sizes of published models that are not the dataclass's defaults
+OTHERS = {  # published models' sizes that differ from the defaults of Shape
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), LIKE_ROBERTA),
     "albert": {"embedding_size": 128},
     "distilbert": {"type_vocab_size": 0},
 }
-PUBLISHED = {  # Hub ids without their organisation, which is one of OWNERS
+PUBLISHED = {  # sizes by Hub id without the organisation, which is one of OWNERS
     f"{architecture}-{name}": Shape(architecture, vocab, hidden, 4 * hidden, layers, **OTHERS.get(architecture, {}))
     for architecture, names, vocab, hidden, layers in (
         ("albert", "base-v1 base-v2", 30_000, 768, 12),
@@ -141,9 +138,9 @@ OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
 
 
 def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | None:
-    """Return the sizes of the model that a run would train; None if only transformers or the Hub can tell them.
+    """Return the sizes of the model that a run would train; None if only transformers or the Hub knows them.
 
-    `vocab_size` is that of the tokenizer, if it is known: a new model without a `vocab_size` takes it.
+    `vocab_size` is the tokenizer's, or None if unknown. A new model takes it unless cfg has a `vocab_size`.
     """
     source = cfg.init_from or cfg.pretrained
     if source is not None:
@@ -167,9 +164,9 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """Raise InputError if a model is known to have too few layers for the parts into which the run splits it.
+    """Raise InputError if a model of known sizes has fewer layers than the pipeline has parts.
 
-    The same for layers that share their weights although each shall have a rate.
+    Raises it also if optim.layer_decay is set and the layers share their weights.
     """
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
     shape = find_shape(cfg.model) if is_cut or has_rates else None
@@ -181,12 +178,15 @@ def check_layers(cfg: TrainConfig) -> None:
 
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
-    """Return whether `find_shape` takes the vocabulary from something other than the architecture's default."""
+    """Return whether `find_shape` has a source for vocab_size other than the architecture's default."""
     return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """Return the sizes in a folder's config.json; None if none is known here. Raises InputError if it is damaged."""
+    """Return the sizes in a folder's config.json. Raises InputError if it is damaged.
+
+    The result is None if there is no such file, or if DEFAULTS does not have its architecture.
+    """
     sizes = ((name, folder.size(name)) for name in CONFIGS)
     name, num_bytes = next(((name, num_bytes) for name, num_bytes in sizes if num_bytes is not None), ("", 0))
     if not name:
@@ -200,13 +200,16 @@ def read_shape(folder: Folder) -> Shape | None:
 
 
 def shape_of_model(model: Any) -> Shape | None:
-    """Return the sizes of a `Network`; None for other models, or if its architecture is unknown here."""
+    """Return the sizes of a `Network`; None for other models, or if DEFAULTS has no such architecture."""
     network = getattr(model, "network", None)
     return None if network is None else shape_of(network.config.to_dict())
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:
-    """Return the sizes in a config.json, with transformers' defaults. Raises BadContent if they are impossible."""
+    """Return the sizes in a config.json, with transformers' defaults; None if DEFAULTS has no such architecture.
+
+    Raises BadContent if a size is not an integer in the accepted range.
+    """
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None

@@ -1,4 +1,4 @@
-"""The files of a model of transformers: configuration, index, weights. Nothing in them is executed."""
+"""The reader of a transformers model's files: configuration, index, weights. It executes nothing in them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from train.system.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
-FILES = ("config.json", "adapter_config.json")  # at the Hub
+FILES = ("config.json", "adapter_config.json")  # files that read_model_config fetches from the Hub
 WEIGHTS = (*FILES, "model*.safetensors", "model.safetensors.index.json")
-QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # types of safetensors
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # in the configurations of transformers
-# Pickled weights are not read: until PyTorch 2.10 they could write to any memory (CVE-2026-24747).
+QUANTISED = ("I8", "U8", "I4", "U4", "F4", "F6", "F8")  # prefixes of dtypes in safetensors
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation")  # attributes of transformers' configurations
+# Pickled weights are not read: before PyTorch 2.10 they could write to any memory (CVE-2026-24747).
 CONVERT = (
     'python -c "import glob, torch; from safetensors.torch import save_file; save_file({k: v.contiguous().clone() '
     "for f in glob.glob('pytorch_model*.bin') for k, v in torch.load(f, weights_only=True).items()}, "
@@ -37,12 +37,11 @@ CONVERT = (
 def read_weights(
     auto: Any, source: str, config: PreTrainedConfig, *, attention: str, new_head: bool
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """Return a model by `auto` (AutoModelFor...) in float32, and the names of parameters with random values.
+    """Return a float32 model of `auto` (AutoModelFor...), and the names of its parameters with random values.
 
-    These are the ones that the checkpoint does not have or, if `new_head`, all outside the encoder.
-
-    Raises InputError unless the checkpoint holds the whole encoder (it may lack the pooler). If it has a head, that
-    must fit.
+    Parameters are random if the checkpoint lacks them. If `new_head`, all outside the encoder are random. Raises
+    InputError unless the checkpoint has the whole encoder, except the pooler. If `new_head` is False, a head in the
+    checkpoint must have the model's shapes.
     """
     try:
         with quiet(), asking_hub(source):
@@ -54,7 +53,7 @@ def read_weights(
                 attn_implementation=attention,
                 dtype=torch.float32,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported below
+                ignore_mismatched_sizes=True,  # The checks below report them.
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -75,7 +74,7 @@ def read_weights(
     other = {name: f"{list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
     wrong = [name for name in sorted(other) if name in encoder or not new_head]
     hint = (
-        "its config.json is of another model" if encoder & set(wrong) else "model.new_head=true begins with a new one"
+        "its config.json is of another model" if encoder & set(wrong) else "model.new_head=true starts with a new head"
     )
     check(not wrong, f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}")
     if new_head:
@@ -90,20 +89,20 @@ def read_weights(
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """Return the modules that hold these parameters, without those inside another one of them."""
+    """Return the sorted names of the modules that hold these parameters, without modules inside another in the list."""
     modules = {name.rpartition(".")[0] for name in names}
     return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
 
 
 def begin_head(network: PreTrainedModel) -> set[str]:
-    """Draw all weights outside the encoder anew, as transformers does for a new model. Returns their names."""
+    """Draw new random weights outside the encoder, as transformers does for a new model. Returns their names."""
     encoder = set(network.base_model.modules())
     begun = set()
     for module_name, module in network.named_modules():
         if module is network or module in encoder:
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            parameter._is_hf_initialized = False  # transformers leaves only parameters with this mark unchanged
+            parameter._is_hf_initialized = False  # If True, _init_weights would leave the parameter unchanged.
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun
@@ -111,10 +110,11 @@ def begin_head(network: PreTrainedModel) -> set[str]:
 
 @torch.no_grad()
 def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int]) -> None:
-    """Let a model read and predict `vocab_size` tokens, if it has fewer.
+    """Extend a model's vocabulary to `vocab_size` tokens if it has fewer, and set the rows of added tokens.
 
-    `new_rows` begin as the mean of those that the checkpoint had, so that an added token is as likely as the average
-    one: as transformers' mean_resizing, but without noise (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
+    Each of `new_rows` becomes the mean of the checkpoint's other rows, so an added token starts with the logit of an
+    average token. This is mean_resizing of transformers without its noise
+    (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
     size = network.config.vocab_size
     with quiet():
@@ -128,9 +128,9 @@ def add_rows(network: PreTrainedModel, vocab_size: int, new_rows: Sequence[int])
 
 
 def read_model_config(source: str) -> PreTrainedConfig:
-    """Return the configuration of a folder or Hub id. transformers does not see the file.
+    """Return the configuration of a folder or Hub id. The file is read here, not by transformers.
 
-    Raises InputError if it is missing or cannot be used, or if weights in the same folder cannot be read.
+    Raises InputError if config.json is missing or cannot be used, or if weights in the same folder cannot be read.
     """
     try:
         with asking_hub(source):
@@ -144,7 +144,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
         raise InputError(unavailable(source, FileNotFoundError(f"it has no config.json{models_below(folder)}")))
     try:
         config = AutoConfig.for_model(values.pop("model_type"), **{**values, "name_or_path": source})
-    except Exception as error:  # any exception of an architecture's code
+    except Exception as error:  # The architecture's code may raise anything.
         why = " ".join(str(error).split())
         raise InputError(f"{source}/config.json cannot be used by transformers: {why}") from error
     config.return_dict = True
@@ -155,7 +155,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise InputError if weights are not safetensors, are damaged, or an index names files not in its folder."""
+    """Raise InputError if weights are not safetensors, are quantised or damaged, or an index names a missing file."""
     for path in folder.glob("*.index.json"):
         try:
             files = of_type(dict[str, FileName], read_object(path.read_bytes()).get("weight_map"), "weight_map")
@@ -175,11 +175,11 @@ def check_weights(folder: Path) -> None:
             with safe_open(path, "pt") as file:
                 kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is damaged, or a pointer of Git LFS: {error}") from error
+            raise InputError(f"{path} is damaged, or is a Git LFS pointer: {error}") from error
         for name, kind in kinds.items():
             check(
                 not kind.startswith(QUANTISED),
-                f"{path}: {name} holds {kind}, quantised weights, which cannot be trained; give the original ones",
+                f"{path}: {name} holds {kind}, quantised weights, which cannot be trained; use the original weights",
             )
 
 

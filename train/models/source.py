@@ -1,8 +1,8 @@
 """The source of weights and tokenizer: the Hub, a folder of `transformers`, or one of our runs, on disk or in S3.
 
-The weights of a run are those of its export/ or, if there is none or the run has continued since, of its best
-checkpoint, which is exported to the cache. Fetched or exported files are kept there under a name that is derived from
-their source. That happens once per machine: the ranks wait for the first of them.
+A run's weights are taken from its export/ folder. If there is none, or if the run has continued since, its best
+checkpoint is exported to the cache. Files fetched from S3 are also kept in the cache, under a name derived from their
+source. The first rank of a machine that needs the files fetches or exports them, and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
-EXPORTING = "BARETRAIN_EXPORTING"  # runs whose checkpoints the processes above this one export, one per line
+EXPORTING = "BARETRAIN_EXPORTING"  # environment variable: the runs that parent processes are exporting, one a line
 
 
 # ---- locations -----------------------------------------------------------------------------------------------------
 
 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
-    """Return the settings with `pretrained` and `tokenizer` as folders here or Hub ids. Raises InputError otherwise."""
+    """Return cfg with `pretrained` and `tokenizer` as local folders or Hub ids, and without `init_from`.
+
+    Raises InputError if a location has no such files, or if they cannot be fetched or exported.
+    """
     given = cfg.init_from or cfg.pretrained
     check(
         given is None or cfg.initializer_range is None,
-        f"model.initializer_range={cfg.initializer_range} is for a new model, but the weights are those of {given}; "
+        f"model.initializer_range={cfg.initializer_range} is for a new model, but the weights come from {given}; "
         "set it to null",
     )
     weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
@@ -56,7 +59,7 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
 
 
 def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -> str:
-    """Return a local folder that has the file `needs`, or a Hub id unchanged."""
+    """Return a local folder that has the file `needs`, or `location` unchanged if it is a Hub id."""
     if not is_s3(location) and not local_path(location).is_dir():
         check(is_at_hub(location), f"{key}={location}: there is no such folder")
         return location
@@ -81,7 +84,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
 
 
 def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
-    """Return the path of a subfolder, or of its copy if the folder is in S3."""
+    """Return the path of a subfolder, or of its copy in the cache if the folder is in S3."""
     if isinstance(folder, LocalFolder):
         return str(folder.path / prefix)
     listed = folder.listing(prefix).items()
@@ -95,13 +98,13 @@ def local_copy(folder: Folder, prefix: str, cache: Path) -> str:
 
 
 def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, cache: Path) -> str:
-    """Return the export of the best checkpoint, or of the newest if none was evaluated.
+    """Return a folder with the best checkpoint's export, or the newest one's if none was evaluated.
 
-    `python -m train.checkpoints RUN export` writes it, in a process that is no rank: the weights are in memory once per
-    machine.
+    `python -m train.checkpoints RUN export` writes it in a process outside the ranks, so that only one copy of the
+    weights is in a machine's memory.
     """
     begun = os.environ.get(EXPORTING, "").splitlines()
-    check(location not in begun, f"{key}={location}: its weights come from itself, by {' and '.join(begun)}")
+    check(location not in begun, f"{key}={location}: the run starts from itself, through {' and '.join(begun)}")
     manifests = list(saved_steps(folder).values())
     check(
         bool(manifests),
@@ -111,7 +114,7 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
 
     def export(target: Path) -> None:
         options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(location) else [])]
-        environ = with_this_code(os.environ)  # a launched job runs the code of its bundle
+        environ = with_this_code(os.environ)  # A launched job runs the code of its bundle.
         environ[EXPORTING] = "\n".join([*begun, location])
         command = [sys.executable, "-m", "train.checkpoints", location, "export", str(target), *options, *flags()]
         logger.info("%s: exporting its best checkpoint", location)
@@ -120,14 +123,14 @@ def exported_checkpoint(key: str, location: str, folder: Folder, s3: S3Config, c
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise InputError(
                 f"{key}={location}: its checkpoint cannot be exported ({reason.removeprefix('error: ')}); export one "
-                f"by python -m train.checkpoints {location} export FOLDER, with --step or --data, and name that folder"
+                f"with python -m train.checkpoints {location} export FOLDER and --step or --data, and name that folder"
             )
 
     return once(cache, made_of, export)
 
 
 def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> str:
-    """Return a folder of the cache, filled by `make` in the first process of this machine that needs it."""
+    """Return a folder in the cache. The first process of this machine that needs it calls `make` to fill it."""
     return str(made_once(make_folder(cache / "models") / sha256_json(made_of)[:16], make))
 
 
@@ -135,10 +138,10 @@ def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> 
 
 
 def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of resolved settings. It neither truncates nor pads.
+    """Return the tokenizer that resolved settings name, without truncation and padding.
 
-    Raises InputError if it cannot be loaded, is slow, lacks a special token, or does not have the vocabulary of the
-    weights.
+    Raises InputError if it cannot be loaded, is not a fast tokenizer, lacks a special token, or if its vocabulary is
+    not that of the weights.
     """
     source = cfg.tokenizer or cfg.pretrained
     if source is None:
