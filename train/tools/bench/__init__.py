@@ -1,1 +1,1 @@
-"""The measurement of a configuration's training speed on this machine: `python -m train.bench`."""
+"""The package of `python -m train.bench`, which measures a configuration's training speed on this machine."""

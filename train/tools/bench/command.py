@@ -1,4 +1,4 @@
-"""`python -m train.bench key=value ...`, alone or under torchrun: the training speed of a configuration here."""
+"""The command line of `python -m train.bench key=value ...`, with or without torchrun: measure the training speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.settings_parser(
         "train.bench",
         BenchConfig,
-        "Measure how fast a run would train here: the run itself, for some steps, of which nothing is kept.",
+        "Measure how fast a run would train here. The run is started for a few steps, and nothing of it is kept.",
         examples=(
             "experiment=demo output=bench.json",
             "torchrun --standalone --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
@@ -43,19 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    if cfg.output is not None:  # a measurement takes too long to be lost at its end
+    if cfg.output is not None:  # Check the path now, so that a long measurement is not lost at its end.
         file = local_path(cfg.output)
         check(not file.is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
         folder = file.parent
-        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is not a folder that files can be written to")
+        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is not a writable folder")
     try:
         if cfg.sweep:
             from train.tools.bench import sweep
 
             return sweep.run(cfg, settings)
         rank_setup.prepare(launched(), forks=cfg.data.num_workers > 0)
-        search_rarely()  # until `loop.run` has imported the task
-        from train.tools.bench import measure  # late: torch takes seconds to import
+        search_rarely()  # `loop.run` restores the usual rate after it has imported the task.
+        from train.tools.bench import measure  # torch takes seconds to import
 
         return measure.run(cfg, settings)
     except KeyboardInterrupt as error:

@@ -1,4 +1,4 @@
-"""Settings of a measurement: those of a run, and its duration and subject."""
+"""Settings of `train.bench`: those of a run, the number of steps to measure, and those of a sweep."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from train.config import TrainConfig, check, setting
 
 MAX_PROCESSES = 4096
-MOST_WINDOWS = 5  # whose spread is reported; the device is read in each
+MOST_WINDOWS = 5  # Speeds are reported as the spread over windows. Each window ends with one read from the device.
 
 
 @dataclass(kw_only=True)
 class BenchConfig(TrainConfig):
-    """One measurement, or a sweep of them: `python -m train.bench --cfg job` prints it."""
+    """The settings of a measurement or a sweep: `python -m train.bench --cfg job` prints them."""
 
     steps: int = setting(50, above=0)  # The number of optimizer steps that are timed.
-    warmup: int = setting(10, least=1)  # The least number of steps before the timed ones, in which graphs are compiled.
-    output: str | None = None  # The JSON file that gets all figures; None prints the table alone.
-    max_memory_gib: float | None = setting(None, above=0)  # The host memory that a rank on CPUs may allocate; None
-    # allows any, in a sweep what the machine has available.
-    sweep: bool = False  # Try micro batches, with the same global batch, for the largest and the fastest.
-    nproc: int = setting(1, above=0, most=MAX_PROCESSES)  # The number of ranks on this machine of each try of a sweep.
+    warmup: int = setting(10, least=1)  # The minimum number of steps before the timed ones. Graphs are compiled there.
+    output: str | None = None  # The JSON file for all figures; None only prints the table.
+    max_memory_gib: float | None = setting(None, above=0)  # The host memory in GiB that a rank on CPUs may allocate;
+    # None sets no limit, except in a sweep, where the ranks may allocate 90 % of the available memory.
+    sweep: bool = False  # Try micro batch sizes with the same global batch, to find the largest and the fastest.
+    nproc: int = setting(1, above=0, most=MAX_PROCESSES)  # The number of ranks that a sweep starts on this machine.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.sweep or self.nproc == 1, f"nproc={self.nproc} is the number of ranks of a sweep: add --sweep")
+        check(self.sweep or self.nproc == 1, f"nproc={self.nproc} sets the ranks of a sweep only: add --sweep")
 
     @property
     def window(self) -> int:
-        """Steps of one window: the timed steps are cut into at most five equal windows."""
+        """Number of steps in a window: the timed steps are cut into at most five equal windows."""
         return self.steps // max(each for each in range(1, MOST_WINDOWS + 1) if self.steps % each == 0)
 
     @property
     def untimed(self) -> int:
-        """Steps before the timed ones: whole windows."""
+        """Number of steps before the timed ones: `warmup`, rounded up to whole windows."""
         return -(-self.warmup // self.window) * self.window

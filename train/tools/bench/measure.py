@@ -1,4 +1,4 @@
-"""One measurement: a real run by `train.loop` that saves nothing and stops once its steps are timed."""
+"""One measurement: a real run by `train.loop` that saves nothing and stops when the timed steps are done."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 
 logger = logging.getLogger("train")
-MEASURED = "measured"  # the reason why the run stops
-SIZES = (512, 1024, 2048, 4096, 8192)  # rows and columns of the matrices
-LONG_ENOUGH_S = 0.05  # a product that takes longer shows the peak
+MEASURED = "measured"  # the reason with which the run stops
+SIZES = (512, 1024, 2048, 4096, 8192)  # number of rows and columns of the matrices that are multiplied
+LONG_ENOUGH_S = 0.05  # seconds of a product beyond which larger matrices would not be faster
 REPEATS = 8
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Measure, write the figures to cfg.output, and print them on rank 0. Every rank calls it."""
+    """Measure. Rank 0 prints the figures and writes them to cfg.output. Every rank must call it."""
     launch = launched()
     try:
         with (
@@ -59,7 +59,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
             write(cfg, {"kind": error.kind, "reason": str(error)})
         elif isinstance(error, (StoppedEarly, *AGREED)):
             raise Failure(f"nothing was measured: {error}") from error
-        if launch.world_size > 1:  # the others may wait for this rank for ever
+        if launch.world_size > 1:  # Other ranks may wait for this one forever, so it ends the job.
             logger.exception("rank %d: %s", launch.rank, error)
             logging.shutdown()
             os._exit(cli.FAILED)
@@ -81,8 +81,8 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 
 def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
-    """Return the same run with its schedule, a line after each window, and no evaluations, saves and exports."""
-    enough = cfg.untimed + cfg.steps + 2  # the last timed step asks for the end, which is after the next one
+    """Return the run with its learning rate schedule, a line after each window, and no evaluation, save or export."""
+    enough = cfg.untimed + cfg.steps + 2  # The last timed step asks for the stop, which comes after the next step.
     return replace(
         cfg,
         run_dir=folder,
@@ -96,7 +96,7 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
         export=False,
         tensorboard=False,
         telemetry=TelemetryConfig(),
-        profile=False,  # it would slow the traced steps
+        profile=False,  # Profiling would slow down steps.
         best=BestConfig(),
         early_stop=EarlyStopConfig(),
         hub=HubConfig(),
@@ -107,19 +107,19 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
 
 @dataclass
 class Meter:
-    """The windows of a measurement: it keeps their lines, stops the run after the last, and computes the figures."""
+    """An observer that times the windows of a measurement, stops the run after the last, and computes the figures."""
 
     cfg: BenchConfig
     stop: StopRequest
     windows: list[TimedSteps] = field(default_factory=list)
-    line_s: float = 0.0  # time of the last line; whole untimed windows come first
+    line_s: float = 0.0  # time of the previous line
     result: dict[str, Any] = field(default_factory=dict)
 
     def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
-        """Take a line, see `train.loop.run`."""
+        """Take a line of the run, as `train.loop.run` passes it."""
         limit_gib = self.cfg.max_memory_gib
         if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
-            limit_allocations(round(limit_gib * GIB))  # not for other devices, which map more than they use
+            limit_allocations(round(limit_gib * GIB))  # Drivers of other devices map more memory than they use.
         elif kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:
@@ -177,7 +177,7 @@ class Meter:
 
 
 def peak(recorder: Recorder) -> Peak:
-    """Return the instance's peak, or else the one that all ranks measure at the same time."""
+    """Return the peak in the instance's settings; without one, the sum that all ranks measure at the same time."""
     backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
     known = instance.peak_flops_per_s(backend.precision)
     if known is not None:
@@ -191,9 +191,9 @@ def peak(recorder: Recorder) -> Peak:
 
 
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
-    """Return the most operations a second in a product of two n x n matrices (2 n^3 operations), and n.
+    """Return the operations a second of the fastest product of two n x n matrices (2 n^3 operations), and its n.
 
-    The product is in the run's precision, on this rank's device with its number of threads.
+    The product is in the run's precision, on this rank's device, with the run's number of threads.
     """
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
 

@@ -1,4 +1,4 @@
-"""Speeds with their spread, MFU, waits, memory and cost, computed from times. It imports no torch."""
+"""The figures of a measurement: speeds with their spread, MFU, waits, memory and cost. It imports no torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Some consecutive steps, of all ranks."""
+    """Figures of consecutive steps of all ranks together."""
 
     steps: int
-    wall_s: float  # from the previous line to this one, with all that the loop does, except compiling
-    tokens: float  # without padding
-    slots: float  # tokens, padding included
-    flops: float  # of the model's arithmetic; 0: unknown
-    wait_s: float  # for data, mean of the ranks
+    wall_s: float  # seconds from the previous line to this one, without compilation
+    tokens: float  # number of tokens without padding
+    slots: float  # number of tokens with padding
+    flops: float  # model's floating-point operations; 0 if unknown
+    wait_s: float  # seconds of waiting for data, the mean of the ranks
     compile_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that the devices of all ranks can compute in a second, and the source of the figure."""
+    """The peak operations a second of all ranks' devices, and the source of the figure."""
 
     flops_per_s: float
     source: str
@@ -40,7 +40,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak | None) -> dict[str, Any]:
-    """Return speeds of all ranks together; the MFU is None without the model's arithmetic or the peak."""
+    """Return the speeds of all ranks together. The MFU is None if the model's FLOPs or the peak is unknown."""
     wall_s, flops = sum(each.wall_s for each in windows), sum(each.flops for each in windows)
     tokens, slots = sum(each.tokens for each in windows), sum(each.slots for each in windows)
     flops_per_s = flops / wall_s or None
@@ -62,14 +62,17 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak 
 
 
 def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> dict[str, Any]:
-    """Return dollars for a million sequences of steps alone, on demand; None for an instance without a known price."""
+    """Return the on-demand price in dollars of a million sequences, without the time outside steps.
+
+    The price is None if the instance has no known price.
+    """
     price = instance.usd_per_hour
     usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
     return {"usd_per_million_sequences": usd, "usd_per_hour": price, "price_date": instance.price_date}
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the figures for people."""
+    """Return the figures as lines of text."""
 
     def spread_text(key: str, form: str) -> str:
         values = result[key]
@@ -84,7 +87,7 @@ def table(result: dict[str, Any]) -> str:
     if result["compile_s"]:
         compiling = f"{result['compile_s']:.1f} s, {result['graphs']} graphs"
     if late_s:
-        compiling += f"; {late_s:.1f} s of it in timed steps (left out there): raise warmup"
+        compiling += f"; {late_s:.1f} s of it in timed steps (left out of the speeds): raise warmup"
     memory = f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank"
     if result["peak_device_bytes"] is not None:
         memory = f"{result['peak_device_bytes'] / GIB:.2f} GiB of device memory, {memory}"

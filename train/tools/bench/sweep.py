@@ -1,4 +1,4 @@
-"""Micro batches of one global batch, each measured in separate processes: the largest that fits, and the fastest."""
+"""A sweep over micro batch sizes of one global batch, for the largest and the fastest. New processes measure each."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from train.tasks import build_task
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB
 
-GROWTH = 1.02  # a larger micro batch is faster only by this factor; less is noise
-MOST_SLOWER = 2  # larger micro batches in a row that are no faster, after which none is tried
-FIRST = 8  # the first micro batch that is tried, if none is given
-HOST_SHARE = 0.9  # of the available memory, for the ranks of a try on CPUs
-MANY_ROWS = 2**62  # more than any data: a try checks the data itself
+GROWTH = 1.02  # factor from which a speed counts as faster; a smaller one is noise
+MOST_SLOWER = 2  # number of larger micro batches in a row without a faster speed, after which the sweep ends
+FIRST = 8  # first micro batch size to try, if micro_batch_size is not set
+HOST_SHARE = 0.9  # share of the available memory that the ranks of a try on CPUs may allocate
+MANY_ROWS = 2**62  # row count that no plan exceeds; a try checks the data itself
 OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
 
 
 @dataclass(frozen=True)
 class Try:
-    """One micro batch. `bench` was written by `python -m train.bench`; None if it does not fit."""
+    """The result for one micro batch. `bench` is the output of `python -m train.bench`; None if it does not fit."""
 
     micro_batch_size: int
     accumulation: int
@@ -60,11 +60,11 @@ class Try:
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Try micro batches, print each result as it comes, then the best as an experiment."""
+    """Try micro batches and print each result as it comes, then print the best as an experiment."""
     check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running try ends too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM must also end the running try.
     share, sizes, first = sizes_of(cfg)
-    build_task(cfg)  # otherwise the first try finds out, after a minute, what cannot be opened
+    build_task(cfg)  # Raise now what the first try would otherwise report after a minute.
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     tries: list[Try] = []
     print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
@@ -83,7 +83,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     fitting = [each for each in tries if each.bench is not None]
     best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
     largest = max((each.micro_batch_size for each in fitting), default=None)
-    is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # otherwise larger ones were no faster, and not tried
+    is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # If False, larger ones were not tried.
     text = experiment(settings, best, global_batch_size=cfg.global_batch_size or 0) if best else ""
     if cfg.output is not None:
         result = {
@@ -109,13 +109,13 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
 
 def sizes_of(cfg: BenchConfig) -> tuple[int, list[int], int]:
-    """Return a replica's sequences per step, the micro batches that divide them, in order, and the first to try."""
+    """Return a replica's sequences per step, the micro batch sizes that divide it, ascending, and the first to try."""
     check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
     share, rest = divmod(cfg.global_batch_size or 0, cfg.parallel.replicas(cfg.nproc))
     whole = f"global_batch_size={cfg.global_batch_size} over nproc={cfg.nproc} ranks"
-    check(rest == 0, f"{whole} leaves a rest; make it a multiple")
+    check(rest == 0, f"{whole} leaves a remainder; make it a multiple")
     usable = [size for size in range(1, share + 1) if share % size == 0 and is_usable(cfg, size)]
-    check(usable != [], f"no micro batch up to {share} that divides {whole} suits the backend and the instance")
+    check(usable != [], f"the backend and the instance accept no micro batch up to {share} that divides {whole}")
     wanted = cfg.micro_batch_size or FIRST
     return share, usable, max((size for size in usable if size <= wanted), default=usable[0])
 
@@ -133,7 +133,7 @@ def is_usable(cfg: BenchConfig, size: int) -> bool:
 
 
 def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> str:
-    """Try sizes in the order that docs/bench.md describes. Returns why it ended."""
+    """Try sizes in the order that docs/bench.md describes. Returns the reason for the end."""
     tried = attempt(first)
     failed: int | None = None
     while tried.bench is None:
@@ -172,7 +172,7 @@ def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> s
 
 
 def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gib: float, output: str) -> list[str]:
-    """Return the command that measures one micro batch."""
+    """Return the command that measures one micro batch size and writes the JSON file `output`."""
     others = {"steps", "warmup"}
     given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
     launcher = ["-m", "train.system.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
@@ -181,12 +181,15 @@ def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gi
 
 
 def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -> Try:
-    """Measure one micro batch. Raises Failure, or InputError, if it fails for a reason other than memory."""
+    """Measure one micro batch size in new processes.
+
+    Raises InputError if the run rejects its settings, and Failure if it fails for a reason other than memory.
+    """
     counter = find_oom_counter()
     before = count_oom_kills(counter)
-    environ = {**os.environ, "TMPDIR": str(work)}  # files of a killed process are removed with the folder
+    environ = {**os.environ, "TMPDIR": str(work)}  # Files that a killed process leaves are removed with `work`.
     done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
-    output = work / f"{size}.json"  # absent if the process was killed
+    output = work / f"{size}.json"  # The file is missing if the process was killed.
     result = read_object(output.read_bytes()) if output.exists() else {}
     kills = count_oom_kills(counter) - before
     outcome = outcome_of(done.returncode, result, kills, is_counted=counter is not None)
@@ -195,14 +198,17 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     why = (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
-    # torchrun exits with 1 whatever a rank's code was.
+    # torchrun exits with 1 whatever the rank's exit code was.
     if done.returncode == cli.REJECTED or any(work.rglob(REJECTION)):
         raise InputError(why)
     raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
 
 
 def outcome_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
-    """Return whether it fits, or how memory ran out; None for another failure. `kills` is the kernel's count."""
+    """Return a verdict: that the try fits, or how memory ran out; None for another failure.
+
+    `kills` is the number of processes that the kernel killed for lack of memory. `is_counted` says whether it is known.
+    """
     if status == cli.DONE and result.get("kind") == "bench":
         return "fits"
     if result.get("kind") in OUT_OF_MEMORY:
@@ -220,7 +226,7 @@ def key_of(setting: str) -> str:
 
 
 def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) -> str:
-    """Return the settings with the best micro batch, as a file of conf/experiment/."""
+    """Return the content of a file in conf/experiment/ with the settings and the best micro batch."""
     sizes = [f"global_batch_size={global_batch_size}", f"micro_batch_size={best.micro_batch_size}"]
     kept = [each for each in settings if key_of(each) not in OWN | {key_of(size) for size in sizes}] + sizes
     composed = cli.compose_config(TrainConfig, kept)
