@@ -124,11 +124,11 @@ def test_prune_says_what_would_go_and_removes_nothing_unless_asked(many, capsys)
     assert output.out.splitlines() == [
         "step_00000001  stays: damaged: model.pt is missing",
         "step_00000002  stays: the best",
-        "step_00000003  would go",
+        "step_00000003  would be removed",
         "step_00000006  stays: one of the last 2 that are valid",
         "step_00000008  stays: one of the newest 2",
         "step_00000009  stays: one of the newest 2",
-        "nothing was removed: --yes does it, once no job holds the run",
+        "nothing was removed: add --yes to remove them, once no job holds the run",
     ]
     assert content(many) == before
     code, output = called(capsys, many, "prune", "--keep", 2, "--yes")
@@ -180,7 +180,7 @@ def test_the_newest_whole_step_is_exported_where_none_was_evaluated(run_dir, cap
         set_best(run_dir, step, None)
     (step_folder(run_dir, 8) / "model.pt").unlink()
     assert command.chosen(store_of(run_dir), None) == (6, "the newest (none was evaluated)")
-    assert "passed over: step 8: model.pt is missing" in capsys.readouterr().err
+    assert "skipped: step 8: model.pt is missing" in capsys.readouterr().err
 
 
 def set_config(run_dir, before, now):

@@ -316,7 +316,7 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, stor
     store.collect_garbage(ended_below=1)
     flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style", "prune", "--keep", "2"]
     assert command.main([bucket.location("run"), *flags]) == 0
-    assert f"step_00000006/{folder}  would go" in capsys.readouterr().out
+    assert f"step_00000006/{folder}  would be removed" in capsys.readouterr().out
     assert set(bucket.keys()) == before
     assert command.main([bucket.location("run"), *flags, "--yes"]) == 0
     assert before - set(bucket.keys()) == set(left)

@@ -111,7 +111,7 @@ SIXTEEN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         ("--collectives backend.timeout_s=0", {}, "backend.timeout_s"),
         ("--collectives --machines 1", {}, "--collectives takes settings of the run"),
         ("--collectives instance=trn1.32xlarge", SIXTEEN, "16 ranks on one machine"),
-        ("--mib 4", {}, "--mib is for --collectives"),
+        ("--mib 4", {}, "--mib needs --collectives"),
     ],
 )
 def test_what_is_rejected(arguments, environ, said, monkeypatch, capsys):

@@ -308,13 +308,19 @@ CASES = {
         case(laptop, "bad", "too old", "3.11 or newer", python=(3, 10, 4)),
         case(trn1, "ok", instance=TRN2, files=ubuntu("26.04"), versions=NONE),
         case(trn1, "ok", instance=TRN2, files=ubuntu("24.04"), versions=NATIVE),  # installed all the same
-        case(trn1, "warn", "are for Ubuntu 26.04 alone", "DLAMI", instance=TRN2, files=ubuntu("24.04"), versions=NONE),
+        case(trn1, "warn", "for Ubuntu 26.04 only", "DLAMI", instance=TRN2, files=ubuntu("24.04"), versions=NONE),
     ],
     "packages": [
         case(trn1, "ok", "SDK 2.31.1"),
         case(trn1, "bad", "torch-neuronx missing", TORCH_NEURONX, INDEX, versions=NONE),
         case(trn1, "bad", "neuronx-cc, torch-xla missing", "pip", versions={"neuronx_cc": "", "torch_xla": ""}),
-        case(trn1, "warn", "in no SDK", "neuronx-cc==2.26.6360.0", versions={"torch_neuronx": "2.9.0.2.99.1"}),
+        case(
+            trn1,
+            "warn",
+            "table ships torch-neuronx",
+            "neuronx-cc==2.26.6360.0",
+            versions={"torch_neuronx": "2.9.0.2.99.1"},
+        ),
         case(trn1, "warn", "no SDK ships them", "neuronx-cc==2.26.6360.0", versions={"neuronx_cc": "2.21.33363.0"}),
         case(trn1, "warn", "2.2.1.0", "libneuronxla==2.2.17544.0", versions={"libneuronxla": "2.2.1.0"}),
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),

@@ -1,6 +1,7 @@
-"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: inspection of a run's checkpoints.
+"""The command `python -m train.checkpoints RUN [list | verify | prune | export | diff]` for a run's checkpoints.
 
-Exit code 0: done, 1: a checkpoint is damaged, or S3 did not answer, 2: wrong arguments, or a job holds the run.
+Exit code 0 means done, 1 that a checkpoint is damaged or S3 did not answer, 2 wrong arguments or that a job holds the
+run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 @contextmanager
 def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
-    """Open a run folder's checkpoints; those in S3 are fetched one step at a time, to a folder of this process."""
+    """Open the checkpoints of a run folder. From S3 they are fetched one step at a time, to a temporary folder."""
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
@@ -39,7 +40,10 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
 
 
 def fetch(store: Store, step: int, content: str | None = None) -> Path:
-    """Fetch a verified step, or only its files of `content`. Raises InputError if it is missing or too large."""
+    """Fetch a step, or only its files of `content`, verify it, and return its folder.
+
+    Raises InputError if there is no such step or the disk cannot hold it, and Damaged if a file is not as written.
+    """
     check_step(store, step)
     try:
         return store.fetch(step, None if content is None else store.manifest(step).files_of(content))
@@ -50,7 +54,7 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
 
 
 def check_step(store: Store, step: int) -> None:
-    """Raise InputError if there is no such step."""
+    """Raise InputError if the store does not have the step."""
     steps = store.steps()
     check(step in steps, f"there is no step {step} in {store.location}; there are: {shortlist(steps) or '-'}")
 
@@ -59,7 +63,7 @@ def check_step(store: Store, step: int) -> None:
 
 
 def table(store: Store) -> Iterator[str]:
-    """Yield a line for each step: its manifest, and whether the files have their lengths. No file is read."""
+    """Yield the lines of `list`, one per step. Only manifests and file lengths are read."""
     whole, damaged = store.look_at_all()
     rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
     rows |= {step: [str(step), *"-----", f"damaged: {error}"] for step, error in damaged.items()}
@@ -77,7 +81,7 @@ def table(store: Store) -> Iterator[str]:
     for name in store.quarantined():
         yield f"in quarantine: {name}"
     for name in store.leftovers():
-        yield f"not committed: {name}, of a running or an abandoned save"
+        yield f"not committed: {name}, from a running or an abandoned save"
 
 
 def row(manifest: Manifest) -> list[str]:
@@ -94,7 +98,7 @@ def size(manifest: Manifest) -> str:
 
 
 def verify(store: Store, step: int | None) -> int:
-    """Read everything back. Prints a line after each step; returns the exit code."""
+    """Read a step, or all steps, and compare the checksums. Prints a line per step and returns the exit code."""
     steps, valid = store.steps() if step is None else [step], []
     for each in steps:
         try:
@@ -112,12 +116,12 @@ def verify(store: Store, step: int | None) -> int:
 
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
-    """Say which steps would be removed, or remove them as the owner of the run folder."""
+    """Print which steps would be removed or, if `removes`, become the owner of the run folder and remove them."""
     least = ALWAYS_VALID
-    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid ones stay")
+    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints always stay")
     if not removes:
-        show(retention(store, keep), store.leftovers(), "would go")
-        print("nothing was removed: --yes does it, once no job holds the run")
+        show(retention(store, keep), store.leftovers(), "would be removed")
+        print("nothing was removed: add --yes to remove them, once no job holds the run")
         return DONE
     with Ownership(folder, on_wait=lambda text: print(text, file=sys.stderr)) as ownership:
         reasons = retention(store, keep)
@@ -136,7 +140,7 @@ def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) ->
     for step, reason in reasons.items():
         print(f"{step_name(step)}  {action if reason is None else f'stays: {reason}'}")
     for name in uncommitted:
-        print(f"{name}  {action}: no manifest names these files of a save")
+        print(f"{name}  {action}: files of a save that no manifest names")
 
 
 # ---- export and diff, which need torch -----------------------------------------------------------------------------
@@ -155,22 +159,22 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     try:
         export_step(path, store.manifest(step), cfg, target, run=folder)
     except InputError as error:
-        hint = "; give --endpoint, --region and --profile for its data: those in config.yaml are not used"
+        hint = "; give --endpoint, --region and --profile for its data: the values in config.yaml are not used"
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.release(path)
-    print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
+    print(f"{target}: step {step}, {why}; load it with from_pretrained of transformers")
     return DONE
 
 
 def chosen(store: Store, step: int | None) -> tuple[int, str]:
-    """Return the step to export and why: the requested one, the best, or the newest."""
+    """Return the step to export, and the reason: it was requested, or is the best or the newest."""
     if step is not None:
         check_step(store, step)
         return step, "as asked"
     whole, damaged = store.look_at_all()
     for damaged_step, error in damaged.items():
-        print(f"passed over: step {damaged_step}: {error}", file=sys.stderr)
-    check(bool(whole), f"{store.location} holds no valid checkpoint; verify says what is wrong")
+        print(f"skipped: step {damaged_step}: {error}", file=sys.stderr)
+    check(bool(whole), f"{store.location} holds no valid checkpoint; the command verify says what is wrong")
     best_step = best(whole)
     if best_step is None:
         return max(whole), "the newest (none was evaluated)"
@@ -210,22 +214,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_s3_flags(command)
         return command
 
-    add("list", "the steps, by the manifests and the files' lengths (the default); verify compares checksums")
-    add("verify", "read everything back, and say which step the next start takes").add_argument(
-        "--step", type=int, default=None, help="this one alone"
+    add("list", "list the steps (the default): their manifests and file lengths are read, not the files")
+    add("verify", "compare files with checksums, and print where the next start resumes").add_argument(
+        "--step", type=int, default=None, help="verify only this step"
     )
-    pruning = add("prune", f"remove old steps; never the best or the last {ALWAYS_VALID} that are valid")
-    pruning.add_argument("--keep", type=int, required=True, metavar="N", help="newest ones to keep")
-    pruning.add_argument("--yes", action="store_true", default=False, help="remove them; without, only say which")
+    pruning = add("prune", f"remove old steps, but never the best or the last {ALWAYS_VALID} valid ones")
+    pruning.add_argument("--keep", type=int, required=True, metavar="N", help="number of the newest steps to keep")
+    pruning.add_argument("--yes", action="store_true", default=False, help="remove the steps instead of listing them")
     exporting = add("export", "write a step as a Hugging Face folder, with the tokenizer")
-    exporting.add_argument("folder", metavar="FOLDER", help="to write, new or empty")
+    exporting.add_argument("folder", metavar="FOLDER", help="folder to write, new or empty")
     exporting.add_argument(
-        "--step", type=int, default=None, help="default: the best, or the newest if none was evaluated"
+        "--step", type=int, default=None, help="step to write (default: the best, or the newest if none was evaluated)"
     )
-    exporting.add_argument("--data", default=None, metavar="LOCATION", help="of the prepared data, if it has moved")
-    comparing = add("diff", "what two steps differ in: settings, progress, tensors")
+    exporting.add_argument("--data", default=None, metavar="LOCATION", help="the prepared data, if it has moved")
+    comparing = add("diff", "compare the settings, the progress and the tensors of two steps")
     comparing.add_argument("steps", type=int, nargs=2, metavar="STEP")
-    comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors shown of each file (20)")
+    comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors to show per file (default: 20)")
     comparing.add_argument("--all", action="store_true", default=False, help="show all tensors")
     return run_flags(parser, arguments, look)
 

@@ -1,1 +1,1 @@
-"""`python -m train.doctor`: checks whether this machine can train, with cures to type. No torch; opens no device."""
+"""The package of `python -m train.doctor`: checks of this machine. They open no device and do not need torch."""

@@ -1,4 +1,4 @@
-"""All checks, in the order of the screen, and the probe of this machine that they read."""
+"""The list of all checks, in the order in which they are printed, and the probe of this machine that they read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from train.system.memory import usable_cpus
 from train.tools.doctor import checks_devices, checks_host, checks_versions
 from train.tools.doctor.probe import Finding, Probe, ask_tool, ok, read_instance, warn
 
-PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"  # on EC2's Nitro machines: the instance type
+PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"  # a file that names the instance type on EC2's Nitro machines
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
 
 
 def machine(probe: Probe) -> Finding:
-    """Check the name of this machine; warn if --instance names another."""
+    """Return a finding with the machine's name and size, and warn if --instance names another instance type."""
     firmware = probe.text(PRODUCT_NAME) or ""
     text = f"{probe.system} {probe.kernel}, {probe.num_cpus} CPU cores"
     if probe.instance is None:
@@ -36,7 +36,7 @@ def machine(probe: Probe) -> Finding:
     return ok(f"{probe.instance.name}, {text}")
 
 
-CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by their names on the screen
+CHECKS: dict[str, Callable[[Probe], Finding]] = {  # checks by the name that is printed
     "machine": machine,
     "devices": checks_devices.devices,
     "held by": checks_devices.holders,
@@ -61,17 +61,17 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by their names on the scree
 
 
 def examine(probe: Probe, *, bucket: str | None = None) -> dict[str, Finding]:
-    """Run all checks; return findings by name, in the order of the screen."""
+    """Run all checks and return the findings by name, in the order in which they are printed."""
     findings = {name: check(probe) for name, check in CHECKS.items()}
     if bucket is not None:
-        from train.tools.doctor import checks_s3  # late: boto3 takes long to import
+        from train.tools.doctor import checks_s3  # boto3 takes long to import
 
         findings |= checks_s3.bucket(bucket, now_s=probe.now_s)
     return findings
 
 
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
-    """Probe this machine. Without a name, the instance type is that of the firmware if it is a known one."""
+    """Probe this machine. If `instance` is None, the firmware names the instance type; unknown types count as None."""
     name = instance or (instance_type() if instance_type() in instance_names() else None)
     memory = psutil.virtual_memory()
     return Probe(
@@ -96,6 +96,6 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
 
 
 def read_limit(kind: int) -> tuple[float, float]:
-    """Return soft and hard limit; inf for no limit."""
+    """Return the soft and the hard limit; infinity means no limit."""
     soft, hard = (math.inf if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
     return soft, hard

@@ -1,7 +1,7 @@
 """Checks of devices, the processes that hold them, ranks and EFA interfaces. Not run on Trainium or EFA hardware.
 
-Outputs are parsed as the tools document them: `neuron-ls --json-output` (Neuron system tools guide), `nvidia-smi
---query-gpu` and `--query-compute-apps` (nvidia-smi --help-query-gpu), `fi_info` (libfabric's manual).
+The outputs of tools are parsed as documented: `neuron-ls --json-output` in the Neuron system tools guide, `nvidia-smi
+--query-gpu` and `--query-compute-apps` in `nvidia-smi --help-query-gpu`, `fi_info` in libfabric's manual.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version",
 HOLDER_QUERY = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
 OFI_NCCL = "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:$LD_LIBRARY_PATH"
-WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # they open the device files but hold no core
+WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # programs that open the device files but hold no core
 
 
 def neuron_chips(probe: Probe) -> list[Chip]:
-    """Return the chips that neuron-ls names; [] if it fails, since `devices` reports that."""
+    """Return the chips that neuron-ls lists; [] if it fails, since `devices` reports that."""
     try:
         return read_neuron_ls(probe.ask(*CHIP_QUERY).out)
-    except ValueError:  # the output is empty or not as documented
+    except ValueError:  # The output is empty or not as documented.
         return []
 
 
@@ -55,7 +55,7 @@ def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
         return bad("no /dev/neuron*: the Neuron driver is not loaded", cure=cure)
     if answer.is_missing:
         cure = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
-        text = f"{num_files} Neuron chips; {answer.fault}: cores, and the processes that hold them, are unknown"
+        text = f"{num_files} Neuron chips; {answer.fault}: the cores and the processes that hold them are unknown"
         return warn(text, cure=cure)
     if answer.fault:
         return bad(answer.fault, cure=f"{RELOAD}; if that does not help, stop and start the instance")
@@ -86,7 +86,7 @@ def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
 
 
 def counted(probe: Probe, number: int, text: str, unit: str, cure: str) -> Finding:
-    """Return a finding that compares the number of devices with the number that the instance type has."""
+    """Return the finding for `number` devices: an error if the instance type has another number of them."""
     if probe.instance and probe.num_devices not in (None, number):
         return bad(f"{text}; {probe.instance.name} has {probe.num_devices}{unit}", cure=cure)
     return ok(text)
@@ -135,7 +135,7 @@ def gpu_holders(answer: ToolOutput) -> Finding:
 
 
 def held_by(names: dict[int, str]) -> tuple[str, str]:
-    """Return a text that names the processes (id to command), and the command that ends them."""
+    """Return a text with the first process of `names` (id to command), and the command that ends them all."""
     first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
     cure = f"kill {' '.join(map(str, sorted(names)))} (unless it is a run that you need; after a minute kill -9)"
     return f"process {first} ({names[first]}){more}", cure
@@ -171,7 +171,7 @@ def ranks(probe: Probe) -> Finding:
 def efa(probe: Probe) -> Finding:
     num_seen = len(probe.efa_devices)
     wanted = probe.instance.efa_interfaces if probe.instance else None
-    # A single machine trains without EFA, and one network card also serves TCP.
+    # EFA is not needed by a single machine, nor with one network card, which also serves TCP.
     fault = warn if probe.num_machines == 1 or wanted == 1 else bad
     alone = "" if probe.num_machines > 1 else " (a single machine trains without EFA)"
     if not num_seen and not wanted:
@@ -181,7 +181,7 @@ def efa(probe: Probe) -> Finding:
         cure = "launch again with InterfaceType=efa on every network card: interfaces cannot be added later; "
         return fault(text, cure=cure + "if all were requested, run the EFA installer: sudo ./efa_installer.sh -y")
     answer = probe.ask("fi_info", "-p", "efa")
-    # A device has a domain for each endpoint type ("rdmap16s27-rdm", "-dgrm").
+    # fi_info lists each device once per endpoint type ("rdmap16s27-rdm", "rdmap16s27-dgrm").
     usable = len(set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE)))
     if usable < num_seen:
         why = f" ({answer.fault})" if answer.fault else ""
@@ -195,7 +195,7 @@ def efa(probe: Probe) -> Finding:
 
 
 def has_nccl_plugin(probe: Probe) -> bool:
-    """Return whether the dynamic linker finds a network plugin for NCCL, such as aws-ofi-nccl; see ld.so(8)."""
+    """Return whether the dynamic linker, ld.so(8), would find a network plugin for NCCL such as aws-ofi-nccl."""
     folders = filter(None, probe.environ.get("LD_LIBRARY_PATH", "").split(":"))
     is_given = any(probe.files(f"{folder}/libnccl-net*.so") for folder in folders)
     return is_given or re.search(r"^\s*libnccl-net\S*\.so", probe.ask("ldconfig", "-p").out, re.MULTILINE) is not None

@@ -1,4 +1,4 @@
-"""Checks of limits, ports, cache, disk, memory, clock, variables and names. Not run on Neuron or EFA hardware."""
+"""Checks of limits, compile cache, disk, memory, clock, variables and host name. Not run on Neuron or EFA hardware."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, war
 
 GIB = 2**30
 # A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than 4
-# GiB the next one may not fit; 20 GiB hold the kept ones, the one being written, and some compiled graphs.
-LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB
-LEAST_SHM = GIB  # containers have 64 MiB by default; each of many workers keeps two batches of some MB there
+# GiB the next one may not fit. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
+LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes below which a finding is an error, and a warning
+LEAST_SHM = GIB  # Each loader worker keeps two batches of some MB there. Containers have 64 MiB by default.
 LEAST_MEMORY = GIB
-RANK_MEMORY = GIB  # measured: importing torch and transformers takes 0.65 GiB in each process
-COMPILER_MEMORY = 8 * GIB  # neuronx-cc is killed (exit code -9) if memory is short; an estimate, not run on hardware
-OLD_LOCK_S = 3600.0  # the longest compilations take some 45 minutes
-WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0
+RANK_MEMORY = GIB  # Importing torch and transformers takes a measured 0.65 GiB in each process.
+COMPILER_MEMORY = 8 * GIB  # an estimate; neuronx-cc is killed (exit code -9) if memory is short
+OLD_LOCK_S = 3600.0  # The longest compilations take some 45 minutes.
+WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0  # seconds off beyond which a finding is a warning, and an error
 LOOPBACK = ("127.", "::1")
 
 
-# ---- limits and ports ----------------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------------------------
 
 
 def open_files(probe: Probe) -> Finding:
-    """Check the limit of open files: ranks, loader workers and EFA open many; a laptop's run does not."""
+    """Check the limit of open files. On an accelerator, ranks, loader workers and EFA open many."""
     least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
     _, hard = probe.limits.get("nofile", (math.nan, math.nan))
     if probe.system == "Linux" and hard >= wanted:
-        return ok(f"{min(hard, OPEN_FILES):,.0f}, to which a run raises its limit")
+        return ok(f"a run raises its limit to {min(hard, OPEN_FILES):,.0f}")
     return limit(probe, "nofile", "n", wanted=wanted, least=least)
 
 
 def processes(probe: Probe) -> Finding:
-    """Check the limit of processes and threads: 32 ranks have 30 to 60 threads each, and there are workers."""
+    """Check the limit of processes and threads. 32 ranks have 30 to 60 threads each, and loader workers in addition."""
     return limit(probe, "nproc", "u", wanted=4096 if probe.is_accelerated else 512)
 
 
 def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) -> Finding:
-    """Return a warning below `wanted`, an error below `least`; `flag` is that of ulimit."""
+    """Check a soft limit. It is a warning below `wanted` and an error below `least`; `flag` is ulimit's option."""
     soft, hard = probe.limits.get(kind, (math.nan, math.nan))
     if math.isnan(soft):
         return skip("limit unknown")
@@ -87,9 +87,9 @@ def cache(probe: Probe) -> Finding:
     if not probe.is_trainium:
         return skip("no Trainium")
     name, location = cache_of(probe)
-    if probe.is_native:  # its writes are atomic, on NFS too
+    if probe.is_native:  # This cache may be on NFS, as its writes are atomic.
         if "://" in location:
-            return bad(f"{location} is no folder", cure=f"unset {name}")
+            return bad(f"{location} is not a folder", cure=f"unset {name}")
     else:
         fault = machine.cache_fault(probe.environ)
         if fault:
@@ -102,16 +102,16 @@ def cache(probe: Probe) -> Finding:
         cure = f"sudo mkdir -p {location} && sudo chown $USER {location}, or export {name}=$HOME/neuron-cache"
         return bad(f"{location} cannot be written to", cure=cure)
     if fault := foreign_fault(folder.stat(), is_parent=folder != Path(location).expanduser()):
-        return bad(f"{folder} {fault}, and graphs are code", cure=f"chown and chmod it, or unset {name}")
+        return bad(f"{folder} {fault}, and its graphs are executed", cure=f"chown and chmod it, or unset {name}")
     locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
     if locks:
-        text = f"{len(locks)} locks in {location} are older than an hour: compilations wait for them"
-        return warn(text, cure="if nothing compiles: neuron_parallel_compile --command clear-locks")
+        text = f"{len(locks)} locks in {location} are older than an hour, and compilations wait for them"
+        return warn(text, cure="if no compiler is running: neuron_parallel_compile --command clear-locks")
     return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
 
 
 def cache_of(probe: Probe) -> tuple[str, str]:
-    """Return the variable that names the compile cache, and where the cache is."""
+    """Return the name of the variable that sets the compile cache's location, and the location."""
     if probe.is_native:
         return machine.NATIVE_CACHE, machine.native_cache(probe.environ)
     return "NEURON_COMPILE_CACHE_URL", machine.cache_location(probe.environ)
@@ -120,7 +120,7 @@ def cache_of(probe: Probe) -> tuple[str, str]:
 def is_old(file: Path, now_s: float) -> bool:
     try:
         return now_s - file.stat().st_mtime > OLD_LOCK_S
-    except (FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
+    except (FileNotFoundError, PermissionError):  # The file was removed meanwhile, or belongs to another user.
         return False
 
 
@@ -153,7 +153,7 @@ def memory(probe: Probe) -> Finding:
     if free >= wanted:
         return ok(text)
     cure = "end other programs (ps aux --sort=-rss | head)"
-    text += f", some {wanted / GIB:,.0f} wanted for {num_ranks} ranks"
+    text += f", but about {wanted / GIB:,.0f} wanted for {num_ranks} ranks"
     if probe.is_trainium:
         cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
         text += " and the compiler"
@@ -174,7 +174,7 @@ def shared_memory(probe: Probe) -> Finding:
 
 
 def clock(probe: Probe) -> Finding:
-    """Check that the clock is kept: S3 rejects signatures that are 15 minutes off, and logs are compared by seconds."""
+    """Check that a time server corrects the clock. S3 rejects signatures 15 minutes off, and logs compare seconds."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:
@@ -189,7 +189,7 @@ def clock(probe: Probe) -> Finding:
         return (bad if offset_s > LEAST_CLOCK_S else warn)(text, cure="sudo chronyc makestep")
     answer = probe.ask("timedatectl", "show", "-p", "NTPSynchronized")
     if answer.fault or "NTPSynchronized=" not in answer.out:
-        return skip("neither chronyc nor timedatectl answers; --bucket compares it with S3's")
+        return skip("neither chronyc nor timedatectl answers; --bucket compares the clock with S3's")
     if "NTPSynchronized=yes" in answer.out:
         return ok("follows a time server")
     return warn("follows no time server", cure="sudo timedatectl set-ntp true")
@@ -200,7 +200,7 @@ def knobs(probe: Probe) -> Finding:
     if probe.is_old_kernel:
         wrong = [knob for knob in wrong if knob.name != "FI_EFA_FORK_SAFE"]
     if not wrong:
-        return ok("none set that is dead or changes results")
+        return ok("no variable is set that is obsolete or changes results")
     text = "; ".join(f"{knob.name} {knob.why}" for knob in wrong)
     state = bad if any(knob.is_dangerous for knob in wrong) else warn
     return state(text, cure=f"unset {' '.join(knob.name for knob in wrong)}")

@@ -1,4 +1,4 @@
-"""Checks of a bucket by one HEAD request. Not run against S3 itself. Import it late: boto3 takes long."""
+"""Checks of a bucket with one HEAD request. Not run against S3 itself. This module imports boto3, which takes long."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from train.system.s3 import open_session
 from train.tools.doctor.probe import Finding, bad, ok, warn
 
 TIMEOUT_S = 5
-REJECTED_CLOCK_S = 15 * 60  # from this difference S3 answers RequestTimeTooSkewed
-NO_ROUTE = "add to the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
-HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # the most likely meaning of a status
-WANTED_CLOCK_S = 5.0  # the header has whole seconds, and the request takes some time
+REJECTED_CLOCK_S = 15 * 60  # seconds off from which S3 answers RequestTimeTooSkewed
+NO_ROUTE = "add an S3 gateway endpoint or a NAT route to the subnet, allow outbound port 443, check HTTPS_PROXY"
+HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # most likely error code of an HTTP status
+WANTED_CLOCK_S = 5.0  # seconds off without a warning: the header has whole seconds, and the request takes time
 
 
 def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
-    """Return findings about `s3://bucket/...`. boto3 decides where the request goes (AWS_ENDPOINT_URL included)."""
+    """Return findings about `s3://bucket/...`. The endpoint is boto3's choice, which reads AWS_ENDPOINT_URL."""
     name = location.removeprefix("s3://").split("/")[0]
     session = open_session(S3Config())
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2})
@@ -39,7 +39,10 @@ def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
 
 
 def answered(name: str, status: int, there: str, here: str | None) -> Finding:
-    """Return the finding on a bucket of the region `there`, by the status of a HEAD request."""
+    """Return the finding on a bucket that answered a HEAD request with `status` and the region `there`.
+
+    `here` is the session's region.
+    """
     change = f"export AWS_DEFAULT_REGION={there or 'the region of the bucket'}"
     if status in (301, 307):
         text = f"{name} is in another region ({there or 'unknown'}; this session: {here or 'none'})"
@@ -61,7 +64,7 @@ def answered(name: str, status: int, there: str, here: str | None) -> Finding:
 
 
 def clock(headers: Mapping[str, str], now_s: float) -> dict[str, Finding]:
-    """Return the difference between this machine's clock and the server's; {} if the server sends no date."""
+    """Return the finding on this machine's clock compared with the server's; {} if the server sends no date."""
     if "date" not in headers:
         return {}
     off_s = now_s - parsedate_to_datetime(headers["date"]).timestamp()

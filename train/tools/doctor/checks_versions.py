@@ -1,4 +1,7 @@
-"""Python, packages and Neuron's system packages against the known-good table. Trainium parts: not run on hardware."""
+"""Checks of the versions of Python, packages and Neuron's system packages against the table of known-good versions.
+
+The checks for Trainium have not run on hardware.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from train.tools.doctor.probe import Finding, Probe, bad, numbers, ok, skip, war
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
-NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
+NEEDED_GLIBC = (2, 35)  # for torch-neuronx 2.9's wheel; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
 
 
 def python(probe: Probe) -> Finding:
-    """Check Python and glibc: both decide whether Neuron's wheels can be installed at all."""
+    """Check Python and glibc, without which Neuron's wheels cannot be installed."""
     text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
     if probe.python[:2] < (3, 11):
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")
@@ -30,13 +33,13 @@ def python(probe: Probe) -> Finding:
         return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
     wanted, here = f"Ubuntu {read_versions().native.ubuntu}", os_name(probe)
     if probe.is_native and "torch-neuronx" not in probe.versions and here not in ("", wanted):
-        text = f"{text}, {here}: wheels of native PyTorch are for {wanted} alone"
-        return warn(text, cure=f"take an image of {wanted}, or Neuron's DLAMI for torch-neuronx; or build from source")
+        text = f"{text}, {here}: native PyTorch has wheels for {wanted} only"
+        return warn(text, cure=f"use an image of {wanted}, or Neuron's DLAMI for torch-neuronx; or build from source")
     return ok(text)
 
 
 def os_name(probe: Probe) -> str:
-    """Return name and version of the distribution, from os-release(5), such as "Ubuntu 26.04"; "" if unknown."""
+    """Return the distribution's name and version from os-release(5), such as "Ubuntu 26.04"; "" if unknown."""
     lines = (line.partition("=") for line in (probe.text("/etc/os-release") or "").splitlines())
     values = {key: value.strip("'\"") for key, _, value in lines}
     return f"{values.get('NAME', '')} {values.get('VERSION_ID', '')}".strip()
@@ -67,7 +70,7 @@ def packages(probe: Probe) -> Finding:
 
 
 def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
-    """Check the Python packages of a trn1: all must exist, and one SDK must ship them together."""
+    """Check a trn1's Python packages: all must be installed, in versions that one SDK ships together."""
     table = read_versions()
     install = table.sdk.install
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
@@ -78,7 +81,7 @@ def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
     )
     sdks = [sdk for sdk in table.sdks if sdk.torch_neuronx == neuronx.split(".", 3)[-1]]
     if not sdks:
-        return warn(f"torch-neuronx {neuronx} is in no SDK of the table", cure=install)
+        return warn(f"no SDK of the table ships torch-neuronx {neuronx}", cure=install)
     sdk = next((sdk for sdk in sdks if sdk.neuronx_cc == compiler), None)
     if sdk is None:
         return warn(f"torch-neuronx {neuronx} with neuronx-cc {compiler}: no SDK ships them together", cure=install)
@@ -89,14 +92,15 @@ def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
 
 
 def driver(probe: Probe) -> Finding:
-    """Check Neuron's driver, runtime and collectives. The driver that counts is the loaded one."""
+    """Check Neuron's driver, runtime and collectives. The loaded driver counts, not the installed one."""
     if not probe.is_trainium:
         return skip("no Trainium")
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
     if answer.code is None:
         return skip(f"{answer.fault}: versions unknown")
-    rows = (line.split() for line in answer.out.splitlines())  # a removed package has a name and no version;
-    installed = {row[0]: row[1] for row in rows if len(row) == 2}  # an unknown one makes the exit code 1
+    # A removed package has a name but no version. An unknown one makes the exit code 1, so the code is not read.
+    rows = (line.split() for line in answer.out.splitlines())
+    installed = {row[0]: row[1] for row in rows if len(row) == 2}
     missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
     if missing:
         return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")

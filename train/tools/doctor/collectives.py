@@ -1,6 +1,6 @@
-"""The speed of exchanges between ranks: over the devices' collectives, over the hosts, and between each two machines.
+"""Measurements of exchanges between ranks: the devices' all-reduce, the hosts' all-reduce, each pair of machines.
 
-All ranks of a torchrun call `measure`, and all of them get the same result.
+All ranks of a torchrun call `measure` and get the same result.
 """
 
 from __future__ import annotations
@@ -30,38 +30,42 @@ from train.tools.doctor.probe import Finding, State, bad, ok
 
 REPEATS = 5
 MIB = 2**20
-HOST_MIB, DEVICE_MIB = 64, 256  # an accelerator's collectives need more to come near their peak
-# A ring sends 1/n of the tensor in a step, so a tensor that does not grow with n measures latency. Both are a choice.
+HOST_MIB, DEVICE_MIB = 64, 256  # An accelerator's collectives need larger tensors to come near their peak.
+# A ring of n ranks sends 1/n of the tensor in a step, so with many ranks a small tensor measures only latency. The
+# size therefore grows with the ranks; both numbers are a choice.
 RANK_MIB, MOST_DEVICE_MIB = 8, 1024
-GRACE_S = 10.0  # past the timeout, so that a backend which raises by itself can say more
+GRACE_S = 10.0  # seconds past the timeout in which a backend can raise its own error, which says more
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
-# Guide, instance network bandwidth), and gloo has one TCP connection between two ranks.
+# Guide, instance network bandwidth), and gloo uses one TCP connection for two ranks.
 FLOW_GBIT_PER_S = 5.0
-WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # of the expected figure
-NAMED = 8  # ranks of one line
+WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # shares of the expected figure
+NAMED = 8  # number of ranks that a message names
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    latency_s: float  # of 4 bytes
+    latency_s: float  # seconds for 4 bytes
     num_bytes: int
     bus_bytes_per_s: float
-    wrong_ranks: list[int]  # whose sum was wrong
+    wrong_ranks: list[int]  # ranks that got a wrong sum
 
 
 @dataclass(frozen=True)
 class Measured:
     where: str  # backend and device
-    names: list[str]  # of all ranks: the machine's name and the rank
+    names: list[str]  # host name and rank, by rank
     num_machines: int
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # "a - b": bytes a second in each direction, both ways at the same time
+    links: dict[str, float]  # from "a - b" to bytes/s in each direction, while both directions are used
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
-    """Join the ranks and measure; all ranks call it. `mib`: size of a large exchange. A Failure names the operation."""
+    """Join the ranks and measure. All ranks must call it. `mib` is the size of a large exchange; None takes a default.
+
+    Raises Failure with the name of the operation that failed.
+    """
     timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
     with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s, "backend.timeout_s"):
         backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
@@ -74,7 +78,7 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
     def add_up_on_device(tensors: list[Tensor]) -> None:
         backend.all_reduce(tensors)
         backend.mark_step()
-        backend.to_host(tensors[-1:])  # waits for the device
+        backend.to_host(tensors[-1:])  # This call waits for the device.
 
     def add_up_on_hosts(tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -103,13 +107,17 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
 
 @contextmanager
 def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s") -> Iterator[None]:
-    """Name the operation that fails. One that hangs ends the process, as not every backend raises."""
+    """Turn a RuntimeError into a Failure that names the operation. End the process if the operation hangs.
+
+    Not every backend raises after its timeout.
+    """
 
     def end() -> None:
         print(f"error: {operation}: no end within {timeout_s:g} s ({setting})", file=sys.stderr, flush=True)
         os._exit(FAILED)
 
-    # The machine's first rank reports, and torchrun ends the others, which have to report if the first does not hang.
+    # The machine's first rank reports first, and torchrun then ends the other ranks. These report only if the first
+    # does not hang.
     timer = threading.Timer(timeout_s + GRACE_S * (2 if launched().local_rank else 1), end)
     timer.daemon = True
     timer.start()
@@ -123,11 +131,11 @@ def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s
         timer.cancel()
 
 
-# ---- measurements, which all ranks make together ---------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 
 def device_size_mib(num_ranks: int) -> int:
-    """Return the size of an accelerator's all-reduce."""
+    """Return the size in MiB of an accelerator's all-reduce."""
     return min(max(DEVICE_MIB, RANK_MIB * num_ranks), MOST_DEVICE_MIB)
 
 
@@ -137,11 +145,11 @@ def all_reduce(
     world = backend.world
     large = torch.full((num_bytes // 4,), world.rank + 1.0).to(device)
     small = torch.ones(1).to(device)
-    add_up([large, small])  # connects the ranks, and compiles if that is needed
+    add_up([large, small])  # The first call connects the ranks, and may compile.
     is_right = bool((backend.to_host([large])[0] == world.size * (world.size + 1) / 2).all())
 
     def median_s(tensors: list[Tensor]) -> float:
-        """Return the median duration over repeats and ranks."""
+        """Return the median time in seconds over repeats and ranks."""
         of_ranks = world.all_gather_object(timeit.repeat(lambda: add_up(tensors), number=1, repeat=REPEATS))
         return statistics.median(took_s for durations in of_ranks for took_s in durations)
 
@@ -151,16 +159,16 @@ def all_reduce(
 
 
 def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
-    """Return the bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
+    """Return an all-reduce's bus bandwidth in bytes/s, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
 
 
 def measure_links(
     world: World, names: list[str], members: Sequence[int], num_bytes: int, timeout_s: float
 ) -> dict[str, float]:
-    """Return the bandwidth between each two of these ranks over the hosts, in bytes a second, by the names of both."""
+    """Return the bandwidth in bytes/s between each pair of `members`, over the hosts, by the names of the pair."""
     sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
-    mine: dict[str, float] = {}  # seconds
+    mine: dict[str, float] = {}  # seconds of an exchange of this rank, by the names of the pair
     for number, pairs in enumerate(rounds(members), start=1):
         with deadline(f"waiting for the other links before round {number}", timeout_s):
             world.barrier()
@@ -169,7 +177,7 @@ def measure_links(
                 name = " - ".join(names[rank] for rank in pair)
                 exchange = partial(world.sendrecv, sum(pair) - world.rank, sent, received)
                 with deadline(f"the exchange {name}", timeout_s):
-                    # The shortest one counts: other work on a machine only ever makes an exchange longer.
+                    # Other work on a machine can only make an exchange longer, so the shortest counts.
                     mine[name] = min(timeit.repeat(exchange, number=1, repeat=REPEATS))
     durations: dict[str, float] = {}
     with deadline("gathering the links", timeout_s):
@@ -179,7 +187,10 @@ def measure_links(
 
 
 def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return all pairs, in rounds with each rank once: the places of a pair have the round's sum, modulo all."""
+    """Return all pairs of members in rounds, such that no member occurs twice in a round.
+
+    In round r the pairs are the indices a < b with (a + b) % n == r, for n members.
+    """
     number = len(members)
     places = [[(first, (total - first) % number) for first in range(number)] for total in range(number)]
     return [[(members[a], members[b]) for a, b in pairs if a < b] for pairs in places]
@@ -189,11 +200,11 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
-    """Return findings by name, for the screen."""
+    """Return findings by the name that is printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     several = measured.num_machines > 1
     figure = figure_text(wanted_device, instance.name)
-    # The share of the network that devices reach over several machines was never measured: no reason to reject one.
+    # How much of the network devices use between machines has not been measured, so a low figure is only a warning.
     return {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
         "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several),
@@ -203,7 +214,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
 
 
 def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tuple[float | None, float | None]:
-    """Return the bytes/s that the devices' all-reduce and a link between machines should reach; None: unknown."""
+    """Return the bytes/s that the devices' all-reduce and a link between machines should reach; None if unknown."""
     network = instance.network_gbit_per_s and instance.network_gbit_per_s * 1e9 / 8
     flow = network and min(network, FLOW_GBIT_PER_S * 1e9 / 8)
     inside = instance.device_link_gbyte_per_s and instance.device_link_gbyte_per_s * 1e9
@@ -227,19 +238,19 @@ def all_reduce_finding(
         where = ", ".join(names[rank] for rank in seen.wrong_ranks[:NAMED])
         return bad(
             f"wrong sum on {plural(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
-            cure="replace that machine; on all of them, compare the versions of python -m train.doctor",
+            cure="replace that machine; compare the versions that python -m train.doctor shows on all machines",
         )
     if should_be is None:
         return ok(text)
-    cure = "python -m train.doctor --machines N on each (EFA); NCCL_DEBUG=INFO shows which network NCCL takes"
+    cure = "python -m train.doctor --machines N on each (EFA); NCCL_DEBUG=INFO shows which network NCCL uses"
     return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
 
 
 def links_finding(links: Mapping[str, float], should_be: float | None, instance: str, *, are_machines: bool) -> Finding:
-    """Return the finding on the slowest link, by the median of all and by the known network.
+    """Return the finding on the slowest link, compared with the median link and with the expected bandwidth.
 
-    Two ranks of one machine exchange through its memory: there a slow one is a busy core, and no reason to reject the
-    machine.
+    Ranks of one machine exchange through its memory. A slow link between them means a busy core, so it is only a
+    warning.
     """
     slowest = min(links, key=lambda name: links[name])
     median = statistics.median(links.values())
@@ -247,12 +258,12 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
     if are_machines:
         text += figure_text(should_be, instance)
     share = links[slowest] / max(median, should_be or 0)
-    cure = "python -m train.doctor on both; replace the machine that is slow with others too"
+    cure = "python -m train.doctor on both; replace the machine whose links to others are slow too"
     return graded(text, share, cure, can_fail=are_machines)
 
 
 def graded(text: str, share: float, cure: str, *, can_fail: bool) -> Finding:
-    """Return the finding on a speed, by its share of the expected one; a warning at most unless it `can_fail`."""
+    """Return the finding on a speed, by its share of the expected one. Without `can_fail` it is at most a warning."""
     state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
     return Finding(state, text, "" if state == "ok" else cure)
 

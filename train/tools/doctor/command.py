@@ -1,8 +1,9 @@
-"""`python -m train.doctor`: one screen that shows whether this machine can train.
+"""The command line of `python -m train.doctor`, which shows on one screen whether this machine can train.
 
-`explain "..."`: the meaning of an error. `--collectives`, under torchrun: the speed of exchanges between ranks.
+`explain "..."` prints the meaning of an error. `--collectives`, under torchrun, measures exchanges between ranks.
 
-Exit codes: 0 nothing to fix, or the error is known; 1 something is red, or the error is not known; 2 wrong arguments.
+Exit codes: 0 if nothing is red, or the error is known; 1 if something is red, or the error is not known; 2 for wrong
+arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from train.tools.doctor.probe import Finding, is_red, screen, wrap
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Without --collectives this process is not a rank of a job, even in the environment of one.
+    # Without --collectives this process is not a rank, even if a job's environment variables say so.
     after_rejection = inform_others if "--collectives" in arguments else lambda _: None
     return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
 
@@ -39,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examine(options: argparse.Namespace) -> int:
     if options.collectives:
         return examine_collectives(options)
-    check(options.mib is None, "--mib is for --collectives")
+    check(options.mib is None, "--mib needs --collectives")
     if options.command == "explain":
-        check(options.text != "-" or sys.stdin is not None, "standard input is closed; give the text, or < FILE")
+        check(options.text != "-" or sys.stdin is not None, "standard input is closed; give the text, or add < FILE")
         return print_causes(read_log(sys.stdin if options.text == "-" else io.StringIO(options.text, newline=None)))
     if options.command == "causes":
         print(page(), end="")
@@ -54,23 +55,23 @@ def examine(options: argparse.Namespace) -> int:
 
 def examine_collectives(options: argparse.Namespace) -> int:
     others = (options.instance, options.ranks_per_machine, options.machines, options.bucket)
-    check(not any(others), "--collectives takes settings of the run: --collectives instance=p5.48xlarge")
-    from train.run.compose import load_backend  # late: only this part needs Hydra, and torch
+    check(not any(others), "--collectives takes settings of the run instead: --collectives instance=p5.48xlarge")
+    from train.run.compose import load_backend  # Only --collectives needs Hydra and torch.
 
     cfg, instance = load_backend(options.settings)
     launch = launched()
     check_launch(instance, launch)
     check(
         launch.world_size > 1,
-        f"--collectives measures between ranks, and there is {launch.world_size}: start them with torchrun "
+        f"--collectives measures between ranks, but there is only {launch.world_size}: start several with torchrun "
         f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    rank_setup.prepare(launch, forks=True)  # before torch is imported, as in a run, whose loader forks
+    rank_setup.prepare(launch, forks=True)  # A run does this too, before it imports torch; its loader forks.
     from train.tools.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
     findings = collectives.compare(measured, instance)
-    if launch.rank > 0:  # all have measured the same
+    if launch.rank > 0:  # All ranks have the same findings; rank 0 prints them.
         return FAILED if is_red(findings) else DONE
     return show(findings, as_json=options.json, measured=dataclasses.asdict(measured))
 
@@ -88,38 +89,38 @@ def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser(
         "train.doctor",
-        "Is this machine fit to train? One screen of faults with cures; or the meaning of an error.",
+        "Show on one screen whether this machine can train, with a cure for each fault; or explain an error.",
         examples=(
             "",
             "torchrun --standalone --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
             'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
         ),
         exits={
-            DONE: "nothing to fix, or the error is known",
+            DONE: "nothing is red, or the error is known",
             FAILED: "something is red, or the error is not known",
             REJECTED: "arguments rejected",
         },
     )
-    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: that of the firmware)")
-    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
-    parser.add_argument("--machines", type=positive, metavar="N", help="machines of the run (default: 1)")
-    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this bucket in S3")
+    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: what the firmware says)")
+    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="number of ranks you will start here")
+    parser.add_argument("--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)")
+    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this S3 bucket")
     parser.add_argument(
         "--collectives",
         action="store_true",
         help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
     )
     parser.add_argument(
-        "--mib", type=positive, metavar="N", help="size of its exchanges [64; of accelerators 256 to 1024]"
+        "--mib", type=positive, metavar="N", help="MiB of an exchange (default: 64; accelerators 256 to 1024)"
     )
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the screen")
     if "--collectives" in arguments:
         parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
         return parser.parse_intermixed_args(arguments)
     commands = parser.add_subparsers(dest="command")
-    explaining = commands.add_parser("explain", help="what an error text means, and its cure")
-    commands.add_parser("causes", help="print all that explain knows, as docs/troubleshooting.md")
-    explaining.add_argument("text", help='the text, or "-" to read it from standard input')
+    explaining = commands.add_parser("explain", help="print the meaning and the cure of an error")
+    commands.add_parser("causes", help="print all errors that explain knows, as in docs/troubleshooting.md")
+    explaining.add_argument("text", help='the error, or "-" to read it from standard input')
     return parser.parse_args(arguments)
 
 
@@ -149,5 +150,5 @@ def print_causes(lines: Iterable[str]) -> int:
         for paragraph in (cause["cause"], f"-> {cause['cure']}"):
             print(textwrap.indent("\n".join(wrap(paragraph, width=columns() - 4)), "    "))
     if not causes:
-        print("nothing known about this text: try the first error of the rank that failed first (log/rank_*.txt)")
+        print("this error is not known: try the first error of the rank that failed first (log/rank_*.txt)")
     return DONE if causes else FAILED

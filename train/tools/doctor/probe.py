@@ -1,4 +1,7 @@
-"""The facts that a check may read, in one object that tests fill with recorded files, and a check's finding."""
+"""The probe, an object with all facts that checks read, and the finding that a check returns.
+
+Tests make a probe from recorded files.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ from train.system.machine import is_native, nvidia_gpus
 from train.system.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
-TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
+TIMEOUT_S = 20.0  # A slow tool takes a few seconds. One that queries a broken driver may never answer.
 PCI = "/sys/bus/pci/devices"
-NATIVE_PCI = ("0x7364", "0x7564", "0x7565")  # trn2, trn3; neuron_device.h of the driver
+NATIVE_PCI = ("0x7364", "0x7564", "0x7565")  # PCI ids of trn2 and trn3, from the driver's neuron_device.h
 TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """The output of a tool, or the fact that it is missing or hangs."""
+    """The output of a tool, or the reason why there is none."""
 
     tool: str
-    code: int | None = None  # exit code; None: it did not end
+    code: int | None = None  # exit code; None if the tool did not end or is not installed
     out: str = ""
     error: str = ""
-    waited_s: float = 0.0  # above 0: it gave no answer in this time
+    waited_s: float = 0.0  # seconds after which it was killed; 0 if it ended or is not installed
 
     @property
     def is_missing(self) -> bool:
@@ -43,7 +46,7 @@ class ToolOutput:
 
     @property
     def fault(self) -> str | None:
-        """The reason for no output; None if there is output."""
+        """The reason why there is no usable output; None if the tool succeeded."""
         if self.is_missing:
             return f"{self.tool} is not installed"
         if self.code is None:
@@ -53,7 +56,7 @@ class ToolOutput:
 
 
 def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
-    """Run a tool, which is looked for on the PATH and in the folders of Neuron and EFA."""
+    """Run a tool from the PATH or from TOOL_FOLDERS and return its output. A tool that hangs is killed."""
     tool = command[0]
     path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *TOOL_FOLDERS]))
     if path is None:
@@ -68,12 +71,12 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
             errors="replace",
             env={**os.environ, "LC_ALL": "C"},
         )
-    except OSError as error:  # it exists, but cannot be executed
+    except OSError as error:  # The file exists but cannot be executed.
         return ToolOutput(tool, code=126, error=error.strerror or str(error))
     try:
         out, error_text = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # subprocess.run would wait after the kill, without end for a process that sleeps in a driver.
+        # subprocess.run would wait after the kill, and a process that hangs in a driver may never end.
         process.kill()
         return ToolOutput(tool, waited_s=timeout_s)
     return ToolOutput(tool, process.returncode, out, error_text)
@@ -83,19 +86,19 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
 class Probe:
     """One machine, and the run that the user plans on it."""
 
-    ask: Callable[..., ToolOutput]  # ask("neuron-ls", "-j")
-    versions: Mapping[str, str] = field(default_factory=dict)  # installed packages
+    ask: Callable[..., ToolOutput]  # runs a tool, as in ask("neuron-ls", "-j")
+    versions: Mapping[str, str] = field(default_factory=dict)  # version by installed package
     environ: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")
     system: str = "Linux"
-    kernel: str = ""  # "6.8.0-1021-aws"
+    kernel: str = ""  # such as "6.8.0-1021-aws"
     hostname: str = ""
     python: tuple[int, ...] = (3, 11, 0)
-    glibc: str = ""  # "2.35"; "" unknown
+    glibc: str = ""  # such as "2.35"; "" if unknown
     num_cpus: int = 1
-    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard; inf: unlimited
-    memory_bytes: tuple[int, int] = (0, 0)  # available, total
-    free_bytes: Callable[[Path], int | None] = lambda path: None  # on the disk that holds a path
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard limit; inf if unlimited
+    memory_bytes: tuple[int, int] = (0, 0)  # available and total
+    free_bytes: Callable[[Path], int | None] = lambda path: None  # free space on a path's disk; None if unknown
     cwd: Path = Path()
     now_s: float = 0.0
     instance: InstanceConfig | None = None
@@ -103,7 +106,7 @@ class Probe:
     num_machines: int = 1
 
     def text(self, path: str) -> str | None:
-        """Return the content of a file, given by its absolute path, stripped; None if it cannot be read."""
+        """Return the stripped content of the file at an absolute path; None if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
@@ -114,12 +117,12 @@ class Probe:
 
     @property
     def is_old_kernel(self) -> bool:
-        """True if Linux is older than 5.15; there EFA has to protect its memory when a process forks."""
+        """True if Linux is older than 5.15, on which EFA must protect its memory when a process forks."""
         return self.system == "Linux" and () < numbers(self.kernel, 2) < (5, 15)
 
     @property
     def num_devices(self) -> int | None:
-        """Number of ranks that fill this type of instance; None if it is unknown."""
+        """Number of ranks that use all devices of the instance type; None if the type is unknown."""
         return self.instance.devices if self.instance else None
 
     @property
@@ -143,13 +146,13 @@ class Probe:
 
     @property
     def is_native(self) -> bool:
-        """True if PyTorch runs without XLA on this type."""
+        """True if PyTorch runs without XLA on this machine's accelerator."""
         by_name = self.instance is not None and is_native(self.instance.name)
         return by_name or bool(self.chips() & set(NATIVE_PCI))
 
     @property
     def has_gpu(self) -> bool:
-        """True if an NVIDIA display or 3D controller is on the bus, or its driver shows one."""
+        """True if an NVIDIA display or 3D controller is on the PCI bus, or its driver has a device file."""
         return bool(nvidia_gpus(self.root / PCI.lstrip("/")) or self.files("/dev/nvidia[0-9]*"))
 
     @property
@@ -162,13 +165,13 @@ def read_instance(name: str) -> InstanceConfig:
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
-    """Return the first numbers of a version: (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
+    """Return the first `count` numbers of a version, such as (2, 33, 10) of "2.33.10.0-e2ac4bb8c"."""
     return tuple(map(int, re.findall(r"\d+", version)[:count]))
 
 
 def nearest(path: Path) -> Path:
     """Return the path, or the closest folder above it that exists."""
-    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder may not be read
+    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder is not readable.
         path = path.parent
     return path
 
@@ -185,7 +188,7 @@ NAME_COLUMN, TEXT_COLUMN = 6, 22
 class Finding:
     state: State
     text: str
-    cure: str = ""  # a command or an action; set for warn and bad, and only for these
+    cure: str = ""  # command or action; set only, and always, for warn and bad
 
     def __post_init__(self) -> None:
         assert bool(self.cure) == (self.state in ("warn", "bad")), self
@@ -200,7 +203,7 @@ def is_red(findings: Mapping[str, Finding]) -> bool:
 
 
 def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
-    """Return all findings as text of at most `width` columns; words, and so commands, are never broken."""
+    """Return all findings as text of `width` columns. Lines break only between words, so commands stay whole."""
     lines, count = [], dict.fromkeys(COLOURS, 0)
     for name, finding in findings.items():
         count[finding.state] += 1
@@ -211,7 +214,7 @@ def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
         lines.append(f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text}")
         lines += [" " * TEXT_COLUMN + line for line in more]
     summary = f"{count['ok']} ok, {count['warn']} to look at, {count['bad']} to fix"
-    return "\n".join([*lines, summary + (f", {count['skip']} that do not apply" if count["skip"] else "")])
+    return "\n".join([*lines, summary + (f", {count['skip']} not applicable" if count["skip"] else "")])
 
 
 def wrap(text: str, *, width: int) -> list[str]:
