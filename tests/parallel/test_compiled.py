@@ -218,7 +218,7 @@ def test_precompile_fills_the_cache_of_a_run_on_another_machine_which_trains_as_
     """A damaged file is no obstacle."""
     settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
     assert precompile.main([*settings, "--nproc-per-node=1"]) == REJECTED
-    assert "error: give backend.compile_cache, the folder or s3://" in capfd.readouterr().err
+    assert "error: set backend.compile_cache to the folder or s3://" in capfd.readouterr().err
     settings.append(f"backend.compile_cache={tmp_path / 'cache'}")
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     done = run([*settings, "--nproc-per-node=1"], module="train.precompile", env=env)

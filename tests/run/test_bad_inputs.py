@@ -211,7 +211,7 @@ FLAGS = [
     ("compare", "experiment=demo data.path=DATA compare.run=[a]", "compare.run names a"),
     ("compare", "experiment=demo compare.variants=none", "compare.variants must be a table"),
     ("compare", "experiment=demo compare.nosuch=1", "compare.nosuch is not a setting"),
-    ("compare", "experiment=demo compare.run=[xla]", "one variant only"),
+    ("compare", "experiment=demo compare.run=[xla]", "only one variant"),
     ("compare", "experiment=demo compare.run=[xla,xla]", "names a variant twice"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'", "variant a: nosuch is not a setting"),
     ("compare", "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'", "is not the name of a file"),

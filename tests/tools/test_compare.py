@@ -315,7 +315,7 @@ def test_variants_are_run_once_and_one_that_fails_hides_no_other(tmp_path, prepa
     assert main([*words, "compare.run=[gpu,fp32]"]) == FAILED
     said = capfd.readouterr()
     assert "error: gpu: " in said.err and "cuda" in said.err
-    assert "gpu is missing here, it failed: " in (fp32 / "report/report.html").read_text()
+    assert "gpu is missing here because it failed: " in (fp32 / "report/report.html").read_text()
     shutil.copytree(fp32, fp32.parent / "again")  # the same work
     before = (fp32 / "metrics.jsonl").read_bytes()
     assert main([*words, "compare.run=[fp32,again]"]) == DONE

@@ -154,7 +154,7 @@ def test_failed_graphs_are_compiled_again_and_what_fails_for_good_is_named(tool,
     assert [call["command"] for call in calls(tool)] == ["collect-and-compile", *["compile"] * rounds]
     out, err = capfd.readouterr()
     if code == cli.DONE:
-        assert "1 of 3 graphs failed; round 1 of 1" in out and "3 graphs compiled" in out  # another run's not counted
+        assert "1 of 3 graphs failed; retry 1 of 1" in out and "3 graphs compiled" in out  # another run's not counted
     else:
         assert "1 of 3 graphs failed" in err and err.count("MODULE_") == 1 and FAILED in err
         assert (tool.parent / "tmp" / err.split()[-1] / "attempt_0").is_dir()  # kept to look into
@@ -189,7 +189,7 @@ def test_no_results_mean_all_cached_or_nothing_collected_and_those_of_another_sh
         assert words in "".join(capfd.readouterr())
     (tool / "2.json").write_text('{"compilation_summary": {}, "compilation_report": {"graph": true}}')
     assert precompile.main(RUN) == cli.DONE
-    assert "is not as neuron_parallel_compile wrote it" in capfd.readouterr().out
+    assert "does not have the format of neuron_parallel_compile" in capfd.readouterr().out
 
 
 def test_locks_are_named_and_cleared_first_when_asked(tool, tmp_path, capfd):

@@ -286,9 +286,9 @@ def test_what_a_model_is_not_for(labelled, answering, capsys):
     assert "labels texts: give --text, or --input" in rejected(capsys, labelled[0], *asks)
     assert "answers questions: give --question and --context" in rejected(capsys, answering[0], *labels)
     pair = [*labels, "--text-pair", "y"]
-    assert "learnt without text_pair: see --text-pair" in rejected(capsys, labelled[0], *pair)
+    assert "was trained without text_pair: see --text-pair" in rejected(capsys, labelled[0], *pair)
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
-    assert "learnt without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more)
+    assert "was trained without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more)
     given = [labelled[0], "--input", labelled[1]]
     assert "no column nosuch (--label-column)" in rejected(capsys, *given, "--label-column", "nosuch")
     assert "--tags-column: " in rejected(capsys, *given, "--tags-column", "stars")

@@ -1,7 +1,7 @@
-"""`python -m train.tools.collect_graphs key=value ...`: the short run of `train.precompile`, started under torchrun.
+"""The command `python -m train.tools.collect_graphs key=value ...`, which `train.precompile` starts under torchrun.
 
-Each graph runs once, no number is checked and nothing is saved. No setting turns a run into this: a run with such a
-setting by mistake would train for nothing.
+It runs each graph once, checks no number and saves nothing. It is a separate command, not a setting of `train`, so that
+no run can do this by mistake and train for nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from train.system.torchrun import die_with_torchrun
 def main() -> int:
     die_with_torchrun()
     use_console("stderr")
-    from train import entry  # late, as in train/__main__.py
+    from train import entry  # imported here for the same reason as in train/__main__.py
 
     return entry.run_command_line(collects=True)
 

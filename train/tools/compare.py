@@ -1,4 +1,4 @@
-"""`python -m train.compare key=value ...`: a training run in several variants, and the report on them."""
+"""The command `python -m train.compare key=value ...`, which trains variants of a run and reports on them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from train.run.command import DONE, FAILED, STOPPED
 from train.tools.report import check_output, write_report
 from train.tools.report import main as report
 
-SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)  # a folder with such a name can be written ./a=b
+SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)  # A run folder named a=b can be given as ./a=b.
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
-With run folders instead of settings: the report on these, as of python -m train.report."""
+With run folders instead of settings, only write the report on them, as python -m train.report does."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
     "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
@@ -40,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
-    """Run variants that have not ended yet, and write the report; return the exit code."""
+    """Run the variants that are not done, write the report, and return the exit code."""
     from train.tools.variants import Runner, check_tasks, make_variants
 
-    check("LOCAL_RANK" not in os.environ, "compare starts the ranks itself, by compare.ranks; run it without torchrun")
+    check("LOCAL_RANK" not in os.environ, "compare starts compare.ranks ranks itself; run it without torchrun")
     check_output(None)
     variants = make_variants(cfg, given)
-    check(len(variants) > 1, "there is one variant only: compare.run names two or more, the baseline first")
+    check(len(variants) > 1, "there is only one variant: name two or more in compare.run, the baseline first")
     check_tasks(variants)
     with Runner(cfg.compare) as runner:
         endings = {variant.name: runner.run(variant) for variant in variants}
@@ -56,7 +56,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     done = [variant.location for variant in variants if endings[variant.name].outcome == "done"]
     failed = {name: ending.reason for name, ending in endings.items() if ending.outcome == "failed"}
     if done:
-        missing = [f"{name} is missing here, it failed: {printable(reason)}" for name, reason in failed.items()]
+        missing = [f"{name} is missing here because it failed: {printable(reason)}" for name, reason in failed.items()]
         write_report(done, cfg.s3, output=None, tolerance=TOLERANCE, failed=missing)
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""`python -m train.convert from-arrow FOLDER OUTPUT`: shards from sequences that others have packed.
+"""The command `python -m train.convert from-arrow FOLDER OUTPUT`, which makes shards from packed sequences.
 
-The folder is one of `datasets.DatasetDict.save_to_disk`, with a column of token ids, equally many in each row. Columns
-`pivot` and `same_document` (packing.py) are optional; without them a sequence has one segment.
+`datasets.DatasetDict.save_to_disk` wrote the folder. A column has the token ids, the same number in each row. The
+columns `pivot` and `same_document` (see packing.py) are optional. Without them a sequence has one segment.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from train.system.folders import local_path, open_folder
 
 
 def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, column: str = "tokens") -> DataManifest:
-    """Make shards of a data set of sequences. Raises InputError first if a value of a column does not fit."""
-    import datasets  # it takes a second or more
+    """Make shards from a data set of sequences. Raises InputError before writing if a column has an unusable value."""
+    import datasets  # takes a second or more to import
 
     saved = load_saved(source)
     check(
@@ -40,8 +40,8 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
     check(not folder.names(), f"{output} is not empty; choose another folder")
     for split in SPLITS:
         names = saved[split].column_names
-        check(column in names, f"{source} has no column {column}; there are {shortlist(names)} (--column)")
-        check(len(saved[split]) > 0, f"{source} has a split without a single sequence")
+        check(column in names, f"{source} has no column {column}; name one of {shortlist(names)} with --column")
+        check(len(saved[split]) > 0, f"{source}: the split {split} has no sequence")
     seq_len = len_of(saved[SPLITS[0]][0][column], column)
     theirs = load_tokenizer(tokenizer)
     vocab_size, dtype = len(theirs), id_dtype(len(theirs))
@@ -76,15 +76,15 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
 
 
 def len_of(sequence: Any, column: str) -> int:
-    """Return the length of the first sequence. Raises InputError if no shard can have it."""
+    """Return the length of the first sequence. Raises InputError if shards do not support that length."""
     check(isinstance(sequence, list), f"column {column} holds single values; it must hold lists of ids")
-    longest = f"sequences have 1 to {MAX_SEQ_LEN:,}"
-    check(1 <= len(sequence) <= MAX_SEQ_LEN, f"column {column}: sequence 0 has {len(sequence):,} ids, {longest}")
+    longest = f"it must have 1 to {MAX_SEQ_LEN:,}"
+    check(1 <= len(sequence) <= MAX_SEQ_LEN, f"column {column}: sequence 0 has {len(sequence):,} ids; {longest}")
     return len(sequence)
 
 
 def pieces(table: Any, column: str, seq_len: int, vocab_size: int) -> Iterator[Rows]:
-    """Yield the sequences, a shard's rows at a time. Raises InputError if a value does not fit its column."""
+    """Yield the sequences, the rows of one shard at a time. Raises InputError if a column has an unusable value."""
     size, table = rows_of_shard(seq_len, id_dtype(vocab_size)), table.with_format("arrow")
     for start in range(0, len(table), size):
         part = table[start : start + size]
@@ -98,10 +98,10 @@ def pieces(table: Any, column: str, seq_len: int, vocab_size: int) -> Iterator[R
 def values_of(
     part: pa.Table, name: str, most: int, start: int, seq_len: int | None = None, *, default: int = 0
 ) -> np.ndarray:
-    """Return a column of whole numbers up to `most`, [rows], or of lists of `seq_len` of them, [rows, seq_len].
+    """Return a column of whole numbers from 0 to `most`: [rows] or, for lists of `seq_len` numbers, [rows, seq_len].
 
-    Without the column each row has `default`. Raises InputError if it holds anything else; `start` is the number of the
-    first row.
+    If `part` lacks the column, each row has `default`. Raises InputError if the column holds anything else. `start` is
+    the first row's index in the table, for the message.
     """
     if name not in part.column_names:
         return np.full(len(part), default)
@@ -111,13 +111,13 @@ def values_of(
         check(is_lists or pa.types.is_fixed_size_list(column.type), f"column {name} holds {column.type}, not lists")
         lengths = pc.list_value_length(column).to_pylist()
         bad = next((number for number, length in enumerate(lengths, start) if length != seq_len), None)
-        check(bad is None, f"column {name}: sequence {bad} has not {seq_len} ids, as the first one has")
+        check(bad is None, f"column {name}: sequence {bad} does not have {seq_len} ids like the first one")
         column = column.flatten()
     is_whole = (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)) and not column.null_count
     nulls = f" with {column.null_count:,} nulls" if column.null_count else ""
-    check(is_whole, f"column {name} holds {column.type}{nulls}, not whole numbers, from row {start:,} on")
+    check(is_whole, f"column {name} holds {column.type}{nulls} in the rows from {start:,}; it must hold whole numbers")
     low, top = (int(pc.min_max(column)[side].as_py()) for side in ("min", "max"))
-    check(low >= 0 and top <= most, f"column {name} holds {low} to {top}; it may hold 0 to {most}")
+    check(low >= 0 and top <= most, f"column {name} holds values from {low} to {top}; they must be from 0 to {most}")
     values: np.ndarray = column.to_numpy(zero_copy_only=False)
     return values.reshape(-1, seq_len or 1) if seq_len else values
 
@@ -125,17 +125,17 @@ def values_of(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.convert",
-        "Turn sequences that others have packed, a folder of datasets.DatasetDict.save_to_disk, into shards.",
+        "Turn packed sequences into shards. They are in a folder that datasets.DatasetDict.save_to_disk wrote.",
         examples=(
             "from-arrow arrow data/mine --tokenizer bert-base-cased --column input_ids",
             "from-arrow arrow s3://bucket/mine --tokenizer runs/tokenizer",
         ),
     )
     parser.add_argument("direction", choices=("from-arrow",))
-    parser.add_argument("source", help="the data set's folder")
+    parser.add_argument("source", help="folder of the data set")
     parser.add_argument("output", help="folder to write, new or empty, or s3://bucket/prefix")
     parser.add_argument("--tokenizer", required=True, help="Hub id or folder of the tokenizer that made the ids")
-    parser.add_argument("--column", default="tokens", help="the one that holds the ids")
+    parser.add_argument("--column", default="tokens", help="column of the token ids (default: tokens)")
     add_s3_flags(parser, caches=False)
     return run_flags(parser, arguments, convert)
 

@@ -1,7 +1,8 @@
-"""`python -m train.evaluate MODEL key=value ...`, alone or under torchrun: the metrics of a trained model on new rows.
+"""The command `python -m train.evaluate MODEL key=value ...`, which computes a trained model's metrics.
 
-MODEL is a run, whose config.yaml says which columns to read and how, or a folder of transformers or Hub id. It is
-built, fed and measured by what evaluates in training, in batches of the same shapes. The run folder is not changed.
+MODEL is a run, a folder of transformers or a Hub id. A run's config.yaml says how to read the columns. The code that
+evaluates during training builds the model, reads the rows and measures, in batches of the same shapes. The run folder
+is not changed. The command runs with or without torchrun.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from train.run.evaluation import Evaluated
 
 logger = logging.getLogger("train")
-BATCH_SIZE = 32  # sequences of a rank, for a model without a run
-FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # what only training depends on
-NEW_DATA = {"data", "data.path", "data.validation"}  # with one of them, the rows are not those of the run
-# Settings of a run's data that are not those of new rows, and those that no evaluation follows.
+BATCH_SIZE = 32  # sequences per rank, for a model without a run
+FIXED = ["run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any"]  # required, but only for training
+NEW_DATA = {"data", "data.path", "data.validation"}  # keys that replace the run's rows with new ones
+# Keys of a run's data settings that are not used: for new rows, for new rows in data.path, and for any evaluation.
 OF_ROWS = {"validation", "more_validation", "max_validation_examples"}
 OF_SOURCE = {"name", "revision"}
 OF_TRAINING = {"save_to", "cache_dir", "num_workers", "verify", "max_train_examples", "labels", "lengths", "format"}
@@ -51,23 +52,23 @@ USED += ("eval_batch_size", "eval_examples", "backend.device", "backend.precisio
 
 @dataclass
 class Model:
-    """The model that is evaluated, and where it came from."""
+    """The model to evaluate, where it is, and where the result goes."""
 
     location: str
     s3: S3Config
     cache_dir: str | None
     output: Path | None
     run: tuple[TrainConfig, Folder] | None
-    step: int | None  # of the weights, if that is known
-    is_chosen: bool  # by --checkpoint
-    holds_out: bool  # the rows are held out of training rows, which have to be read as well
+    step: int | None  # step of the weights; None if unknown
+    is_chosen: bool  # True if --checkpoint gave the step
+    holds_out: bool  # True if the rows are a part of the training rows, which must then be read too
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 
 def find(options: Namespace) -> Model:
-    """Return the model that the flags name. Raises InputError if flags do not go together."""
+    """Return the model that the flags name. Raises InputError if flags contradict each other."""
     output = None if options.output is None else check_output(options.output)
     composed = cli.compose_config(
         TrainConfig, [each for each in options.settings if each.startswith(("s3.", "data.cache_dir="))]
@@ -88,8 +89,8 @@ def find(options: Namespace) -> Model:
 
 
 def check_output(output: str) -> Path:
-    """Return the file to write. Raises InputError if it cannot be there."""
-    check(not is_s3(output), f"--output {output}: the file is written to this machine; copy it from here")
+    """Return the path of the file to write. Raises InputError if no file can be written there."""
+    check(not is_s3(output), f"--output {output}: the file must be on this machine; copy it to S3 afterwards")
     path = local_path(output)
     check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
     check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
@@ -97,14 +98,17 @@ def check_output(output: str) -> Path:
 
 
 def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
-    """Return the settings that a model is evaluated with where the user has not `typed` others."""
-    from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
+    """Return the settings to evaluate a model with. Those that the user has `typed` override them.
+
+    Raises InputError if a typed setting would change the model or train it.
+    """
+    from train.data.shards.cache import cache_dir  # imports that need torch come after the checks of the flags
     from train.models.source import located
 
     for key in typed:
         is_fixed = key == "experiment" or key.split(".")[0] == "model"
-        check(not is_fixed, f"{key}={typed[key]}: what is evaluated is {model.location}, as it is; leave that out")
-        check(key != "data.train", f"{key}={typed[key]}: nothing is trained; name the rows by data.validation")
+        check(not is_fixed, f"{key}={typed[key]}: {model.location} is evaluated as it is; leave that setting out")
+        check(key != "data.train", f"{key}={typed[key]}: nothing is trained; name the rows with data.validation")
     cache = cache_dir(RecordsConfig(path="", cache_dir=model.cache_dir))
     source = located("MODEL", model.location, model.s3, cache, needs="config.json")
     given = dict(
@@ -117,9 +121,9 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
-        # A threshold that the run's own validation rows chose is for other rows.
+        # New rows get the threshold that the run's validation rows chose. On those rows the run's setting decides.
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
-    for group in {"data", "task", "backend"} & typed.keys():  # its options have different settings from the run's
+    for group in {"data", "task", "backend"} & typed.keys():  # Another option of a group has other settings.
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
     given["model.pretrained"] = source
     return [*FIXED, *(f"{key}={as_text(key, value)}" for key, value in given.items())]
@@ -128,7 +132,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 def settings_of_run(
     cfg: TrainConfig, run: Folder, typed: Mapping[str, str], holds_out: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a run that an evaluation follows, with the batches that the run has come to."""
+    """Yield the settings of a run that apply to an evaluation, with the batch size and lengths that the run used."""
     try:
         facts = read_object(run.read("environment.json"))
     except FileNotFoundError:
@@ -156,7 +160,7 @@ def settings_of_run(
 
 
 def format_of(data: RecordsConfig, typed: Mapping[str, str]) -> str:
-    """Return the format of the run's files, unless the name of a new one shows its own."""
+    """Return the run's data.format, or "auto" if a new file's name shows its format."""
     from train.data.records.sources import is_named
 
     names = [typed[key] for key in ("data.path", "data.validation") if key in typed]
@@ -164,7 +168,7 @@ def format_of(data: RecordsConfig, typed: Mapping[str, str]) -> str:
 
 
 def settings_of_model(source: str, typed: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings for a model that has no run."""
+    """Yield the settings for a model that is not a run."""
     from train.models.pretrained import read_model_config
 
     names = " ".join(read_model_config(source).architectures or ())
@@ -176,7 +180,7 @@ def settings_of_model(source: str, typed: Mapping[str, str]) -> Iterator[tuple[s
 
 
 def as_text(key: str, value: Any) -> str:
-    """Return a value as an override has it."""
+    """Return a value in the form of an override on the command line."""
     if key == LABELS or key in TABLES:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, str):
@@ -193,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.settings_parser(
         "train.evaluate",
         TrainConfig,
-        "Evaluate a trained model on labelled rows, or on prepared text: the metrics as in training.",
+        "Evaluate a trained model on labelled rows or prepared text, with the same metrics as in training.",
         examples=(
             "runs/tweets data.path=new.csv",
             "runs/tweets --checkpoint 500 --output scores.json",
@@ -201,10 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "org/model data.path=new.csv data.columns.label=sentiment",
         ),
         keys=USED,
-        model="run_dir of a run, whose validation data is read unless data.path names other; folder; Hub id",
+        model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
     )
-    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run; default: its export, or its best one")
-    parser.add_argument("--output", metavar="FILE", help="to write, a JSON object with the metrics")
+    parser.add_argument("--checkpoint", type=int, metavar="STEP", help="step of a run (default: its export, or best)")
+    parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     die_with_torchrun()
     found: list[Model] = []
 
@@ -223,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(cfg: TrainConfig, model: Model) -> int:
     rank_setup.prepare(launched(), forks=False)
-    search_rarely()  # until the task has been imported
+    search_rarely()  # The usual rate returns once the task is imported.
     from train.data.records.sources import NO_ROWS
     from train.entry import leave_at_once
     from train.parallel.ranks import AGREED
@@ -245,7 +249,7 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
     except AGREED:
         raise
     except Exception as error:
-        if launched().world_size > 1:  # the others may wait for this rank for ever
+        if launched().world_size > 1:  # Other ranks may wait for this one forever, so it ends the job.
             logger.exception("rank %d: %s", launched().rank, error)
             leave_at_once(cli.FAILED)
         raise
@@ -255,9 +259,9 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
 
 def load(network: Network, model: Model) -> None:
-    """Give a network the weights of a checkpoint, exactly as in training. Raises InputError if its head is new.
+    """Load the checkpoint's weights if they differ from the export's. Raises InputError if the head is new.
 
-    An export has these weights as well, unless targets were standardised.
+    They differ if --checkpoint names a step, or if targets were standardised in training.
     """
     from train.checkpoints.loader import fitting, read_weights
     from train.models.heads import SCALE
@@ -268,14 +272,14 @@ def load(network: Network, model: Model) -> None:
         return
     with opened(model.run[1], model.cache_dir) as store:
         if not model.is_chosen and model.step not in store.steps():
-            return  # it was removed, and the export stays
+            return  # The checkpoint was removed; the network has the export's weights.
         path = fetch(store, model.step, "model")
         with fitting(path):
             network.load_state_dict(read_weights(path, store.manifest(model.step)))
 
 
 def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
-    """Print the metrics, and write them to the file that was asked for."""
+    """Print the metrics, and write them to the file that --output names."""
     from train.observe.journal import encoded, evaluation_words
     from train.system.atomic_io import write_atomic
 

@@ -1,4 +1,4 @@
-"""`python -m train.hub RUN --to user/name [--public] [--dry-run]`: push a run to the Hugging Face Hub."""
+"""The command `python -m train.hub RUN --to user/name [--public] [--dry-run]`, which pushes a run to the Hub."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         imports=True,
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")
-    parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, made if need be")
+    parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, created if missing")
     seen = parser.add_mutually_exclusive_group()
-    seen.add_argument("--private", action="store_true", help="seen by its owners alone (the default)")
-    seen.add_argument("--public", action="store_true", help="seen by all")
+    seen.add_argument("--private", action="store_true", help="only its owners can see it (the default)")
+    seen.add_argument("--public", action="store_true", help="everybody can see it")
     parser.add_argument("--dry-run", action="store_true", help="list what would be pushed, and send nothing")
     add_s3_flags(parser)
     return run_flags(parser, arguments, act)
@@ -42,7 +42,7 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
             for name, content in files.items():
                 size = len(content) if isinstance(content, bytes) else content.stat().st_size
                 print(f"{size / 1e6:10.3f} MB  {name}")
-            print(f"nothing was sent to {options.to}: leave --dry-run out to push this")
+            print(f"nothing was sent to {options.to}: leave out --dry-run to push these files")
             return DONE
         print(send(files, options.to, private=not options.public))
     return DONE

@@ -1,18 +1,19 @@
-"""`python -m train.precompile key=value ...`: compile the graphs of a run before it starts.
+"""The command `python -m train.precompile key=value ...`, which compiles the graphs of a run before it starts.
 
-Takes the settings of `python -m train`, on each machine of the run. On Trainium, neuron_parallel_compile runs a few
-steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
-side by side. With backend.compile the same short run fills backend.compile_cache, without Neuron's tool.
+It takes the settings of `python -m train`, and runs on each machine of the run. On Trainium, neuron_parallel_compile
+runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs, and every number in them is 0. The
+tool then compiles the graphs in parallel. With backend.compile the same short run fills backend.compile_cache, without
+Neuron's tool.
 
 Not run on hardware. The facts about the tool are from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
 
-- it reads the list of graphs from the output of the run, so none of that may be redirected;
-- it writes its results to the current folder: it gets a separate folder, which the run leaves by `env --chdir`;
-- its exit status is the number of failed graphs, or 1 for a failed run: the results distinguish the two;
-- `--command compile` compiles every waiting graph of the cache, those of other runs too; only this run's count here.
-  It may compile failed ones again, by --retry_failed_compilation, but no source shows that it always does:
-  so a graph counts as failed until the results or the files of the cache say otherwise.
+- It reads the list of graphs from the run's output, so this output must not be redirected.
+- It writes its results to the current folder, so it starts in a separate one, which the run leaves by `env --chdir`.
+- Its exit status is the number of failed graphs, or 1 if the run failed. The results distinguish the two.
+- `--command compile` compiles every waiting graph of the cache, also those of other runs. Only this run's count here.
+  With --retry_failed_compilation it may compile failed graphs again, but no source says that it always does. So a graph
+  counts as failed until the results or the files of the cache say otherwise.
 """
 
 from __future__ import annotations
@@ -41,32 +42,32 @@ from train.system.launched import Launched, check_launch
 from train.system.versions import read_versions
 
 TOOL = "neuron_parallel_compile"
-SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
-# Step 1 may differ (fresh state), step 2 logs, step 3 does not, step 4 is the last: it logs and evaluates.
+SMALL_HOSTS = ("trn1.2xlarge",)  # With 32 GiB of host memory the compiler is killed (-9). Neuron advises one retry.
+# These steps build every graph: step 1 has fresh state, step 2 logs, step 3 does not, step 4 logs and evaluates.
 STEPS, LOG_EVERY = 4, 2
 EXAMPLE = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 
 
 @dataclass(frozen=True)
 class ShortRun:
-    """The command to run, and the variables that are added to the environment."""
+    """The command of a short run, the environment variables added to it, and where its files go."""
 
-    command: list[str]  # the short run, without the tool before it
+    command: list[str]  # command without Neuron's tool in front of it
     added: dict[str, str]
     cache: str
     plan: Plan
-    split_tokens: int | None  # the most tokens of a micro batch, if its length is not known here
-    is_inductor: bool  # torch.compile on GPUs and CPUs, which needs no tool
-    work: Path  # a folder of this machine: results of the tool, run folder of the short run
+    split_tokens: int | None  # largest number of tokens in a micro batch; None if seq_len is set
+    is_inductor: bool  # True for torch.compile on GPUs and CPUs, which does not need Neuron's tool
+    work: Path  # local folder for the tool's results and the short run's run folder
 
 
 def main(arguments: list[str] | None = None) -> int:
-    stuck = "interrupted; graphs that were being compiled stay locked: add --clear-locks next time"
+    stuck = "interrupted; graphs that were being compiled are still locked: add --clear-locks next time"
     return guarded(lambda: run(parse(arguments)), interrupted=(stuck, cli.FAILED))
 
 
 def run(options: argparse.Namespace) -> int:
-    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # made only if a tool runs
+    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # Only a run creates the folder.
     short_run = build_short_run(options, os.environ, work=work)
     describe(short_run)
     if options.dry_run:
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
-    place_graphs(environ, is_native=False)  # the ranks check this too, but the tool runs before them
+    place_graphs(environ, is_native=False)  # The tool uses the cache before the ranks, which check it too.
     return precompile(short_run, environ, retries=options.retries, clear_locks=options.clear_locks)
 
 
@@ -89,24 +90,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_parser(
         "train.precompile",
         "Compile every graph of a run before it starts: on Trainium 1, or with backend.compile on GPUs and CPUs.\n"
-        "Run it on each machine of the run, with the settings of the run; under Slurm:\n"
+        "Start it on each machine of the run, with the settings of the run. Under Slurm:\n"
         "srun --ntasks-per-node=1 python -m train.precompile ...",
         examples=(
             f"{EXAMPLE} --dry-run",
             f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0",
             "experiment=demo run_dir=runs/x backend.compile=layers backend.compile_cache=kernels --nproc-per-node 1",
         ),
-        exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REJECTED: "arguments rejected"},
+        exits={cli.DONE: "all graphs compiled", cli.FAILED: "a graph failed", cli.REJECTED: "arguments rejected"},
         imports=True,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this machine [instance.devices]")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks on this machine [instance.devices]")
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines of the run [SLURM_NNODES, else 1]")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine from 0 [SLURM_NODEID]")
-    parser.add_argument("--master-addr", metavar="HOST", help="machine 0 [the first of Slurm's list]")
-    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="of several machines [29500]")
-    parser.add_argument("--retries", type=int, default=1, metavar="N", help="rounds over graphs that failed [1]")
-    parser.add_argument("--clear-locks", action="store_true", help="clear locks first; nothing else may use the cache")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="index of this machine, from 0 [SLURM_NODEID]")
+    parser.add_argument("--master-addr", metavar="HOST", help="host name of machine 0 [the first in Slurm's list]")
+    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="port of machine 0 [29500]")
+    parser.add_argument("--retries", type=int, default=1, metavar="N", help="how often to retry failed graphs [1]")
+    parser.add_argument("--clear-locks", action="store_true", help="first remove locks; nothing else may use the cache")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its variables, and stop")
     return parser.parse_intermixed_args(arguments)
 
@@ -115,7 +116,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
-    """Make the short run. Raises InputError if it cannot work, as far as that shows without the tool."""
+    """Return the short run. Raises InputError for settings, machines or a cache with which it cannot work."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cli.check_typed(TrainConfig, options.overrides)
@@ -123,32 +124,32 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     native = cfg.backend.name == "neuron" or (cfg.backend.name == "auto" and machine.is_native(cfg.instance.name))
     check(
         not native,
-        "native PyTorch (trn2, trn3) compiles operators as they come; there are no graphs to compile before a run, and "
-        f"{machine.NATIVE_CACHE} names the folder that keeps them",
+        "native PyTorch (trn2, trn3) compiles operators while it runs, so there are no graphs to compile before a run; "
+        f"{machine.NATIVE_CACHE} names the folder that keeps the operators",
     )
     num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
-    check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
+    check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or a type such as instance=trn1.32xlarge")
     world = ranks * num_nodes
     check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
     lengths = 1
-    if isinstance(cfg.data, RecordsConfig):  # the data is not opened here
+    if isinstance(cfg.data, RecordsConfig):  # The data is not opened here, so assume the most lengths.
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
-    # The data is not opened here: these are enough rows for every run, and its length may be unknown.
+    # The data is not opened here. So many rows are enough for every plan, and cfg.seq_len may be None.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
-    # With backend.compile=auto the place for the graphs says that they are torch.compile's.
+    # With backend.compile=auto, a backend.compile_cache says that torch.compile will make the graphs.
     is_inductor = cfg.backend.compile in ("layers", "model") or cfg.backend.compile_cache is not None
     if is_inductor:
         added, cache = {}, cfg.backend.compile_cache
-        check(cache is not None, "give backend.compile_cache, the folder or s3://bucket/prefix that the run reads")
+        check(cache is not None, "set backend.compile_cache to the folder or s3://bucket/prefix that the run reads")
     else:
         added = environment(environ, instance=cfg.instance.name)
         cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
         check(fault is None, fault or "")
-        added["NEURON_COMPILE_CACHE_URL"] = cache  # the tool's default is a folder that others can make first
-    # torchrun runs in the user's folder, whatever folder the tool is in.
+        added["NEURON_COMPILE_CACHE_URL"] = cache  # Another user could create the tool's default first.
+    # torchrun must run in the user's current folder, not in the tool's.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
         command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train.tools.collect_graphs", *flags(), *overrides],
@@ -162,22 +163,26 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
 
 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
-    """Return overrides that turn a run into a dry run, which compiles every graph once and saves nothing.
+    """Return overrides that make a run short: it computes every graph once and saves nothing.
 
-    Model, task, optimizer and batches are kept, as they make the graphs: `lengths` of them, all in the first steps.
+    Model, task, optimizer and batches are unchanged, since the graphs depend on them. Batches may have `lengths`
+    different lengths, which all occur in the first steps.
     """
     return [
         *(f'run_dir="{run_dir}"', f"log_every={LOG_EVERY}"),
         *("tensorboard=false", "telemetry.trackers=[]"),
         *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
-        "optim.warmup_steps=null",  # a fixed number could be longer than the run
-        *("eval_every=null", "early_stop.patience=null"),  # the evaluation at the end is kept, for its graph
+        "optim.warmup_steps=null",  # A fixed number could exceed max_steps.
+        *("eval_every=null", "early_stop.patience=null"),  # The evaluation at the end is kept for its graph.
         *("export=false", "best.export=false", "hub.push_to=null"),
     ]
 
 
 def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return the number of machines, by the options, by Slurm, or else 1, and torchrun with its flags for this one."""
+    """Return the number of machines, and torchrun's module with its flags for this machine.
+
+    The number is taken from the options, from Slurm, or else is 1.
+    """
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
@@ -186,7 +191,7 @@ def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tu
     rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
     check(0 <= rank < count, f"{count} machines: give each its --node-rank, 0 to {count - 1}")
     task = environ.get("SLURM_LOCALID", "0")
-    check(task == "0", f"Slurm task {task} of this machine: start one on each, srun --ntasks-per-node=1")
+    check(task == "0", f"this is Slurm task {task} of its machine: start one per machine, srun --ntasks-per-node=1")
     master = options.master_addr or machine.first_slurm_host(environ)
     check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
     flags = ["torch.distributed.run", f"--nnodes={count}", f"--node-rank={rank}", f"--master-addr={master}"]
@@ -194,9 +199,9 @@ def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tu
 
 
 def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
-    """Return variables that the tool needs and the user did not set; compiler flags are appended to the user's.
+    """Return the variables that the tool needs and the user has not set. Compiler flags are appended to the user's.
 
-    The backend sets the other variables of machine.neuron_environment, in this run as in the real one.
+    The backend sets the other variables of machine.neuron_environment, in the short run as in the real one.
     """
     flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)["NEURON_CC_FLAGS"]
     wanted = {
@@ -205,19 +210,19 @@ def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
     }
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
-    if here not in path.split(os.pathsep):  # the environment is not activated; the tools are with its python
+    if here not in path.split(os.pathsep):  # The virtual environment is not active; its tools are next to its python.
         added["PATH"] = os.pathsep.join([path, here]) if path else here
     return {"NEURON_CC_FLAGS": flags, **added}
 
 
 def describe(short_run: ShortRun) -> None:
-    """Print the command, its variables, and the sizes that make the graphs."""
+    """Print the command, its variables, and the sizes on which the graphs depend."""
     for name, value in short_run.added.items():
         print(f"{name}={shlex.quote(value)}")
     print(shlex.join([*([] if short_run.is_inductor else [TOOL]), *short_run.command]))
     plan, most = short_run.plan, short_run.split_tokens
     sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
-    split = "" if most is None else f" (of at most {most} tokens: the data's length decides whether it is split)"
+    split = "" if most is None else f" (of at most {most} tokens: it is split if the data's rows are too long)"
     print(f"{sizes}{split}; compile cache {short_run.cache}", flush=True)
 
 
@@ -225,13 +230,13 @@ def describe(short_run: ShortRun) -> None:
 
 
 def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
-    """Collect graphs, compile them, and compile failed ones again; return the exit code."""
+    """Collect graphs, compile them, retry failed ones, and return the exit code."""
     if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=short_run.work / "clear_locks") != 0:
         return fail(f"{TOOL} could not clear the locks of {short_run.cache}", short_run)
     locked = machine.cached_graphs(short_run.cache, "*.lock")
-    if locked:  # a locked graph is silently not compiled
+    if locked:  # The tool silently skips locked graphs.
         print(f"{short_run.cache} holds {len(locked)} locks: if nothing else compiles into it now, add --clear-locks")
-    print("compiling takes minutes a graph. Losses and figures below mean nothing.", flush=True)
+    print("compiling takes minutes per graph; ignore the losses and figures below", flush=True)
     began_s = time.monotonic()
     status = run_tool(short_run.command, environ, folder=short_run.work / "attempt_0")
     results = read_results(short_run.work / "attempt_0")
@@ -242,7 +247,7 @@ def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, cl
     for attempt in range(1, retries + 1):
         if not failed:
             break
-        print(f"{len(failed)} of {len(graphs)} graphs failed; round {attempt} of {retries} over them", flush=True)
+        print(f"{len(failed)} of {len(graphs)} graphs failed; retry {attempt} of {retries}", flush=True)
         run_tool(["--command", "compile"], environ, folder=short_run.work / f"attempt_{attempt}")
         later = read_results(short_run.work / f"attempt_{attempt}") or {}
         failed = find_failed({graph: later.get(graph, False) for graph in failed})
@@ -253,9 +258,9 @@ def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, cl
     if graphs:
         print(f"{len(graphs)} graphs compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
-        return fail("the short run succeeded but no graph was collected; is it a backend of Trainium?", short_run)
+        return fail("the short run succeeded, but no graph was collected; is the backend one for Trainium?", short_run)
     else:
-        print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")
+        print(f"no new graph ({took}): the cache has all graphs, unless another machine is compiling them now")
     return finish(advice(short_run), short_run)
 
 
@@ -277,30 +282,30 @@ def fail(message: str, short_run: ShortRun) -> int:
 
 
 def read_results(folder: Path) -> dict[str, bool] | None:
-    """Return whether each graph, by the path of its HLO, is compiled; None if the tool wrote no readable results."""
+    """Return, by the path of its HLO file, whether each graph is compiled; None if there are no readable results."""
     compiled: dict[str, bool] | None = None
-    for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # the time is in the name
+    for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # Names contain the time.
         try:
             report = json.loads(path.read_bytes())["compilation_report"]
             compiled = (compiled or {}) | {str(graph): entry["status"] is True for graph, entry in report.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"{path.name} is not as {TOOL} wrote it in torch-neuronx 2.6 ({error!r}); it is ignored")
+            print(f"{path.name} does not have the format of {TOOL} in torch-neuronx 2.6 ({error!r}); it is ignored")
     return compiled
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
-    """Return graphs that are compiled neither by the results nor by the files of the cache."""
-    # torch-neuronx 2.9 may report a failure after a whole compilation (aws-neuron-sdk issue 1299).
+    """Return the graphs for which neither the results nor the files of the cache show a complete compilation."""
+    # torch-neuronx 2.9 may report a failure after a complete compilation (aws-neuron-sdk issue 1299).
     return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
 
 
 def advice(short_run: ShortRun) -> str:
-    """Return a text on where the graphs are, and what makes them useless."""
+    """Return a text that says where the graphs are, and which changes make them useless."""
     versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
     compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
     flags = shlex.quote(short_run.added["NEURON_CC_FLAGS"])
     return (
         f"cache: {short_run.cache}\n"
         f"Start the run with the same NEURON_CC_FLAGS={flags}, NEURON_COMPILE_CACHE_URL, settings "
-        f"and world size, and {compiler}: a graph for which one of these has changed is compiled again."
+        f"and world size, and {compiler}. If one of these changes, graphs are compiled again."
     )

@@ -1,10 +1,10 @@
-"""`python -m train.predict MODEL` (--text, --question and --context, or --input): a model's answers to new rows.
+"""The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
 
---text "..." | --question "..." --context "..." | --input FILE [--output FILE]
+It reads --text "...", or --question "..." --context "...", or --input FILE [--output FILE].
 
-MODEL is a run (its export, or else its best checkpoint), whose config.yaml says which columns to read and how, or a
-folder of transformers or Hub id with a head for labels or answers. One row comes out for each that goes in, in order:
-JSON lines, or CSV. It is one process on the CPU or a CUDA device; XLA and Trainium devices are for training.
+MODEL is a run, or a folder of transformers or Hub id with a head for labels or answers. A run's export is used, or else
+its best checkpoint, and its config.yaml says how to read the columns. The output has one row for each row of the input,
+in the same order, as JSON lines or CSV. The command is one process on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from train.tasks.spec import TaskSpec
 if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
-ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
-FLAGS = {  # settings in errors of reading, and the flags that stand for them here
+ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # rows and characters of the input, after either of which a chunk ends
+FLAGS = {  # from words in error messages about data to the words with this command's flags
     "data.path=": "--input ",
     "set data.format to": "give --format",
     "say which is for training: data.train=NAME, or a glob": "name one of them",
@@ -65,12 +65,12 @@ SINGULAR = {"probabilities": "probability"}
 Row = dict[str, Any]
 
 
-# ---- which model, and how its data is read -------------------------------------------------------------------------
+# ---- the model and the columns -------------------------------------------------------------------------------------
 
 
 def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
-    """Return the model that the flags name, without its weights. Raises InputError if there is none with a head."""
-    from train.data.shards.cache import cache_dir  # late: code that needs torch comes after the checks of the flags
+    """Return the model that the flags name, without its weights. Raises InputError unless its head predicts."""
+    from train.data.shards.cache import cache_dir  # imports that need torch come after the checks of the flags
     from train.models.source import located
     from train.tasks.predictor import Predictor
 
@@ -80,7 +80,7 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
         cfg, _ = run
         check(
             bool(spec_of(cfg.task).inputs),
-            f"{options.model} is a run of task={cfg.task.kind}: its model has no head that can be asked",
+            f"{options.model} is a run of task={cfg.task.kind}: its model has no head for predictions",
         )
         assert isinstance(cfg.data, RecordsConfig)
         data = cfg.data
@@ -91,22 +91,22 @@ def find(options: argparse.Namespace, s3: S3Config) -> Predictor:
 
 
 def specs() -> list[TaskSpec]:
-    """Return the tasks whose models can be asked."""
+    """Return the tasks whose models predict."""
     return [spec for spec in TASKS.values() if spec.inputs]
 
 
 def inputs() -> dict[str, str]:
-    """Return what their models read, with the help of its flag."""
+    """Return the inputs of all these tasks by name, with the help text of their flags."""
     return {name: text for spec in specs() for name, text in spec.inputs.items()}
 
 
 def number_options() -> dict[str, str]:
-    """Return their further flags, each of which takes a number, with their help."""
+    """Return the numeric options of all these tasks by name, with the help text of their flags."""
     return {name: text for spec in specs() for name, text in spec.options.items()}
 
 
 def columns_given(options: argparse.Namespace) -> dict[str, str]:
-    """Return the columns that flags name, by their keys."""
+    """Return the values of the flags for columns, by their key in ColumnsConfig."""
     return {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
 
 
@@ -117,16 +117,16 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
     names = folder.names_here()
     if "config.yaml" not in names or "config.json" in names:
         return None
-    from train.run.saved import read_config  # late: Hydra takes long to import
+    from train.run.saved import read_config  # Hydra takes long to import
 
     return read_config(folder), folder
 
 
-# ---- rows in -------------------------------------------------------------------------------------------------------
+# ---- input ---------------------------------------------------------------------------------------------------------
 
 
 def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
-    """Yield rows as read_texts returns them. Raises InputError if the model cannot read them."""
+    """Yield the rows of the flags' texts or of --input. Raises InputError if the model cannot read them."""
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
 
@@ -141,7 +141,7 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
             was = getattr(trained_on.columns, name) is not None
             check(
                 has == was,
-                f"{options.model} learnt {'with' if was else 'without'} {name}: see "
+                f"{options.model} was trained {'with' if was else 'without'} {name}: see "
                 f"{flags([f'{name}_column' if options.input else name])}",
             )
     if options.input is None:
@@ -156,7 +156,7 @@ def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> 
 
 
 def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the same rows; an error that names a setting for which there is a flag names the flag."""
+    """Yield the same rows. An InputError that names a setting is raised with the flag for that setting instead."""
     try:
         yield from rows
     except InputError as error:
@@ -169,7 +169,7 @@ def in_words_of_flags(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def inputs_given(options: argparse.Namespace) -> dict[str, str]:
-    """Return the texts that the flags hold, by their columns. Raises InputError if one is empty or not text."""
+    """Return the texts given by flags, by input name. Raises InputError if a text is empty or not valid Unicode."""
     from train.data.files.errors import unreadable
 
     optional = {name for spec in specs() for name in spec.optional}
@@ -185,7 +185,7 @@ def required(spec: TaskSpec) -> list[str]:
 
 
 def fits(spec: TaskSpec, given: Iterable[str]) -> bool:
-    """Return whether a task's models read these inputs and no others."""
+    """Return whether a task's models can read exactly these inputs."""
     return set(required(spec)) <= set(given) <= set(spec.inputs)
 
 
@@ -205,12 +205,12 @@ def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-# ---- predictions out -----------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------------------
 
 
 def check_output(output: str, source: str | None) -> Path:
-    """Return the file to write. Raises InputError if it cannot be there."""
-    check(not is_s3(output), f"--output {output}: predictions are written to this machine; copy them from here")
+    """Return the path of the file to write. Raises InputError if no file can be written there."""
+    check(not is_s3(output), f"--output {output}: the file must be on this machine; copy it to S3 afterwards")
     path = local_path(output)
     check(path.suffix in (".jsonl", ".csv"), f"--output {output} must end in .jsonl or .csv")
     check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
@@ -222,17 +222,17 @@ def check_output(output: str, source: str | None) -> Path:
 
 @contextmanager
 def written_whole(path: Path | None) -> Iterator[BinaryIO]:
-    """Open a file that exists only if the block succeeds; without a path standard output, which keeps earlier rows."""
+    """Open a file that exists only if the block succeeds. Without a path, open standard output."""
     if path is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with disk_errors("write", path), open_whole(path) as file:  # the block's errors name their files themselves
+    with disk_errors("write", path), open_whole(path) as file:  # Errors inside the block name their own files.
         yield file
 
 
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
-    """Return rows as a table, with one column for the probability of each label and each of several numbers."""
+    """Return rows as CSV. An object becomes one column per key, such as one per label's probability."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def act() -> int:
         first = Parser(prog="python -m train.predict", add_help=False)
         add_import_flag(first)
-        first.parse_known_args(arguments)  # the tasks of the user's own code have flags as well
+        first.parse_known_args(arguments)  # Import the user's tasks first, because they may add flags.
         options = build_parser().parse_args(arguments)
         return predict(options, s3_of(options))
 
@@ -258,34 +258,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    purpose = "Label or rate texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
+    purpose = "Label or rate texts, or answer questions, with the model of a run, a folder of transformers or the Hub."
     examples = ('RUN --text "so good"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
-    exits = {**EXITS, REJECTED: "arguments or input rejected; then there is no output file"}
+    exits = {**EXITS, REJECTED: "arguments or input rejected, and no output file written"}
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits, imports=True)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL, s3:// too")
+    what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL; local or s3://")
     firsts = {next(iter(spec.inputs)) for spec in specs()}
     for name, text in inputs().items():
         (what if name in firsts else parser).add_argument(flags([name]), metavar="TEXT", help=text)
     for name, text in number_options().items():
         parser.add_argument(flags([name]), type=float, metavar="X", help=text)
-    parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per batch (32)")
-    parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
-    parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 where hardware has it (fp32)")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
-    parser.add_argument("--format", help="of an input whose name does not show it: csv, jsonl, parquet, squad, conll")
+    parser.add_argument("--output", metavar="FILE", help="a .jsonl or .csv file (default: JSON lines to stdout)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per batch (default: 32)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: CUDA if available (default: auto)")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 if supported (default: fp32)")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (default: the run's)")
+    parser.add_argument("--format", help="format of an unclear file name: csv, jsonl, parquet, squad or conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])
-        parser.add_argument(flag, metavar="NAME", help=f"of the input, for data.columns.{name}; empty: the default")
+        parser.add_argument(flag, metavar="NAME", help=f"input column for data.columns.{name}; empty: the default")
     add_s3_flags(parser)
     return parser
 
 
 def check_flags(options: argparse.Namespace) -> Path | None:
-    """Return where to write to. Raises InputError if flags contradict each other or mean nothing."""
-    check(launched().world_size == 1, "train.predict is one process: start it without torchrun")
+    """Return the path of the file to write, if any. Raises InputError if flags contradict each other or are invalid."""
+    check(launched().world_size == 1, "train.predict runs in one process: start it without torchrun")
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
     given = [name for name in inputs() if getattr(options, name) is not None]
@@ -293,7 +293,7 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     ways = [" ".join(f"[{flags([n])}]" if n in spec.optional else flags([n]) for n in spec.inputs) for spec in specs()]
     check(ok, f"{flags(given)}: these flags exclude one another; give {', or '.join(ways)}, or --input alone")
     names = [f"{name}_column" for name in columns_given(options)]
-    check(options.input is not None or not names, f"{flags(names)}: only --input has columns")
+    check(options.input is not None or not names, f"{flags(names)}: only --input has columns; leave the flags out")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
     if options.format is not None:
         check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))
@@ -309,7 +309,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     predictor = find(options, s3)
     backend = DDP(BackendConfig(device=options.device, precision=options.precision))
     chunks = in_chunks(read_rows(options, predictor, s3))
-    first = next(chunks, None)  # faults of the columns show before weights are read
+    first = next(chunks, None)  # Errors in the columns must come before the weights are read.
     if first is None:
         raise InputError(f"{options.input} holds no row")
     predictor.load({name: getattr(options, name) for name in number_options()}, backend.device, backend.autocast)
@@ -328,7 +328,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     if remark.startswith("warning"):
         print(remark, file=sys.stderr)
     if cut := predictor.cut_rows():
-        print(f"{cut}; tokens_cut says how many of each", file=sys.stderr)
+        print(f"{cut}; tokens_cut has the number for each row", file=sys.stderr)
     if metrics := predictor.metrics():
         print(metrics, file=sys.stderr if path is None else sys.stdout)
     return DONE

@@ -1,7 +1,7 @@
-"""`python -m train.records key=value ...`: preparation and description of labelled examples.
+"""The command `python -m train.records key=value ...`, which prepares and describes labelled examples.
 
-It prepares them as `python -m train` with the same settings would, and shows classes, lengths, padding, bad rows.
-Nothing is trained; data.save_to keeps the result elsewhere.
+It prepares them as `python -m train` would with the same settings, and prints classes, lengths, padding and bad rows.
+Nothing is trained. data.save_to names a folder for a copy of the result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from train.tasks import build_task
 if TYPE_CHECKING:
     from train.data.records.tables import Tables
 
-NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # that a run requires, and data does not
+NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # settings required by a run, but not used here
 SHOWN_CLASSES = 50
-WORTH_SAYING = 0.1  # share of the computed tokens that other lengths would save
+WORTH_SAYING = 0.1  # share of the computed tokens that other lengths must save to be recommended
 
 
 USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.settings_parser(
         "train.records",
         TrainConfig,
-        "Prepare labelled examples as a training with the same settings would, and show classes, lengths and bad rows.",
+        "Prepare labelled examples as train would with the same settings, and show classes, lengths and bad rows.",
         examples=(
             "experiment=tweets_trainium data.path=tweets.csv",
             "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(cfg: TrainConfig) -> int:
     check(
         isinstance(cfg.data, RecordsConfig),
-        f"task={cfg.task.kind} learns from shards, which python -m train.shards looks into; choose one that "
+        f"task={cfg.task.kind} learns from shards, which python -m train.shards shows; choose a task that "
         "learns from records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
-    from train.tasks.finetune import TextTask  # late: torch takes seconds to import, after the checks
+    from train.tasks.finetune import TextTask  # torch takes seconds to import, so check the settings first
     from train.tasks.texts import resolved_lengths
 
     task = build_task(cfg)
@@ -64,7 +64,10 @@ def show(cfg: TrainConfig) -> int:
 
 
 def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: Sequence[int]) -> Iterator[str]:
-    """Yield lines for people: the data's place, each split, and whether lengths `auto` save much over `lengths`."""
+    """Yield lines of text about the folder, each split, and whether lengths `auto` save much compared with `lengths`.
+
+    `auto` and `lengths` are the token counts to which batches are padded.
+    """
     assert isinstance(cfg.data, RecordsConfig)
     seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"

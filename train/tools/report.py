@@ -1,4 +1,4 @@
-"""`python -m train.report RUN [RUN ...] [--output DIR]`: one HTML file about training runs."""
+"""The command `python -m train.report RUN [RUN ...] [--output DIR]`, which writes one HTML file about training runs."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from train.system.folders import is_s3, local_path, open_folder
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.report",
-        "Write an HTML report on training runs: curves, a table, settings; several are compared with the first.",
+        "Write an HTML report on training runs: curves, a table, settings. Several runs are compared with the first.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
         imports=True,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a training run: a folder or s3://bucket/prefix")
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="folder for report.html and its images; default: RUN/report for one run, report next to the first for "
-        "more; for runs in S3: NAME-report or report, here",
+        help="folder for report.html and its images (default: RUN/report for one run, report next to the first run for "
+        "several; for runs in S3, NAME-report or report in the current folder)",
     )
     parser.add_argument(
         "--tolerance",
         type=float,
         default=TOLERANCE,
         metavar="SHARE",
-        help=f"by which the last validation score may differ from the first run's and count as equal [{TOLERANCE}]",
+        help=f"difference up to which a last validation score counts as equal to the first run's [{TOLERANCE}]",
     )
     add_s3_flags(parser, caches=False)
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_report(
     locations: Sequence[str], s3: S3Config, *, output: str | None, tolerance: float, failed: Sequence[str] = ()
 ) -> Path:
-    """Write the page about runs, see `render`, and print its sentences; return the path of the HTML."""
+    """Write the page about runs with `render`, print its table and sentences, and return the path of the HTML."""
     check_output(output)
     places = [each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations]
     runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
@@ -71,17 +71,17 @@ def write_report(
 
 
 def check_output(output: str | None) -> None:
-    """Raise InputError unless a page can be made, and `output` be its folder."""
+    """Raise InputError if a package for the page is missing, or if `output` cannot be its folder."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    if "matplotlib" not in sys.modules:  # a notebook provides one that only its kernel can import
-        os.environ["MPLBACKEND"] = "agg"  # figures are written, never shown
+    if "matplotlib" not in sys.modules:  # A notebook sets a backend that only its kernel can import.
+        os.environ["MPLBACKEND"] = "agg"  # Figures are only written to files.
     if output is not None:
         local_path(output)
 
 
 def default_output(runs: list[Run]) -> Path:
-    """Return the folder of a report without --output: next to its runs, or the current folder for runs in S3."""
+    """Return the folder of a report without --output: next to its runs, or in the current folder for runs in S3."""
     location = runs[0].folder.location
     if is_s3(location):
         return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")
