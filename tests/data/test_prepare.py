@@ -207,7 +207,7 @@ def rejected(output, corpus, *overrides):
         (b"the old city\n\nthe new house\n", ["{ready}"], "less than one sequence of 32"),
         (b"one two\n\ntwo one\n\n" * 20, ["validation_fraction=0.5"], "more than this text can fill: give more text"),
         (b"\n\nbinary \0\n", [], "text.txt:3: a NUL character"),  # not as an error of the tokenizer
-        (b"one", ["validation_fraction=0.999999"], "none of 1 documents is left for the tokenizer by validation_fr"),
+        (b"one", ["validation_fraction=0.999999"], "leaves none of 1 documents for the tokenizer"),
     ],
 )
 def test_text_that_is_too_little_or_none_is_rejected(tmp_path, prepared, content, overrides, expected):
@@ -280,7 +280,7 @@ def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, 
     assert content(copy) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
-    assert "not empty and not a preparation" in rejected(tmp_path / "out", corpus)
+    assert "neither empty nor a preparation" in rejected(tmp_path / "out", corpus)
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 

@@ -215,7 +215,7 @@ FLAGS = [
     ("compare", "experiment=demo compare.run=[xla,xla]", "names a variant twice"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: nosuch=1}}'", "variant a: nosuch is not a setting"),
     ("compare", "experiment=demo compare.run=[../a] 'compare.variants={../a: seed=1}'", "is not the name of a file"),
-    ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "and none is run_dir"),
+    ("compare", "experiment=demo 'compare.variants={a: run_dir=x}'", "other than run_dir"),
     ("compare", "experiment=demo 'compare.variants={a: nosuch}'", "must be settings, key=value"),
     ("train", "optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
     ("compare", f"{ONE_MORE} 'compare.variants={{a: optim=adamw optim=lamb}}'", "optim=adamw and optim=lamb choose"),
@@ -335,7 +335,7 @@ PREPARATIONS = [
     ("output=http://x/y", "http://x/y"),
     ("output=s3:/bucket/x", "s3:/bucket/x is neither a URL"),
     # ---- what is known only once the text is read
-    ("corpus.path=BLANK", "holds no text at all"),
+    ("corpus.path=BLANK", "holds no text"),
     (["output=new/deeper", "corpus.path=BROKEN", "corpus.encoding=utf-16"], "UTF-16"),
     ("tokenizer.vocab_size=50000", "more than this text can fill"),
 ]

@@ -116,7 +116,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
-    """Return the short run. Raises InputError for settings, machines or a cache with which it cannot work."""
+    """Return the short run. Raises InputError if it cannot work with these settings, machines or cache."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cli.check_typed(TrainConfig, options.overrides)

@@ -274,7 +274,7 @@ def build_parser() -> Parser:
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per batch (default: 32)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: CUDA if available (default: auto)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 if supported (default: fp32)")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (default: the run's)")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="most tokens per sequence (default: as in the run)")
     parser.add_argument("--format", help="format of an unclear file name: csv, jsonl, parquet, squad or conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])

@@ -1,13 +1,13 @@
-"""`python -m train.prepare`: text to token shards (read, split, learn a tokenizer, tokenise, pack, write).
+"""The command `python -m train.prepare`, which turns text into token shards.
 
 The same text, settings, seed and number of parts make the same bytes. A part that was killed resumes
-after its last complete shard. `manifest.json` is written last, so a folder without it is unfinished and one with it is
-complete. Steps of one preparation:
+after its last complete shard. `manifest.json` is written last, so a folder with it is complete. These are the steps of
+a preparation and the files that they write:
 
-    claim      source.json says what is prepared here; other settings are rejected
-    tokenizer  tokenizer/, made if it is missing
-    parts      train-00000.safetensors ..., and part-*.safetensors, where each part stands
-    merge      manifest.json; part-*.safetensors are removed
+    claim      source.json: the settings and the text; other settings are rejected later
+    tokenizer  tokenizer/, trained or copied unless it exists
+    parts      train-00000.safetensors ..., and part-*.safetensors, the progress of each part
+    merge      manifest.json; removes part-*.safetensors
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ from train.system.schema import BadContent, of_type, read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_PARTS = 256  # enough for the processes of any machine, and each still writes shards of full size from 75 GB
-SAMPLED_PARTS = 64  # of a corpus that is larger than the part on which the tokenizer is trained
-SPLIT_RULE = 2  # raised when other text is held out, so that a preparation begins and ends by the same rule
-FEW_SEQUENCES = 64  # for validation: with fewer, the loss of one evaluation says little
+MOST_PARTS = 256  # enough for any machine's processes; from 75 GB of text every part fills shards of full size
+SAMPLED_PARTS = 64  # number of places from which the tokenizer's text is taken if the corpus is larger
+SPLIT_RULE = 2  # version of the rule by which text is held out; a preparation must end with the version it began with
+FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
 
 
 USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.settings_parser(
         "train.prepare",
         PrepareConfig,
-        "Turn text into token shards for pretraining. A preparation that was killed resumes, a finished one is kept.",
+        "Turn text into token shards for pretraining. A killed preparation resumes; a finished one is left unchanged.",
         examples=(
             "corpus=text 'corpus.path=\"texts/**/*.txt\"' output=data/mine seq_len=128 tokenizer.vocab_size=4000",
             "corpus=jsonl corpus.path=articles.jsonl corpus.column=body output=s3://bucket/mine processes=8",
@@ -99,27 +99,27 @@ def run(cfg: PrepareConfig) -> int:
     with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
-        print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
+        print(f"{cfg.output}: part {cfg.part} is done; after the last part run this with merge=true instead of part")
         return cli.DONE
     held_out = manifest.rows("validation")
     print(
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
         f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
-        f"a table of neighbours is right in {manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
+        f"a table of neighbours predicts {manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
     )
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
     print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
     for line in composition(cfg.corpus, manifest):
         print(line)
     if held_out < FEW_SEQUENCES:
-        few = f"{held_out} validation sequences are few: their loss is subject to chance"
+        few = f"{held_out} validation sequences are few, and their loss is noisy"
         print(f"warning: {few}; give more text, or raise validation_fraction with another output", file=sys.stderr)
     return cli.DONE
 
 
 def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
-    """Say which share of the training tokens each of several corpora has, and what corpus.validation takes away."""
+    """Yield lines about each corpus's share of the training tokens, and documents that corpus.validation removed."""
     tokens = [manifest.counts.get(f"{TOKENS_OF}{number}", 0) for number in range(1, len(cfg.sources) + 1)]
     if total := sum(tokens):
         weights = cfg.weights or [1] * len(tokens)
@@ -127,25 +127,26 @@ def composition(cfg: CorpusConfig, manifest: DataManifest) -> Iterator[str]:
         parts = [f"{number / total:.1%} {name} (weight {weight:g})" for name, number, weight in each]
         yield f"training tokens: {', '.join(parts)}"
     if OVERLAP in manifest.counts:
-        yield f"{manifest.counts[OVERLAP]:,} training documents are in corpus.validation, too, and were left out"
+        yield f"{manifest.counts[OVERLAP]:,} training documents are also in corpus.validation and were left out"
 
 
 def prepare(cfg: PrepareConfig) -> DataManifest | None:
-    """Prepare a corpus or a part of it, resume it, or read the result; None if the parts are still to be merged.
+    """Prepare a corpus or a part of it, or resume, and return the manifest; None if the parts are still to be merged.
 
-    Raises InputError if it cannot; then there is no manifest.
+    If the folder has a manifest, only read it. Raises InputError, without writing a manifest, if text or settings
+    cannot be used.
     """
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
-    # They depend on the corpus alone, so that any number of processes makes the same shards.
+    # The parts depend only on the corpus, so that any number of processes makes the same shards.
     parts = [] if cfg.merge else job.divided(max(1, min(corpus.most_parts, MOST_PARTS) // job.count))
     num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
     settings = settings_of(cfg, num_parts)
     source = {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
     claim(folder, source)
     if folder.size("manifest.json") is not None:
-        remove_states(folder)  # a merge may have been killed between the two
+        remove_states(folder)  # A merge may have been killed after it wrote the manifest.
         return read_manifest(folder)
     identity = sha256_json(source)
     try:
@@ -156,13 +157,13 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
         progress.begin(Phase("writing the manifest"))
         return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
     except InputError as error:
-        with suppress(InputError, Unreachable):  # the first failure is the one to report
+        with suppress(InputError, Unreachable):  # Report the first error.
             take_back(folder, job, everything=isinstance(error, UnusableText))
         raise
 
 
 def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
-    """Prepare parts with the folder's tokenizer, in this process or in several others."""
+    """Prepare parts with the folder's tokenizer, in this process or in several new ones."""
     progress.begin(Phase("choosing the validation part"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
     recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
@@ -182,7 +183,7 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
 
 @contextmanager
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
-    """Show a bar in MB/s and tokens/s on terminals, and lines elsewhere."""
+    """Show progress: on a terminal a bar with MB/s and tokens/s, elsewhere lines."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
         tokens, began = 0, time.perf_counter()
@@ -202,11 +203,11 @@ def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
 
 
 def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
-    """Return the settings that decide the data: not its place or the text's, or who prepares which part."""
+    """Return the settings on which the data depends: all but locations, `part`, `merge` and `processes`."""
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
-    for name in ("path", "validation"):  # of which `input` is the fingerprint
+    for name in ("path", "validation"):  # source.json has the text's fingerprint in `input`.
         settings["corpus"].pop(name, None)
     for section, name in (("corpus", "weights"), ("tokenizer", "add_tokens")):
         if not settings[section][name]:
@@ -215,16 +216,19 @@ def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
 
 
 def claim(folder: Folder, wanted: dict[str, Any]) -> None:
-    """Mark the folder as this preparation's. Raises InputError if it is another's, or cannot be written to."""
+    """Write source.json, which marks the folder as this preparation's.
+
+    Raises InputError if the folder is another preparation's or has other files, or is not writable.
+    """
     names = folder.names()
     if "source.json" not in names:
         hint = "choose another folder"
         check(
-            not names, f"output={folder.location} is not empty and not a preparation ({', '.join(names[:3])}); {hint}"
+            not names, f"output={folder.location} is neither empty nor a preparation ({', '.join(names[:3])}); {hint}"
         )
         folder.create("source.json", canonical_json(wanted))
     there = claimed(folder)
-    if "manifest.json" in names:  # finished, so that nothing is mixed
+    if "manifest.json" in names:  # A finished preparation may be read with any number of parts.
         there["settings"]["parts"] = wanted["settings"]["parts"]
     if there != json.loads(canonical_json(wanted)):
         raise InputError(
@@ -255,9 +259,9 @@ def difference(old: Any, new: Any, key: str = "") -> str:
 
 
 def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
-    """Leave the folder as it was, for a call with better settings, if its content is of no use.
+    """Remove what a failed preparation wrote, if it is of no use, so that other settings can use the folder.
 
-    That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
+    It is of no use if `everything`, or if no part has written anything and no other job is about to.
     """
     names = folder.names()
     begun = any(name.startswith(STATE_NAMES) for name in names)
@@ -273,8 +277,8 @@ def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
 
 
 def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
-    """Return the folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
-    from train.data.text import tokenizer as tokenizers  # it imports transformers, which most processes do not need
+    """Return the folder's tokenizer; make it if it is missing. If several jobs make one, all use the first."""
+    from train.data.text import tokenizer as tokenizers  # imports transformers, which most processes do not need
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own, sample = cfg.tokenizer, Sample()
@@ -283,7 +287,7 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
             tokenizers.add_tokens(made, own.add_tokens)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
-            known = corpus.total_bytes if corpus.seekable else None  # of packed files it is less than their text
+            known = corpus.total_bytes if corpus.seekable else None  # Compressed files are smaller than their text.
             num_bytes = min(own.train_bytes, known or own.train_bytes)
             print(f"... {tokenizers.check_trainer_memory(num_bytes)}", file=sys.stderr, flush=True)
             made = tokenizers.train_tokenizer(
@@ -299,10 +303,10 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: 
 
 
 def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
-    """Warn of text of the corpus that the tokenizer drops. Raises InputError if it cannot read the corpus."""
+    """Warn if the tokenizer drops characters of the corpus. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
-    unknown_share(*unknown_of(tokenizer, texts), reads)  # the exact share is printed at the end
+    unknown_share(*unknown_of(tokenizer, texts), reads)  # This share is of a sample; the end prints the exact one.
     for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
         cure = (
             f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"
@@ -313,10 +317,10 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
-    """Yield training documents for the tokenizer.
+    """Yield training documents for the tokenizer, all of them if the corpus has at most tokenizer.train_bytes.
 
-    It is all of them, or for a corpus that is larger than the tokenizer reads, SAMPLED_PARTS stretches. Without seeking
-    it is an even sample, and for a stream of unknown size the first documents.
+    A larger corpus is read in SAMPLED_PARTS places. If it cannot seek, an even sample is yielded, and if its size is
+    unknown, all documents in order.
     """
     wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
@@ -332,8 +336,8 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
             if text and text_uniform(document.text, cfg.seed)[1] < share:
                 num_given += 1
                 yield text
-    check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
+    check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text")
     by_hash = f"validation_fraction={cfg.validation_fraction}"
     held = f"{by_hash if held_out.known is None else 'corpus.validation'} or a sample of tokenizer.train_bytes={wanted}"
     progress.begin(Phase("training the tokenizer"))
-    check(num_given > 0, f"none of {num_documents} documents is left for the tokenizer by {held}; give more documents")
+    check(num_given > 0, f"{held} leaves none of {num_documents} documents for the tokenizer; give more documents")

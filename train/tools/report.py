@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
         imports=True,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a training run: a folder or s3://bucket/prefix")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a run: a folder or s3://bucket/prefix")
     parser.add_argument(
         "--output",
         metavar="DIR",

@@ -1,6 +1,6 @@
-"""`python -m train.shards ls | verify | head | stats LOCATION`: a look into prepared data, on disk or in S3.
+"""The command `python -m train.shards ls | verify | head | stats LOCATION`, which shows prepared data.
 
-Exit code 0: done, 1: `verify` found damage or S3 did not answer, 2: there is no prepared data to look into.
+Exit code 0 means done, 1 that `verify` found damage or S3 did not answer, 2 wrong arguments or no prepared data.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from train.run.command import DONE, EXITS, FAILED, add_s3_flags, command_parser,
 from train.system.folders import open_folder, sha256_file
 from train.system.memory import usable_cpus
 
-MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's, as in conf/task/mlm.yaml
-MOST_AT_ONCE = 8  # shards that `verify` reads at the same time
-ROWS_AT_ONCE = 65536  # rows that `stats` holds in memory
+MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's values, as in conf/task/mlm.yaml
+MOST_AT_ONCE = 8  # number of shards that `verify` reads at the same time
+ROWS_AT_ONCE = 65536  # number of rows that `stats` holds in memory
 RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
 
 
 def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
-    """Yield the content of the manifest: a line for the set and one for each shard."""
+    """Yield lines with the content of the manifest: the data set, the tokenizer, and each shard."""
     tokens = manifest.seq_len * sum(manifest.rows(split) for split in SPLITS)
     yield f"{location}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
     yield f"tokenizer {manifest.tokenizer.sha256[:12]}, vocabulary {manifest.tokenizer.vocab_size:,}"
@@ -41,10 +41,10 @@ def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
 
 
 def find_damage(data: PreparedData) -> list[str]:
-    """Return the faults of the files that the manifest names, read in parallel; [] if there are none."""
+    """Read the files that the manifest names, in parallel, and return their faults."""
     shards = data.manifest.shards
     with (
-        ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # hashing lets other threads run
+        ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # Hashing releases the GIL.
         tqdm(total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None) as bar,
     ):
 
@@ -61,7 +61,7 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
-    """Yield the first sequences of a split twice: as text, and as masked tokens with those to predict marked."""
+    """Yield the first sequences of a split, each as text and as masked tokens with the predicted ones marked."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(
@@ -89,7 +89,7 @@ def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> I
 
 
 def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield lengths, the entropy of the token frequencies, and the most frequent tokens."""
+    """Yield lines with lengths, the entropy of the token frequencies, and the `number` most frequent tokens."""
     manifest, rows_of = data.manifest, data.on_demand(split)
     total = len(rows_of)
     check(total > 0, f"{data.cfg.path} has no {split} sequences")
@@ -107,7 +107,7 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
     yield f"first segment: {' / '.join(map(str, quantiles))} tokens (minimum, quartiles, maximum)"
     yield f"sequences from one document: {same / total:.1%}"
     entropy = unigram_entropy(counts, manifest.tokenizer)
-    yield f"{np.count_nonzero(text):,} of {len(counts):,} pieces occur, unigram entropy {entropy:.3f} nats"
+    yield f"{np.count_nonzero(text):,} of {len(counts):,} tokens occur, unigram entropy {entropy:.3f} nats"
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     for token in np.argsort(-text, kind="stable")[:number]:
         yield f"{text[token]:12,}  {text[token] / text.sum():6.2%}  {tokenizer.convert_ids_to_tokens(int(token))}"
@@ -116,19 +116,19 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.shards",
-        "Look into prepared data, on disk or in S3: its files, checksums, sequences, or lengths and frequencies.",
+        "Show prepared data, on disk or in S3: its files, checksums, sequences, or lengths and token frequencies.",
         examples=("ls data/mine", "verify s3://bucket/mine", "head data/mine -n 5 --split validation"),
         exits={**EXITS, FAILED: "verify found damage, or S3 did not answer"},
     )
-    what = "list files; compare checksums; show sequences as text and as a model sees them; count"
+    what = "list files; compare checksums; show sequences as text and as masked tokens; count tokens"
     parser.add_argument("command", choices=("ls", "verify", "head", "stats"), help=what)
     parser.add_argument(
         "location",
         metavar="LOCATION",
         help="the output of python -m train.prepare: a folder or s3://bucket/prefix",
     )
-    parser.add_argument("--split", choices=SPLITS, default="train", help="for head and stats (default train)")
-    parser.add_argument("-n", type=int, default=None, help="sequences to show (default 3), or tokens in stats (20)")
+    parser.add_argument("--split", choices=SPLITS, default="train", help="split for head and stats (default: train)")
+    parser.add_argument("-n", type=int, default=None, help="sequences for head (default: 3) or tokens for stats (20)")
     add_s3_flags(parser)
     return run_flags(parser, arguments, look)
 

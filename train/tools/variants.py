@@ -1,4 +1,4 @@
-"""The variants of a training run, one after the other: each a `python -m train`, alone or under torchrun."""
+"""The variants of a training run. They run one after the other, each as `python -m train` or under torchrun."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from train.tasks import build_task
 
 class Variant(NamedTuple):
     name: str
-    location: str  # of its run folder
+    location: str  # run folder
     overrides: list[str]
-    cfg: TrainConfig  # the resulting configuration
+    cfg: TrainConfig  # configuration that the overrides make
 
 
 class Ending(NamedTuple):
@@ -36,11 +36,11 @@ class Ending(NamedTuple):
     reason: str = ""
 
 
-# ---- what is to be run ---------------------------------------------------------------------------------------------
+# ---- variants ------------------------------------------------------------------------------------------------------
 
 
 def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
-    """Return the runs of a comparison, the baseline first. `given`: the overrides that led to `cfg`."""
+    """Return the runs of a comparison, the baseline first. `given` has the overrides that made `cfg`."""
     common = [override for override in given if not re.match(r"compare[.=]", override)]
     made = {name: make_variant(cfg, common, FileName(name)) for name in {*cfg.compare.names, *cfg.compare.added}}
     return [made[name] for name in cfg.compare.names]
@@ -53,7 +53,7 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
     except ValueError as error:
         raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
     is_plain = all("=" in each and not each.startswith("run_dir=") for each in own)
-    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be settings, key=value, and none is run_dir")
+    check(is_plain, f"compare.variants: {name}: {shlex.join(own)} must be settings, key=value, other than run_dir")
     own.append(f"run_dir={cli.quoted(location)}")
     keys = tuple(f"{override.partition('=')[0]}=" for override in own)
     overrides = [*(override for override in common if not override.startswith(keys)), *own]
@@ -63,12 +63,12 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
 
 
 def settings(cfg: TrainConfig) -> bytes:
-    """Return all settings but the run folder, as bytes."""
+    """Return all settings except run_dir, as canonical JSON."""
     return canonical_json({**to_dict(cfg), "run_dir": None})
 
 
 def check_tasks(variants: Sequence[Variant]) -> None:
-    """Raise InputError if a variant that is to be run cannot open its files. Labelled data is prepared here, once."""
+    """Raise InputError if a variant that is not done cannot open its files. This also prepares labelled data, once."""
     for variant in variants:
         if not is_done(variant):
             with named(variant.name):
@@ -83,11 +83,11 @@ def named(variant: str) -> Iterator[None]:
         raise InputError(f"variant {variant}: {error}") from error
 
 
-# ---- running it ----------------------------------------------------------------------------------------------------
+# ---- running them --------------------------------------------------------------------------------------------------
 
 
 class Runner:
-    """A context that runs variants and passes signals on to the running one; after a signal no other is started."""
+    """A context that runs variants and forwards signals to the running one. After a signal it starts no other."""
 
     def __init__(self, compare: VariantsConfig) -> None:
         self.compare = compare
@@ -95,7 +95,7 @@ class Runner:
         self.is_asked_to_stop = False
 
     def __enter__(self) -> Runner:
-        numbers = [each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+        numbers = [each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]  # as under nohup
         self.before = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
@@ -105,11 +105,11 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # a terminal signals it too: a run counts the same signal within seconds once
+        if self.process is not None:  # A terminal signals it too, but a run counts equal signals within seconds once.
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
-        """Run or resume a variant, unless it has ended."""
+        """Run or resume a variant unless it is done, and return how it ended."""
         if self.is_asked_to_stop:
             return Ending("stopped")
         if is_done(variant):
@@ -122,15 +122,15 @@ class Runner:
         before = read_outcome(folder)
         print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)
         self.process = processes.start(command, env=os.environ)
-        if self.is_asked_to_stop:  # before the process could be signalled
+        if self.is_asked_to_stop:  # The signal came before the process existed.
             self.process.terminate()
         code = processes.exit_code(self.process)
         self.process, outcome = None, read_outcome(folder)
         if code == DONE:
             return Ending("done")
-        if outcome == before:  # this start left none
+        if outcome == before:  # This start wrote no outcome.
             outcome = {}
-        # A notice that stops a run, of a machine that goes away, applies to the others too.
+        # A notice that stops one run, such as that the machine will go away, applies to the other variants too.
         self.is_asked_to_stop |= code == STOPPED or outcome.get("outcome") == "stopped"
         if self.is_asked_to_stop:
             return Ending("stopped")
@@ -138,7 +138,7 @@ class Runner:
 
 
 def is_done(variant: Variant) -> bool:
-    """Return whether the run has ended with these settings; with others the run itself decides whether to resume."""
+    """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
         with suppress(FileNotFoundError, InputError):

@@ -204,7 +204,7 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     several = measured.num_machines > 1
     figure = figure_text(wanted_device, instance.name)
-    # How much of the network devices use between machines has not been measured, so a low figure is only a warning.
+    # Nobody has measured the share of the network that devices reach between machines, so a low figure only warns.
     return {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
         "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several),
