@@ -42,7 +42,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
 def fetch(store: Store, step: int, content: str | None = None) -> Path:
     """Fetch a step, or only its files of `content`, verify it, and return its folder.
 
-    Raises InputError if there is no such step or the disk cannot hold it, and Damaged if a file is not as written.
+    Raises InputError if there is no such step or the disk cannot hold it, and Damaged if a checksum is wrong.
     """
     check_step(store, step)
     try:
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_s3_flags(command)
         return command
 
-    add("list", "list the steps (the default): their manifests and file lengths are read, not the files")
+    add("list", "list the steps (the default); only manifests and file lengths are read")
     add("verify", "compare files with checksums, and print where the next start resumes").add_argument(
         "--step", type=int, default=None, help="verify only this step"
     )

@@ -43,7 +43,7 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     """Run the variants that are not done, write the report, and return the exit code."""
     from train.tools.variants import Runner, check_tasks, make_variants
 
-    check("LOCAL_RANK" not in os.environ, "compare starts compare.ranks ranks itself; run it without torchrun")
+    check("LOCAL_RANK" not in os.environ, "compare starts the ranks itself (compare.ranks); run it without torchrun")
     check_output(None)
     variants = make_variants(cfg, given)
     check(len(variants) > 1, "there is only one variant: name two or more in compare.run, the baseline first")

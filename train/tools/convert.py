@@ -1,7 +1,7 @@
 """The command `python -m train.convert from-arrow FOLDER OUTPUT`, which makes shards from packed sequences.
 
-`datasets.DatasetDict.save_to_disk` wrote the folder. A column has the token ids, the same number in each row. The
-columns `pivot` and `same_document` (see packing.py) are optional. Without them a sequence has one segment.
+The folder was written by `datasets.DatasetDict.save_to_disk`. One column has the token ids, the same number in each
+row. The columns `pivot` and `same_document` (see packing.py) are optional. Without them a sequence has one segment.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def values_of(
         check(is_lists or pa.types.is_fixed_size_list(column.type), f"column {name} holds {column.type}, not lists")
         lengths = pc.list_value_length(column).to_pylist()
         bad = next((number for number, length in enumerate(lengths, start) if length != seq_len), None)
-        check(bad is None, f"column {name}: sequence {bad} does not have {seq_len} ids like the first one")
+        check(bad is None, f"column {name}: sequence {bad} must have {seq_len} ids, like sequence 0")
         column = column.flatten()
     is_whole = (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)) and not column.null_count
     nulls = f" with {column.null_count:,} nulls" if column.null_count else ""
@@ -125,7 +125,7 @@ def values_of(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.convert",
-        "Turn packed sequences into shards. They are in a folder that datasets.DatasetDict.save_to_disk wrote.",
+        "Turn packed sequences, in a folder written by datasets.DatasetDict.save_to_disk, into shards.",
         examples=(
             "from-arrow arrow data/mine --tokenizer bert-base-cased --column input_ids",
             "from-arrow arrow s3://bucket/mine --tokenizer runs/tokenizer",

@@ -121,7 +121,7 @@ def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:
 
         trained = Predictor(source, RecordsConfig(path=""), run=model.run, seq_len=None)
         outputs, is_new = trained.task.settings_of_outputs(), model.run is None or bool(NEW_DATA & typed.keys())
-        # New rows get the threshold that the run's validation rows chose. On those rows the run's setting decides.
+        # New rows get the threshold that the run's validation rows chose. The run's rows get the run's setting.
         given = {"task": trained.task.cfg.kind, **outputs, **given, **(outputs if is_new else {})}
     for group in {"data", "task", "backend"} & typed.keys():  # Another option of a group has other settings.
         given = {key: value for key, value in given.items() if not key.startswith(f"{group}.") or key == LABELS}
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(cfg: TrainConfig, model: Model) -> int:
     rank_setup.prepare(launched(), forks=False)
-    search_rarely()  # The usual rate returns once the task is imported.
+    search_rarely()  # Garbage is collected rarely until the task is imported.
     from train.data.records.sources import NO_ROWS
     from train.entry import leave_at_once
     from train.parallel.ranks import AGREED

@@ -11,7 +11,7 @@ CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache
 - It reads the list of graphs from the run's output, so this output must not be redirected.
 - It writes its results to the current folder, so it starts in a separate one, which the run leaves by `env --chdir`.
 - Its exit status is the number of failed graphs, or 1 if the run failed. The results distinguish the two.
-- `--command compile` compiles every waiting graph of the cache, also those of other runs. Only this run's count here.
+- `--command compile` compiles every waiting graph of the cache, including other runs'. Only this run's count here.
   With --retry_failed_compilation it may compile failed graphs again, but no source says that it always does. So a graph
   counts as failed until the results or the files of the cache say otherwise.
 """
@@ -137,7 +137,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         lengths = MOST_GRAPHS if cfg.data.lengths == "auto" else len(cfg.data.lengths) + 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
-    # The data is not opened here. So many rows are enough for every plan, and cfg.seq_len may be None.
+    # The data is not opened here: assume more rows than any plan needs. cfg.seq_len may be None.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
     # With backend.compile=auto, a backend.compile_cache says that torch.compile will make the graphs.
     is_inductor = cfg.backend.compile in ("layers", "model") or cfg.backend.compile_cache is not None
@@ -148,7 +148,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         added = environment(environ, instance=cfg.instance.name)
         cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
         check(fault is None, fault or "")
-        added["NEURON_COMPILE_CACHE_URL"] = cache  # Another user could create the tool's default first.
+        added["NEURON_COMPILE_CACHE_URL"] = cache  # Another user could create the default folder first.
     # torchrun must run in the user's current folder, not in the tool's.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", *machines]
     return ShortRun(
@@ -181,7 +181,7 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
 def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
     """Return the number of machines, and torchrun's module with its flags for this machine.
 
-    The number is taken from the options, from Slurm, or else is 1.
+    The number comes from the options, else from Slurm, else it is 1.
     """
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
@@ -284,7 +284,7 @@ def fail(message: str, short_run: ShortRun) -> int:
 def read_results(folder: Path) -> dict[str, bool] | None:
     """Return, by the path of its HLO file, whether each graph is compiled; None if there are no readable results."""
     compiled: dict[str, bool] | None = None
-    for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # Names contain the time.
+    for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # sorted by the time in their names
         try:
             report = json.loads(path.read_bytes())["compilation_report"]
             compiled = (compiled or {}) | {str(graph): entry["status"] is True for graph, entry in report.items()}

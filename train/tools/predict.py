@@ -54,8 +54,8 @@ from train.tasks.spec import TaskSpec
 if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
-ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # rows and characters of the input, after either of which a chunk ends
-FLAGS = {  # from words in error messages about data to the words with this command's flags
+ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # limits of rows and characters in a chunk of the input
+FLAGS = {  # replacements in error messages about data: words with settings, words with flags
     "data.path=": "--input ",
     "set data.format to": "give --format",
     "say which is for training: data.train=NAME, or a glob": "name one of them",
@@ -106,7 +106,7 @@ def number_options() -> dict[str, str]:
 
 
 def columns_given(options: argparse.Namespace) -> dict[str, str]:
-    """Return the values of the flags for columns, by their key in ColumnsConfig."""
+    """Return the column names that flags give, by key of ColumnsConfig."""
     return {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
 
 
@@ -309,7 +309,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     predictor = find(options, s3)
     backend = DDP(BackendConfig(device=options.device, precision=options.precision))
     chunks = in_chunks(read_rows(options, predictor, s3))
-    first = next(chunks, None)  # Errors in the columns must come before the weights are read.
+    first = next(chunks, None)  # Report errors in the columns before reading the weights.
     if first is None:
         raise InputError(f"{options.input} holds no row")
     predictor.load({name: getattr(options, name) for name in number_options()}, backend.device, backend.autocast)

@@ -99,14 +99,14 @@ def run(cfg: PrepareConfig) -> int:
     with progress.reported(), made:
         manifest = prepare(cfg)
     if manifest is None:
-        print(f"{cfg.output}: part {cfg.part} is done; after the last part run this with merge=true instead of part")
+        print(f"{cfg.output}: part {cfg.part} is done; when all are done, run this with merge=true instead of part")
         return cli.DONE
     held_out = manifest.rows("validation")
     print(
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
         f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
-        f"a table of neighbours predicts {manifest.counts['neighbour_accuracy']:.1%}, id {manifest.id[:12]}"
+        f"a table of neighbours predicts {manifest.counts['neighbour_accuracy']:.1%} of tokens, id {manifest.id[:12]}"
     )
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
     print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
@@ -157,7 +157,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
         progress.begin(Phase("writing the manifest"))
         return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
     except InputError as error:
-        with suppress(InputError, Unreachable):  # Report the first error.
+        with suppress(InputError, Unreachable):  # The first error is the one to report.
             take_back(folder, job, everything=isinstance(error, UnusableText))
         raise
 
@@ -319,8 +319,8 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
     """Yield training documents for the tokenizer, all of them if the corpus has at most tokenizer.train_bytes.
 
-    A larger corpus is read in SAMPLED_PARTS places. If it cannot seek, an even sample is yielded, and if its size is
-    unknown, all documents in order.
+    A larger corpus is read in SAMPLED_PARTS places. If it cannot seek, an even sample is yielded. If its
+    size is unknown, all documents are yielded, and the trainer reads the first ones.
     """
     wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         default=TOLERANCE,
         metavar="SHARE",
-        help=f"difference up to which a last validation score counts as equal to the first run's [{TOLERANCE}]",
+        help=f"relative difference up to which a final score counts as equal to the first run's [{TOLERANCE}]",
     )
     add_s3_flags(parser, caches=False)
 

@@ -132,7 +132,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tables(*, is_every_day: bool) -> Iterator[str]:
-    """Yield a section for each dataclass that has keys in `every_day`, or other keys, and only with these."""
+    """Yield a section per dataclass, with its keys of `every_day` or, if not `is_every_day`, with its other keys."""
     chosen = every_day()
     for (prefix, kind), users in sections().items():
         used = set().union(*(chosen.get(user, ()) for user in users))

@@ -1,4 +1,4 @@
-"""The variants of a training run. They run one after the other, each as `python -m train` or under torchrun."""
+"""A runner of the variants of a training run, one after the other, each as `python -m train` or under torchrun."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Runner:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_asked_to_stop = True
-        if self.process is not None:  # A terminal signals it too, but a run counts equal signals within seconds once.
+        if self.process is not None:  # A terminal signals it too, but a run counts equal signals within seconds as one.
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:

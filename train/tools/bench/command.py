@@ -1,4 +1,4 @@
-"""The command line of `python -m train.bench key=value ...`, with or without torchrun: measure the training speed."""
+"""The command line of `python -m train.bench key=value ...`, which measures training speed, also under torchrun."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ GROWTH = 1.02  # factor from which a speed counts as faster; a smaller one is no
 MOST_SLOWER = 2  # number of larger micro batches in a row without a faster speed, after which the sweep ends
 FIRST = 8  # first micro batch size to try, if micro_batch_size is not set
 HOST_SHARE = 0.9  # share of the available memory that the ranks of a try on CPUs may allocate
-MANY_ROWS = 2**62  # row count that no plan exceeds; a try checks the data itself
+MANY_ROWS = 2**62  # row count that is enough for any plan; a try checks the data itself
 OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
 
 

@@ -15,13 +15,13 @@ from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, war
 GIB = 2**30
 # A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than 4
 # GiB the next one may not fit. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
-LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes below which a finding is an error, and a warning
+LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes; below the first an error, below the second a warning
 LEAST_SHM = GIB  # Each loader worker keeps two batches of some MB there. Containers have 64 MiB by default.
 LEAST_MEMORY = GIB
 RANK_MEMORY = GIB  # Importing torch and transformers takes a measured 0.65 GiB in each process.
 COMPILER_MEMORY = 8 * GIB  # an estimate; neuronx-cc is killed (exit code -9) if memory is short
 OLD_LOCK_S = 3600.0  # The longest compilations take some 45 minutes.
-WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0  # seconds off beyond which a finding is a warning, and an error
+WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0  # seconds off; above the first a warning, above the second an error
 LOOPBACK = ("127.", "::1")
 
 
@@ -174,7 +174,7 @@ def shared_memory(probe: Probe) -> Finding:
 
 
 def clock(probe: Probe) -> Finding:
-    """Check that a time server corrects the clock. S3 rejects signatures 15 minutes off, and logs compare seconds."""
+    """Check that a time server corrects the clock. S3 rejects signatures that are 15 minutes off."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:

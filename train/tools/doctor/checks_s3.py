@@ -14,14 +14,14 @@ from train.system.s3 import open_session
 from train.tools.doctor.probe import Finding, bad, ok, warn
 
 TIMEOUT_S = 5
-REJECTED_CLOCK_S = 15 * 60  # seconds off from which S3 answers RequestTimeTooSkewed
+REJECTED_CLOCK_S = 15 * 60  # clock difference from which S3 answers RequestTimeTooSkewed
 NO_ROUTE = "add an S3 gateway endpoint or a NAT route to the subnet, allow outbound port 443, check HTTPS_PROXY"
 HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # most likely error code of an HTTP status
-WANTED_CLOCK_S = 5.0  # seconds off without a warning: the header has whole seconds, and the request takes time
+WANTED_CLOCK_S = 5.0  # clock difference without a warning: the header has whole seconds, and a request takes time
 
 
 def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
-    """Return findings about `s3://bucket/...`. The endpoint is boto3's choice, which reads AWS_ENDPOINT_URL."""
+    """Return findings about `s3://bucket/...`. boto3 chooses the endpoint, and reads AWS_ENDPOINT_URL."""
     name = location.removeprefix("s3://").split("/")[0]
     session = open_session(S3Config())
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2})

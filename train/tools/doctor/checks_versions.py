@@ -17,7 +17,7 @@ NEEDED_GLIBC = (2, 35)  # for torch-neuronx 2.9's wheel; Ubuntu 22.04 and 24.04 
 
 
 def python(probe: Probe) -> Finding:
-    """Check Python and glibc, without which Neuron's wheels cannot be installed."""
+    """Check Python and glibc. Neuron's wheels need certain versions of both."""
     text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
     if probe.python[:2] < (3, 11):
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.11 or newer)")

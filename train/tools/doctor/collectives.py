@@ -32,7 +32,7 @@ REPEATS = 5
 MIB = 2**20
 HOST_MIB, DEVICE_MIB = 64, 256  # An accelerator's collectives need larger tensors to come near their peak.
 # A ring of n ranks sends 1/n of the tensor in a step, so with many ranks a small tensor measures only latency. The
-# size therefore grows with the ranks; both numbers are a choice.
+# size therefore grows with the ranks. Both numbers are chosen, not measured.
 RANK_MIB, MOST_DEVICE_MIB = 8, 1024
 GRACE_S = 10.0  # seconds past the timeout in which a backend can raise its own error, which says more
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User

@@ -66,7 +66,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
         f"--collectives measures between ranks, but there is only {launch.world_size}: start several with torchrun "
         f"--standalone --nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    rank_setup.prepare(launch, forks=True)  # A run does this too, before it imports torch; its loader forks.
+    rank_setup.prepare(launch, forks=True)  # A run does this too before it imports torch, and its loader forks.
     from train.tools.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
