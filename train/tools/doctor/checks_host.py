@@ -62,7 +62,7 @@ def locked_memory(probe: Probe) -> Finding:
         return skip("only EFA needs it")
     if soft == math.inf:
         return ok("unlimited")
-    text = f"{soft / 1024:,.0f} KiB: EFA registers more" if not math.isnan(soft) else "limit unknown"
+    text = f"{soft / 1024:,.0f} KiB, but EFA must lock more" if not math.isnan(soft) else "limit unknown"
     return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
 
 
@@ -74,7 +74,7 @@ def fork_safety(probe: Probe) -> Finding:
         return bad(text, cure="export FI_EFA_FORK_SAFE=1")
     huge = re.search(r"^HugePages_Total:\s*(\d+)", probe.text("/proc/meminfo") or "", re.MULTILINE)
     if huge and int(huge[1]) and probe.environ.get("FI_EFA_USE_HUGE_PAGE") not in (None, "", "0"):
-        text = f"EFA takes from {int(huge[1]):,} huge pages; a fork may fail with 'Cannot allocate memory'"
+        text = f"EFA uses some of {int(huge[1]):,} huge pages, so a fork may fail with 'Cannot allocate memory'"
         return warn(text, cure="unset FI_EFA_USE_HUGE_PAGE (a run with loader workers sets it to 0)")
     return ok(f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
 
@@ -166,7 +166,7 @@ def shared_memory(probe: Probe) -> Finding:
         return skip("no /dev/shm")
     if free >= LEAST_SHM:
         return ok(f"{free / GIB:,.0f} GiB free in /dev/shm")
-    text = f"{free / 2**20:,.0f} MiB free in /dev/shm: loader workers end with a bus error"
+    text = f"{free / 2**20:,.0f} MiB free in /dev/shm, so loader workers may end with a bus error"
     return warn(text, cure="docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm")
 
 
@@ -183,7 +183,7 @@ def clock(probe: Probe) -> Finding:
         if offset is None or leap is None or leap[1] != "Normal":
             return warn(f"chrony does not follow a server ({leap[1] if leap else 'status unknown'})", cure=restart)
         offset_s = float(offset[1])
-        text = f"{offset_s:.6f} s off, kept by chrony"
+        text = f"{offset_s:.6f} s off, corrected by chrony"
         if offset_s <= WANTED_CLOCK_S:
             return ok(text)
         return (bad if offset_s > LEAST_CLOCK_S else warn)(text, cure="sudo chronyc makestep")
