@@ -276,7 +276,7 @@ def test_tensors_are_compared_bit_by_bit():
     ("arguments", "words"),
     [
         *(
-            ([*words.split()], "is no run folder")
+            ([*words.split()], "is not a run folder")
             for words in ("list", "verify", "prune --keep 2", "export x", "diff 1 2")
         ),
         (["diff", 3, 7], "there is no step 7"),
@@ -286,7 +286,7 @@ def test_tensors_are_compared_bit_by_bit():
     ],
 )
 def test_what_cannot_be_looked_into_is_one_line(finished, tmp_path, capsys, arguments, words):
-    is_run = words != "is no run folder"
+    is_run = words != "is not a run folder"
     assert words in rejection(capsys, finished if is_run else tmp_path, *arguments)
     assert store_of(finished).steps() == [3, 6] and not list(tmp_path.iterdir())
 

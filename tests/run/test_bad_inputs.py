@@ -243,7 +243,7 @@ FLAGS = [
     ("shards", "stats DATA --spl train", "--spl"),
     ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
     ("checkpoints", "", "required"),
-    ("checkpoints", "nosuch", "nosuch is no run folder"),
+    ("checkpoints", "nosuch", "nosuch is not a run folder"),
     ("checkpoints", "RUN frob", "'frob'"),
     ("checkpoints", "RUN verify --step 7", "there is no step 7"),
     ("checkpoints", "RUN prune", "--keep"),

@@ -300,7 +300,7 @@ def check_memory(config: PreTrainedConfig) -> None:
     check(
         needed_bytes < memory_bytes,
         f"the model's weights alone take about {needed_bytes / 1e9:,.0f} GB, and this machine has "
-        f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than model's {listed}",
+        f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than these of model: {listed}",
     )
 
 

@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(options: argparse.Namespace, s3: S3Config) -> int:
     folder = open_folder(options.run, s3)
     is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
-    check(is_run, f"{options.run} is no run folder: it has no environment.json; give the run_dir of a run")
+    check(is_run, f"{options.run} is not a run folder: it has no environment.json; give the run_dir of a run")
     try:
         if options.command == "diff":
             return diff(folder, options)
