@@ -105,7 +105,7 @@ SIXTEEN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
-        ("--collectives", {}, "there is 1: start them with torchrun --standalone --nproc-per-node=2 -m train.doctor"),
+        ("--collectives", {}, "there is only 1: start several with torchrun --standalone --nproc-per-node=2 -m"),
         ("--collectives instance=p5.48xlarge", {}, "--nproc-per-node=8"),
         ("--collectives instance=p6", {}, "there is no such instance"),
         ("--collectives backend.timeout_s=0", {}, "backend.timeout_s"),
