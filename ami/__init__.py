@@ -1,3 +1,3 @@
-"""Machine images: `python -m ami neuron | cuda` builds them; ami/provision has their content."""
+"""Machine images. `python -m ami neuron | cuda` builds them with the scripts in ami/provision."""
 
-import train as train  # first: it reports if this Python lacks something
+import train as train  # imported first, since it reports what this Python lacks

@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     cli.add_schema(AmiConfig, "ami", [])
-    others = list(commands.COMMANDS)[:5]  # the others are for scripts on an image
+    others = list(commands.COMMANDS)[:5]  # the rest is for scripts on an image
     parser = cli.settings_parser(
         "ami",
         AmiConfig,
-        "Plan a machine image, neuron or cuda, and build it with build=true (needs Packer). Then: "
+        "Plan a machine image, neuron or cuda; build=true builds it (needs Packer). Other commands: "
         f"{' | '.join(others)}.",
         examples=("neuron", "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true", "promote ami-... --yes"),
         keys=USED,
@@ -55,7 +55,7 @@ def plan_and_build(cfg: AmiConfig) -> int:
     plan = make_plan(api, cfg, datetime.now(UTC))
     print("\n".join(plan_lines(plan)), flush=True)
     if not cfg.build:
-        print("nothing was started; build=true does it")
+        print("nothing was started; build=true starts it")
         return cli.DONE
     images = build(api, plan)
     for region, image in images.items():

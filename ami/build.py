@@ -1,4 +1,4 @@
-"""The build of an image by Packer, and the removal of resources that a build leaves."""
+"""The build of an image by Packer, and the removal of resources that a build leaves behind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from train.system.aws_errors import Rejected
 from train.system.folders import scratch_folder
 from train.system.versions import read_versions
 
-KINDS = ("instance", "volume", "security-group", "key-pair")  # of EC2 resources that Packer makes
+KINDS = ("instance", "volume", "security-group", "key-pair")  # kinds of EC2 resources that Packer makes
 ROLE = "packer-"  # prefix of the roles that Packer makes
 
 
 def build(api: Api, plan: ImagePlan) -> dict[str, str]:
-    """Build the image; return its ids by region. Resources of the build alone are removed afterwards."""
+    """Build the image; return its ids by region. The build's temporary resources are removed afterwards."""
     program, values, started = packer.find_packer(), plan.variables, time.monotonic()
     with scratch_folder() as folder:
         file = folder / "values.pkrvars.json"
@@ -49,7 +49,7 @@ def build(api: Api, plan: ImagePlan) -> dict[str, str]:
 
 
 def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
-    """Return the resources with the tag of one build, or of any."""
+    """Return the resources with the tag of one build or, if `build_id` is None, of any build."""
     by = {"tag-key": [BUILD]} if build_id is None else {f"tag:{BUILD}": [build_id]}
     left = [each for each in find(api, region, by, KINDS) if each.state not in GONE]
     for role in api.pages(region, "list_roles", "Roles", service="iam"):
@@ -62,7 +62,7 @@ def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
 
 
 def remove_left(api: Api, region: str, build_id: str | None) -> None:
-    """Remove these resources until two looks in a row find none: EC2 lists late. Raises Failure if some are left."""
+    """Remove a build's resources until two looks in a row find none: EC2 lists late. Raises Failure if some remain."""
 
     def remove(left: list[Resource]) -> None:
         delete(api, [each for each in left if each.kind != "role"])
@@ -73,7 +73,7 @@ def remove_left(api: Api, region: str, build_id: str | None) -> None:
     look = partial(find_left, api, region, build_id)
     if left := sweep(look, remove, looks=2):
         listed = ", ".join(map(str, left))
-        raise Failure(f"a build left {listed}: remove these by hand, and look with python -m ami clean")
+        raise Failure(f"a build left {listed}: remove these by hand, and check with python -m ami clean")
 
 
 def remove_role(api: Api, region: str, name: str) -> None:
@@ -88,6 +88,6 @@ def remove_role(api: Api, region: str, name: str) -> None:
         for policy in ask("list_role_policies", RoleName=name)["PolicyNames"]:
             ask("delete_role_policy", RoleName=name, PolicyName=policy)
         ask("delete_role", RoleName=name)
-    except Rejected as error:  # IAM learns with a delay of what was just removed
+    except Rejected as error:  # IAM notices a removal with a delay
         if error.code not in ("NoSuchEntity", "DeleteConflict"):
             raise

@@ -20,7 +20,7 @@ from train.run.command import DONE, FAILED, command_parser, guarded, printable
 from train.system.folders import canonical_json, local_path, open_folder
 from train.system.versions import read_versions
 
-KEPT = 3  # images of each kind that prune leaves
+KEPT = 3  # number of images of each kind that prune keeps
 MAY_BE_BUILT = timedelta(hours=6)  # a younger image without tags may still be under construction
 
 
@@ -58,7 +58,7 @@ def list_images(options: argparse.Namespace) -> int:
             about = (image.kind or "-", image.created[:16].replace("T", " "), str(size_gib), state)
             rows.append((image.id, region, *about, printable(" ".join(versions)) or "-"))
     if len(rows) == 1:
-        print(f"no image of this account's own in {', '.join(regions)}: python -m ami neuron shows how one is built")
+        print(f"this account has no image in {', '.join(regions)}: python -m ami neuron shows the plan of one")
         return DONE
     print("\n".join(columns(rows, str.ljust)))
     return DONE
@@ -80,7 +80,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def promote(options: argparse.Namespace) -> int:
-    """Let launch take an image, and its copies of the same name in the other regions."""
+    """Make launch use an image, and its copies with the same name in other regions."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     images = [read_image(api, regions[0], options.image)]
@@ -102,12 +102,12 @@ def promote(options: argparse.Namespace) -> int:
         if options.yes and before != image.id:
             value: dict[str, Any] = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
             api.ask(image.region, "put_parameter", service="ssm", Overwrite=True, **value)
-    print("done" if options.yes else "nothing was changed: --yes does it")
+    print("done" if options.yes else "nothing was changed: --yes changes it")
     return DONE
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Remove old images with their snapshots; never one that is promoted, in use, or perhaps still being built."""
+    """Remove old images and their snapshots, but none that is promoted, in use, or may still be under construction."""
     check(options.keep >= 1, f"--keep {options.keep} must be 1 or more")
     api = Api(options.profile)
     regions = api.regions(options.region)
@@ -132,12 +132,12 @@ def prune(options: argparse.Namespace) -> int:
     if not count:
         print("nothing to remove")
     elif not options.yes:
-        print("nothing was removed: --yes does it")
+        print("nothing was removed: --yes removes it")
     return DONE
 
 
 def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> list[Image]:
-    """Return those images of a region that may go: half built, or older than the newest `keep` of their kind."""
+    """Return a region's images that may be removed: half built ones, and all but the newest `keep` of each kind."""
     before = f"{datetime.now(UTC) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
     old = [image for image in images if not image.kind and image.created < before]
     for kind in IMAGES:
@@ -155,7 +155,7 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
 
 
 def clean(options: argparse.Namespace) -> int:
-    """Remove resources that builds left, and running builds. Returns exit code 1 if some remain."""
+    """Remove resources that builds left behind, and running builds. Returns exit code 1 without --yes."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     left = [each for region in regions for each in find_left(api, region, None)]
@@ -164,7 +164,7 @@ def clean(options: argparse.Namespace) -> int:
         return DONE
     if not options.yes:
         print("\n".join(map(str, left)))
-        print("nothing was removed: --yes does it, and ends builds that are under way")
+        print("nothing was removed: --yes removes it, and ends builds that are under way")
         return FAILED
     for region in regions:
         remove_left(api, region, None)
@@ -176,7 +176,7 @@ def clean(options: argparse.Namespace) -> int:
 
 
 def write_manifest(options: argparse.Namespace) -> int:
-    """Write the installed versions. Raises InputError if they are not those that images of this kind have."""
+    """Write the installed versions. Raises InputError if they differ from ami/versions.yaml."""
     manifest = installed()
     check_installed(manifest, read_versions())
     local_path(options.file).write_bytes(canonical_json(manifest))
@@ -195,14 +195,14 @@ def restore(options: argparse.Namespace) -> int:
 
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "image": {"metavar": "IMAGE", "help": "id, as ami-0123456789abcdef0, in the first region"},
-    "file": {"metavar": "FILE", "help": "to write"},
+    "image": {"metavar": "IMAGE", "help": "id such as ami-0123456789abcdef0, in the first region"},
+    "file": {"metavar": "FILE", "help": "file to write"},
     "source": {"metavar": "URL", "help": "s3://bucket/prefix"},
-    "folder": {"metavar": "FOLDER", "help": "to write to"},
-    "--region": {"action": "append", "default": [], "help": "also several times; default: the profile's"},
-    "--profile": {"help": "of ~/.aws: the credentials to use"},
-    "--yes": {"action": "store_true", "help": "do it; without, only say what would be done"},
-    "--keep": {"type": int, "default": KEPT, "metavar": "N", "help": f"of each kind, the newest ({KEPT})"},
+    "folder": {"metavar": "FOLDER", "help": "folder to write to"},
+    "--region": {"action": "append", "default": [], "help": "AWS region; repeatable (the profile's region)"},
+    "--profile": {"help": "profile in ~/.aws with the credentials"},
+    "--yes": {"action": "store_true", "help": "do it; without --yes, only say what would be done"},
+    "--keep": {"type": int, "default": KEPT, "metavar": "N", "help": f"newest images to keep of each kind ({KEPT})"},
 }
 AWS = ("--region", "--profile")
 TWO_REGIONS = "--region us-east-1 --region us-west-2"
@@ -217,7 +217,7 @@ COMMANDS = {
     ),
     "promote": Command(
         promote,
-        "Make an image the one that launch takes; an older one too, to go back.",
+        "Make launch use an image; to go back, promote an older one.",
         (IMAGE, f"{IMAGE} {TWO_REGIONS} --yes"),
         ("image", *AWS, "--yes"),
     ),
@@ -225,7 +225,7 @@ COMMANDS = {
         prune, "Remove old images and their snapshots.", ("--keep 2", "--keep 2 --yes"), (*AWS, "--yes", "--keep")
     ),
     "clean": Command(clean, "Find what interrupted builds left, and remove it.", ("", "--yes"), (*AWS, "--yes")),
-    "manifest": Command(write_manifest, "On an image: write what is installed.", ("manifest.json",), ("file",)),
+    "manifest": Command(write_manifest, "On an image: write the installed versions.", ("manifest.json",), ("file",)),
     "restore": Command(
         restore,
         "On an image: copy a compile cache from S3.",

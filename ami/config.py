@@ -1,4 +1,4 @@
-"""Settings of the build of an image."""
+"""Settings for building an image."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from train.system.folders import local_path
 from train.system.machine import is_native
 from train.system.versions import read_versions
 
-IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # each image's smallest machine with the device that is tested
+IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # the smallest machine on which each image can be tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
-DISK_GIB = 150  # of the root volume, or as large as that of the base: EC2 bills the part of a snapshot that holds data,
-# and a launch may give a machine a larger one
-DEPRECATE_DAYS = 365  # after which EC2 no longer offers the image; EC2 itself can change the date of one
-MAX_MINUTES = 120  # after which the builder ends itself: one that hangs must not cost money for ever
+DISK_GIB = 150  # least size of the root volume; the base's counts if it is larger. EC2 bills only the part of a
+# snapshot that holds data, and a launch may set a larger size.
+DEPRECATE_DAYS = 365  # EC2 no longer offers the image after this time; EC2 itself can change an image's date
+MAX_MINUTES = 120  # the builder shuts down after this time: one that hangs must not cost money for ever
 
 
 @dataclass(kw_only=True)
 class AmiConfig(Section):
-    """One build: `python -m ami neuron --cfg job` prints it."""
+    """The settings of one build; `python -m ami neuron --cfg job` prints them."""
 
-    image: str = setting("neuron", among=tuple(IMAGES))  # The image that is built, for Trainium or for GPUs.
-    base: str = "dlami"  # The base of the image: dlami is Neuron's or the GPU Deep Learning AMI, ubuntu a plain system,
-    # ami-... an image of your own.
+    image: str = setting("neuron", among=tuple(IMAGES))  # The image to build: neuron for Trainium, cuda for GPUs.
+    base: str = "dlami"  # The base image: dlami is the Deep Learning AMI for Neuron or GPUs, ubuntu is plain Ubuntu,
+    # ami-... is an image of your own.
     build: bool = False  # Build the image; false shows the plan and starts nothing.
-    regions: list[str] = field(default_factory=list)  # The regions; the first builds, others get copies; [] is
-    # AWS_PROFILE's.
+    regions: list[str] = field(default_factory=list)  # The regions; the first builds the image, and the others
+    # get copies; [] takes AWS_PROFILE's.
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
-    subnet: str | None = None  # The id of a subnet with a way to the internet; None takes one of the default VPC.
-    compile_cache: str | None = None  # The s3://bucket/prefix of compiled graphs that are put into the image.
+    subnet: str | None = None  # The id of a subnet with a way to the internet; None takes one in the default VPC.
+    compile_cache: str | None = None  # The s3://bucket/prefix of compiled graphs to put into the image.
     wheel: str | None = None  # The file of baretrain's wheel; None builds one from this checkout.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_known = self.base in ("dlami", "ubuntu") or re.fullmatch(IMAGE_ID, self.base) is not None
         check(is_known, f"base={self.base} must be dlami, ubuntu or the id of an image")
-        check(len(set(self.regions)) == len(self.regions), f"regions={self.regions} names one twice")
+        check(len(set(self.regions)) == len(self.regions), f"regions={self.regions} names a region twice")
         check(
             self.compile_cache is None or re.fullmatch(r"s3://[a-z0-9.-]+/[\w./-]+", self.compile_cache) is not None,
             f"compile_cache={self.compile_cache} must be s3://bucket/prefix, of letters, digits and ._-/",
@@ -45,7 +45,7 @@ class AmiConfig(Section):
         if self.wheel is not None:
             file = local_path(self.wheel)
             is_wheel = file.suffix == ".whl" and file.is_file()
-            check(is_wheel, f"wheel={self.wheel} must be a file *.whl; leave it out to build one")
+            check(is_wheel, f"wheel={self.wheel} must be a file *.whl; without it, one is built")
         name = self.instance.name
         check(
             self.image != "neuron" or not is_native(name),
@@ -56,6 +56,6 @@ class AmiConfig(Section):
         has_device = name.startswith("trn1") if self.image == "neuron" else self.instance.device == "cuda"
         check(
             has_device,
-            f"instance={name} has no device of the image {self.image}, and the smoke test could not try one; take "
+            f"instance={name} has no device for the image {self.image}, so the smoke test could not use one; take "
             f"instance={IMAGES[self.image]}",
         )

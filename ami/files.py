@@ -1,4 +1,4 @@
-"""The files that a build adds to the scripts of an image: their versions, packages with hashes, our wheel."""
+"""The files that a build adds to the scripts of an image: versions, packages with hashes, and our wheel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.system.versions import INDEX, Versions
 
 HERE = Path(ami.__file__).parent
 ROOT = HERE.parent
-FOLDER = "baretrain"  # which Packer uploads to /tmp
+FOLDER = "baretrain"  # the folder that Packer uploads to /tmp
 
 
 def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> Path:
@@ -49,8 +49,8 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
 
 
 def image_constraints(image: str, versions: Versions) -> str:
-    """Return every tested version, in an image for Trainium with Neuron's instead of the same packages."""
-    # numpy is left open there: the version that neuronx-cc requires was not available here.
+    """Return the tested version of every package. For Trainium, Neuron's versions replace those of its packages."""
+    # numpy is not pinned for Trainium: the version that neuronx-cc requires was not available here.
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":
         return tested
@@ -89,7 +89,7 @@ def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) 
 
 
 def shell_values(values: Mapping[str, str]) -> str:
-    """Return lines of NAME='value' for a shell. Raises InputError if a value could be more than a value."""
+    """Return lines of NAME='value' for a shell. Raises InputError if a value has special characters."""
     for name, value in values.items():
         if re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is None:
             raise InputError(f"{name}={value!r} has characters that image.env cannot hold: letters, digits and _.:/+-")

@@ -1,9 +1,9 @@
-# The build of an image, which Packer runs as `python -m ami neuron build=true`, or cuda.
+# The build of an image. `python -m ami neuron build=true`, or cuda, runs Packer with it.
 build {
   sources = ["source.amazon-ebs.machine"]
 
   provisioner "file" {
-    source      = var.files # a folder that is named baretrain
+    source      = var.files # a folder named baretrain
     destination = "/tmp/"
   }
 

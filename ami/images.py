@@ -14,7 +14,7 @@ from train.config import check
 from train.system.aws_errors import Rejected
 from train.system.versions import Versions
 
-PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the time and the commit
+PREFIX = "baretrain-"  # of image names, in front of neuron or cuda, the time and the commit
 TAG = "baretrain:"  # prefix of the tags
 MINUTES = f"{TAG}minutes"  # duration of the build
 
@@ -26,7 +26,7 @@ class Image:
         self.region, self.seen = region, seen
         self.id, self.name = str(seen["ImageId"]), str(seen.get("Name", ""))
         self.state = str(seen.get("State", "in no state"))
-        self.created = str(seen.get("CreationDate", ""))  # as 2026-11-20T08:22:00.000Z
+        self.created = str(seen.get("CreationDate", ""))  # such as 2026-11-20T08:22:00.000Z
         self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
         kind = self.tags.get(KIND_TAG, "")
         self.kind = kind if kind in IMAGES else ""  # empty: its build was not completed
@@ -42,13 +42,13 @@ def own_images(api: Api, region: str, kind: str = "") -> list[Image]:
 
 
 def find_by_name(api: Api, region: str, kind: str, name: str) -> Image | None:
-    """Return one of the project's images in a region; copies have the same name."""
+    """Return the project's image with this name in a region; copies have the same name."""
     return next((image for image in own_images(api, region, kind) if image.name == name), None)
 
 
 def read_image(api: Api, region: str, image_id: str) -> Image:
     """Return one image. Raises InputError if it does not exist."""
-    check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is not an image's id, as ami-0123456789abcdef0")
+    check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is not an image id such as ami-0123456789abcdef0")
     return Image(region, api.image(region, image_id))
 
 
@@ -61,13 +61,13 @@ def faults(image: Image) -> Iterator[str]:
     if not image.kind:
         yield f"has no tag {KIND_TAG}: it is half built, or another project's; {again}"
     if image.seen.get("ImdsSupport") != "v2.0":
-        yield f"lets machines answer IMDSv1; {again}"
+        yield f"allows IMDSv1; {again}"
     if not image.disks or not all(disk["Ebs"].get("Encrypted") is True for disk in image.disks):
         yield f"has a snapshot that is not encrypted; {again}"
     if image.seen.get("Public"):
         yield "is public: aws ec2 modify-image-attribute --image-id ... --launch-permission Remove=[{Group=all}]"
     if deprecated and deprecated < f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S}":
-        yield f"is deprecated since {deprecated[:10]}; {again}"
+        yield f"has been deprecated since {deprecated[:10]}; {again}"
 
 
 def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
@@ -81,7 +81,7 @@ def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
 
 
 def differences(image: Image, versions: Versions) -> list[str]:
-    """Return the differences of an image from ami/versions.yaml: "torch 2.8.0 -> 2.9.1"."""
+    """Return the differences between an image and ami/versions.yaml, such as "torch 2.8.0 -> 2.9.1"."""
     wanted = wanted_tags(image.kind, versions) if image.kind else {}
     return [
         f"{tag.removeprefix(TAG)} {image.tags.get(tag, 'unknown')} -> {version}"

@@ -1,5 +1,5 @@
-# The builder, which both images share: no inbound port, no public address, IMDSv2 only, encrypted disks, a role for SSM
-# that exists during the build.
+# The builder, which both images share: no inbound port, no public address, IMDSv2 only, encrypted disks, and a role
+# for SSM that exists only during the build.
 source "amazon-ebs" "machine" {
   region        = var.region
   source_ami    = var.base_image
@@ -13,7 +13,7 @@ source "amazon-ebs" "machine" {
   ssh_clear_authorized_keys             = true
   pause_before_ssm                      = "30s"
   associate_public_ip_address           = false
-  temporary_security_group_source_cidrs = ["127.0.0.1/32"] # nobody: SSM's agent calls out
+  temporary_security_group_source_cidrs = ["127.0.0.1/32"] # no one can connect: SSM's agent calls out
   temporary_key_pair_type               = "ed25519"
 
   temporary_iam_instance_profile_policy_document {
@@ -60,7 +60,7 @@ source "amazon-ebs" "machine" {
     delete_on_termination = true
   }
 
-  # The builder ends itself even if Packer and the machine that it runs on are gone.
+  # The builder shuts down even if Packer, or the machine that runs Packer, is gone.
   user_data         = "#!/bin/sh\nshutdown -P +${var.max_minutes}\n"
   shutdown_behavior = "terminate"
 

@@ -1,4 +1,4 @@
-"""The versions installed on an image, for /etc/baretrain/manifest.json. Runs on the image."""
+"""The versions installed on an image, for /etc/baretrain/manifest.json. This module runs on the image."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.config import InputError
 from train.system.versions import Versions
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
-SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # prefixes of packages
+SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # package prefixes
 EFA = Path("/opt/amazon/efa_installed_packages")
 
 
@@ -41,7 +41,7 @@ def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any
 
 
 def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
-    """Raise InputError if a version differs from that of ami/versions.yaml."""
+    """Raise InputError if a version differs from ami/versions.yaml."""
     is_neuron, has, system = manifest["image"] == "neuron", manifest["packages"], manifest["system_packages"]
     wanted = versions.python_packages() if is_neuron else {"torch": versions["torch"]}
     begins = versions.system_packages() if is_neuron else {}
@@ -56,4 +56,4 @@ def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
         if not f"{system.get(name, '')}.".startswith(f"{version}.")
     ]
     if wrong:
-        raise InputError(f"this image is not what ami/versions.yaml names: {'; '.join(wrong)}; build it again")
+        raise InputError(f"this image differs from ami/versions.yaml: {'; '.join(wrong)}; build it again")

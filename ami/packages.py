@@ -1,8 +1,8 @@
 """The Python packages of an image, resolved with their sha256 on the computer that starts the build.
 
-The build installs these alone. Neuron's packages come from Neuron's index alone, all others from PyPI alone. If both
-were asked for one name, anybody who registers a name that only one of them has could put code into the image. Neuron's
-index was not asked here.
+The build installs only these. Neuron's packages come only from Neuron's index, and all others only from PyPI. If pip
+asked both for a package that only one of them has, anybody could register its name at the other, and so put code into
+the image. Not run with Neuron's index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Package:
 
 
 def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constraints: str, versions: Versions) -> None:
-    """Write to `folder` the requirements from PyPI, `wheel` among them, and those from Neuron's index.
+    """Write two requirements files to `folder`: the packages from PyPI, with `wheel`, and those from Neuron's index.
 
     Raises Failure if a package cannot be resolved, InputError if this machine cannot resolve packages for the image.
     """
@@ -56,9 +56,7 @@ def write_packages(folder: Path, image: str, wheel: Path, sha256: str, constrain
     public = [each for each in found if each.name not in known]
     for each in public:
         is_neurons = "neuron" in each.name or each.name == "nki"
-        check(
-            not is_neurons, f"{each.name} is a name of Neuron, and PyPI offered it: add it to NEURON of ami/packages.py"
-        )
+        check(not is_neurons, f"{each.name} is Neuron's, but pip found it on PyPI: add it to NEURON in ami/packages.py")
     (folder / PUBLIC).write_text(f"./{wheel.name} --hash=sha256:{sha256}\n" + "".join(each.line for each in public))
     (folder / OF_NEURON).write_text("".join(each.line for each in of_neuron))
 
@@ -89,7 +87,7 @@ def find_python(version: str) -> str:
 
 
 def resolve(python: str, *arguments: str) -> list[Package]:
-    """Return the packages that pip would install. It reads no configuration file, which could name another index."""
+    """Return the packages that pip would install. pip reads no configuration file, which could name another index."""
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--ignore-installed", "--quiet"]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PIP_EXTRA_INDEX_URL", None)

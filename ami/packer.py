@@ -1,4 +1,4 @@
-"""The search for Packer, its version, and its execution."""
+"""Functions that find Packer, check its version, and run it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from train.config import Failure, InputError
 
-LEAST = (1, 10)  # the first that installs plugins
-STOP_S = 900  # for Packer to remove its resources after a Ctrl-C
+LEAST = (1, 10)  # the first version that installs plugins
+STOP_S = 900  # time for Packer to remove its resources after a Ctrl-C
 HOW_TO = "https://developer.hashicorp.com/packer/install"
 
 
@@ -25,22 +25,22 @@ def find_packer() -> str:
         raise InputError(f"{path} is too old for plugins, or not HashiCorp's Packer: {wanted}")
     if shutil.which("session-manager-plugin") is None:
         raise InputError(
-            "session-manager-plugin is not installed, without which Packer cannot reach the builder: see "
+            "session-manager-plugin is not installed, and Packer cannot reach the builder without it: see "
             "docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
         )
     return path
 
 
 def version_of(path: str) -> tuple[int, int]:
-    """Return its first two numbers; (0, 0) for another program of that name, such as cracklib's."""
+    """Return the first two numbers of Packer's version; (0, 0) for another program, such as cracklib's packer."""
     done = subprocess.run([path, "version"], capture_output=True, text=True, check=False, timeout=60)
     match = re.search(r"Packer v(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
-    """Run Packer in `folder`. Ctrl-C, or the time limit, lets it remove its resources. Raises Failure if it fails."""
-    process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # Ctrl-C reaches it once, from here
+    """Run Packer in `folder`. Raises Failure if it fails. On Ctrl-C, or at the limit, it can remove its resources."""
+    process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # Packer gets Ctrl-C only from here
     try:
         code = process.wait(limit_s)
     except BaseException as error:

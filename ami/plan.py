@@ -1,4 +1,4 @@
-"""The plan of an image: its base, its content, its possible cost."""
+"""The plan of an image: its base, its content, and its possible cost."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NOT_ASKED = (
 @dataclass(frozen=True)
 class ImagePlan:
     cfg: AmiConfig
-    parameter: str  # SSM parameter with the base image; empty: the user names the image
-    base: Image | None  # that ours is built from; None: AWS was not asked
+    parameter: str  # SSM parameter with the base image; empty if the user names the image
+    base: Image | None  # the image to build from; None if AWS was not asked
     last: Image | None  # the newest complete image of this kind
-    variables: dict[str, Any]  # those of ami/variables.pkr.hcl, except files
+    variables: dict[str, Any]  # variables of ami/variables.pkr.hcl, except files
 
 
 def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
@@ -72,12 +72,12 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
 
 
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
-    """Return the image to build from. Raises InputError unless scripts and builder can work with it in the region."""
+    """Return the image to build from. Raises InputError if the scripts, or the builder's type, do not support it."""
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
     check(
         bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),
-        f"{region} has no {cfg.instance.name}: build in a region that has, as regions=[us-east-1,{region}], which "
-        f"copies the image to {region}, or take a builder other than instance={IMAGES[cfg.image]}",
+        f"{region} has no {cfg.instance.name}: build in another region and copy the image (regions=[us-east-1,"
+        f"{region}]), or take a builder other than instance={IMAGES[cfg.image]}",
     )
     image_id = read_parameter(api, region, parameter) if parameter else cfg.base
     if image_id is None:
@@ -90,7 +90,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
     check(
         re.search(r"amzn|al20\d\d|amazon.?linux", about, re.IGNORECASE) is None,
         f"base image {base.id} ({base.name}) is Amazon Linux, which cannot run torch-neuronx 2.9 (its wheel needs "
-        "glibc 2.35): take one of Ubuntu 24.04",
+        "glibc 2.35): take an Ubuntu 24.04 image",
     )
     sdk, wanted = re.search(r"Neuron SDK (\d+\.\d+)", about), read_versions()["neuron-sdk"].rpartition(".")[0]
     check(
@@ -102,7 +102,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
 
 
 def disk_gib(base: Image | None) -> int:
-    """Return the size of the root volume, which EC2 requires to be at least that of the base."""
+    """Return the size of the root volume in GiB. EC2 requires at least the size of the base."""
     root = [each for each in base.disks if each["DeviceName"] == base.seen["RootDeviceName"]] if base else []
     return max(DISK_GIB, sum(int(each["Ebs"].get("VolumeSize", 0)) for each in root))
 
@@ -145,11 +145,11 @@ def changes(plan: ImagePlan) -> list[str]:
 
 
 def cost(plan: ImagePlan) -> str:
-    """Return minutes and dollars: those of the last build, and the maximum."""
+    """Return the minutes of the last build, and the maximum in minutes and dollars."""
     cfg, price = plan.cfg, plan.cfg.instance.usd_per_hour
     minutes = plan.last.tags.get(MINUTES, "") if plan.last else ""
     took = f"the last build took {minutes} minutes; " if minutes.isdecimal() else ""
     limit = f"at most {MAX_MINUTES} minutes"
     if price is not None:
         limit += f", ${price * MAX_MINUTES / 60:.2f} at ${price:.2f} an hour ({cfg.instance.price_date})"
-    return f"{took}{limit}; and its snapshots, in every region, as long as they are kept"
+    return f"{took}{limit}; plus its snapshots, in every region, for as long as they are kept"

@@ -1,4 +1,4 @@
-# Alone in its file: Packer before 1.7, as Debian has it, takes no required_plugins, and tests leave this file out there.
+# Packer before 1.7, as in Debian, does not know required_plugins. This is a separate file so that tests can omit it.
 packer {
   required_version = ">= 1.10.0"
   required_plugins {

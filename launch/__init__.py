@@ -1,3 +1,3 @@
-"""Launching runs: local, Slurm, EC2."""
+"""The launcher of runs: on this machine, under Slurm and on EC2."""
 
-import train as train  # first: it reports if this Python lacks something
+import train as train  # imported first, since it reports what this Python lacks

@@ -55,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         return guarded(lambda: reject_subcommand(arguments[0]))
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
-    purpose = "Plan a run on N machines, and start it with submit=true; give settings of the run after --. Then: "
+    purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
-    add_import_flag(parser)  # for the run
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
+    add_import_flag(parser)  # files that the run imports
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object, and start nothing")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
     settings = [each for each in own if "=" in each and not each.startswith("-")]
@@ -72,31 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def reject_subcommand(name: str) -> int:
     raise InputError(
-        f"there is no subcommand {name}; there are: {', '.join(commands.COMMANDS)}. A plan takes key=value"
+        f"there is no subcommand {name}; there are: {', '.join(commands.COMMANDS)}. For a plan, write key=value"
     )
 
 
 def reject_setting(text: str) -> int:
     raise InputError(
-        f"{text} is a setting of the run: give those after --, as python -m launch cluster=local -- {text}"
+        f"{text} is a setting of the run: write it after --, as in python -m launch cluster=local -- {text}"
     )
 
 
 def with_unknown_type(own: list[str]) -> list[str]:
-    """Return the arguments; a type that conf/instance does not have becomes an EC2 type without known facts."""
+    """Return the arguments. A type that conf/instance does not list becomes an EC2 type whose facts are unknown yet."""
     names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
     if not names or names[-1] in instance_names() or re.fullmatch(INSTANCE_TYPE, names[-1]) is None:
         return own
     others = [each for each in own if not each.startswith("instance=")]
     settings = [each for each in others if "=" in each and not each.startswith("-")]
-    with suppress(InputError):  # the error is reported when all settings are read
+    with suppress(InputError):  # the error is reported later, when all settings are read
         if cli.load_config(LaunchConfig, settings).cluster.finds_types:
             return [*others, "instance=local", f"instance.name={names[-1]}"]
     return own
 
 
 def is_unknown(cfg: LaunchConfig) -> bool:
-    """Return whether EC2 is asked for a machine's facts. Raises InputError if nobody says how many ranks it runs."""
+    """Return whether to ask EC2 about the machine type. Raises InputError if nothing says how many ranks it runs."""
     instance = cfg.instance
     if instance.name in instance_names() or instance.devices is not None or not cfg.cluster.finds_types:
         return False
@@ -109,7 +109,7 @@ def is_unknown(cfg: LaunchConfig) -> bool:
 
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *, as_json: bool = False) -> int:
-    check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
+    check(bool(of_run), "settings of the run are missing: write them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     schema: type[Any] = PrepareConfig if cfg.prepare else TrainConfig
     cli.check_typed(schema, of_run)
@@ -126,7 +126,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     expected = None if cfg.prepare else expect(cfg, run)
     plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
     if as_json:
-        check(not cfg.submit, "--json prints the plan: leave out submit=true")
+        check(not cfg.submit, "--json only prints the plan: leave out submit=true")
         shown = {**plan, "job": dataclasses.asdict(job), **starts.details(job, record, cfg)}
         print(json.dumps(shown, sort_keys=True))
         return cli.DONE
@@ -136,19 +136,19 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
     print(*paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
     if not cfg.submit:
-        print("nothing was started; submit=true does it")
+        print("nothing was started; submit=true starts it")
         return cli.DONE
     for row in expected.rows if expected is not None else ():
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle)
     if record.is_remote:
-        print(f"job sha256 {job.sha256}: to resume from another computer (launch resume --job-sha256)")
+        print(f"job sha256 {job.sha256}: needed to resume from another computer (launch resume --job-sha256)")
     print(f"submitted; python -m launch status {record.run_dir} shows its state", flush=True)
     return starts.attend(job, record, handle, detach=False)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
-    """Return the estimate, with the length and number of sequences if the data can be read from here."""
+    """Return the estimate. It uses the length and number of the sequences if the data can be read from here."""
     rows, seq_len, vocab_size, manifest = None, run.seq_len, None, None
     if isinstance(run.data, ShardsConfig):
         try:
@@ -156,7 +156,7 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
             rows, seq_len = manifest.rows("train"), seq_len or manifest.seq_len
             vocab_size = manifest.tokenizer.vocab_size
         except InputError:
-            print(f"note: {run.data.path} cannot be read from here: the estimate is made without it", file=sys.stderr)
+            print(f"note: {run.data.path} cannot be read from here, so the estimate does not use it", file=sys.stderr)
     expected = estimate(
         run,
         nodes=cfg.nodes,

@@ -1,7 +1,7 @@
-"""The code of a job: packed into one file when it is submitted, unpacked once on every node.
+"""The code of a job: a bundle that is packed when the job is submitted, and unpacked once on every node.
 
-A job thus runs the code of its submission, even after later edits, a checkout of another branch, or a resume next week.
-The bundle's checksum is its name.
+A job thus runs the code of its submission, even if files are edited later, another branch is checked out, or the run
+is resumed next week. A bundle is named after its checksum.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from train.system.environment import commit
 from train.system.folders import sha256_bytes
 from train.system.schema import FileName, RelativePath, Sha256
 
-PACKAGES = ["train", "conf", "launch", "ami"]  # in one folder; ami has versions.yaml, which train.system.versions reads
-START = "start.py"  # at the bundle's root, where Python then looks first, and not in the job's working folder
-IMPORTS = "imports"  # in the bundle: the files of `launch --import`
+PACKAGES = ["train", "conf", "launch", "ami"]  # in one parent folder; train.system.versions reads ami/versions.yaml
+START = "start.py"  # in the bundle's root, from which Python then imports first, before the working folder
+IMPORTS = "imports"  # folder of the bundle with the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
 from pathlib import Path
 
 here = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, here)  # also where PYTHONSAFEPATH is set
-if __name__ == "__main__":  # not in processes that are spawned
+sys.path.insert(0, here)  # needed if PYTHONSAFEPATH is set
+if __name__ == "__main__":  # spawned processes import this file, too
     module = sys.argv.pop(1)
     if module == "train":
         sys.argv += [f"--import={path}" for path in sorted(Path(here, "imports").glob("*.py"))]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-MOST_BYTES = 64 * 2**20  # of an unpacked bundle
+MOST_BYTES = 64 * 2**20  # largest unpacked bundle
 
 
 def pack() -> tuple[bytes, Code]:
-    """Pack the packages that this process runs, and the files of --import, as the same bytes each time.
+    """Pack the packages that this process runs, and the files of --import. The same files make the same bytes.
 
     Raises InputError if they are too big.
     """
@@ -71,20 +71,20 @@ def pack() -> tuple[bytes, Code]:
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(name)  # without owner and time, so that equal code has equal bytes
+    entry = tarfile.TarInfo(name)  # owner and time are left out, so that equal code has equal bytes
     entry.size, entry.mode = len(content), 0o644
     archive.addfile(entry, io.BytesIO(content))
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """Return the folder below `folder` with an unpacked bundle, made if absent. Raises InputError if it was changed."""
+    """Unpack a bundle below `folder`, unless that is done; return its folder. Raises InputError if it was changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     return made_once(private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], lambda path: extract(content, path))
 
 
 def extract(content: bytes, folder: Path) -> None:
-    """Write the files of a bundle. Raises BadContent if a name leads out of `folder`; links are rejected."""
+    """Write the files of a bundle. Raises BadContent if a name leads out of `folder`, InputError if one is no file."""
     total = 0
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for entry in archive:

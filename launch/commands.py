@@ -1,4 +1,4 @@
-"""`python -m launch list | status | logs | stop | resume | cancel`: state and control of launched runs; EC2 in ec2/."""
+"""`python -m launch list | status | logs | stop | resume | cancel` for launched runs. EC2's commands are in ec2/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.system.folders import LocalFolder, open_folder
 from train.system.outcome import STOP_FILE
 from train.system.schema import is_path
 
-EVERY_S = 5.0  # between two requests
+EVERY_S = 5.0  # between two requests of status --watch
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def of_run(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run_dir of a run that was launched: a folder or s3://bucket/prefix")
+    parser.add_argument("run", metavar="RUN", help="run_dir of a launched run: a folder or s3://bucket/prefix")
 
 
 # ---- list, status, logs ----------------------------------------------------------------------------------------------
 
 
 def list_flags(parser: Parser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="with run folders in it (runs)")
-    parser.add_argument("--json", action="store_true", help="one object a line, as status --json")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="parent of the run folders (runs)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, as status --json does")
 
 
 def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
@@ -57,14 +57,14 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     place = open_folder(folder, s3)
     found = place.names_here()
     is_there = bool(found) or (isinstance(place, LocalFolder) and place.path.is_dir())
-    check(is_there, f"there is no folder {printable(folder)}: name the one with the run folders in it")
+    check(is_there, f"there is no folder {printable(folder)}: name the parent of the run folders")
     names = sorted(name for name in found if name.endswith(SUFFIX) and is_path(name))
     table: list[tuple[str, ...]] = [("run", "state", "step", "nodes", "submitted")]
     for name in names:
         record = Record(f"{folder}/{name}", s3)
         try:
             seen = status(record)
-        except InputError as error:  # a damaged record must not hide the others
+        except InputError as error:  # a damaged record must not hide other runs
             print(f"{clean(record.run_dir)}: {clean(str(error))}", file=sys.stderr)
             continue
         if options.json:
@@ -87,9 +87,9 @@ def row(seen: Status) -> tuple[str, ...]:
 
 def status_flags(parser: Parser) -> None:
     of_run(parser)
-    watched = f"a line for each change until the job has ended (asked every {EVERY_S:g} s)"
+    watched = f"print a line at each change until the job has ended; ask every SECONDS ({EVERY_S:g})"
     parser.add_argument("--watch", metavar="SECONDS", type=seconds, nargs="?", const=EVERY_S, help=watched)
-    parser.add_argument("--json", action="store_true", help="for programs: one object a line")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs, one object per line")
 
 
 def show_status(options: argparse.Namespace, s3: S3Config) -> int:
@@ -98,26 +98,26 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
         seen = status(record)
         print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
     else:
-        with suppress(KeyboardInterrupt):  # the usual way to leave it
+        with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
             watch(record, options.watch, as_json=options.json)
     return DONE
 
 
 def logs_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="print what comes, until the job has ended")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the job has ended")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=count, metavar="N", help="of one rank")
-    which.add_argument("--node", metavar="HOST", help="of one machine")
-    parser.add_argument("--attempt", type=count, metavar="K", help="default: the last one, and those that follow")
-    last = f"the last ones of each file ({logs.LINES})"
+    which.add_argument("--rank", type=count, metavar="N", help="only this rank")
+    which.add_argument("--node", metavar="HOST", help="only this machine")
+    parser.add_argument("--attempt", type=count, metavar="K", help="only this attempt (the last and later ones)")
+    last = f"last lines to print of each file ({logs.LINES})"
     parser.add_argument("--lines", type=count, metavar="N", default=logs.LINES, help=last)
 
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
     wanted = logs.Wanted(options.attempt, options.rank, options.node, options.lines)
     record = Record(options.run, s3)
-    record.job()  # raises if it was not launched
+    record.job()  # raises InputError if the run was not launched
     (logs.follow if options.follow else logs.show)(record, wanted)
     return DONE
 
@@ -142,23 +142,26 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
     seen = active(record, "stop")
     if seen is None:
         return DONE
-    check(seen.kind == "train", f"a preparation keeps what is done: python -m launch cancel {record.run_dir} --yes")
-    if not (seen.answer.nodes and seen.progress.exists):  # the trainer takes a folder with STOP alone for another's
+    check(
+        seen.kind == "train",
+        f"a preparation keeps what is done, so cancel it instead: python -m launch cancel {record.run_dir} --yes",
+    )
+    if not (seen.answer.nodes and seen.progress.exists):  # the trainer rejects a folder with only STOP
         end(record, seen)
         print(printable(f"{record.run_dir}: the job was cancelled: it had not begun to train ({seen.answer.text})"))
         return DONE
     if seen.history.stop_asked_unix_s is None:
-        # The event comes first: a supervisor removes STOP files without one.
+        # Write the event first: a supervisor removes a STOP file for which there is no event.
         record.append_event("stop_asked", reason="launch stop")
     record.run.write(STOP_FILE, b"")
-    print(printable(f"{record.run_dir} was asked to stop with a checkpoint, after its next step"))
-    print(printable(f"python -m launch status {record.run_dir} --watch shows when it has"))
+    print(printable(f"{record.run_dir} was asked to save a checkpoint and stop after its next step"))
+    print(printable(f"python -m launch status {record.run_dir} --watch shows when it has stopped"))
     return DONE
 
 
 def resume_flags(parser: Parser) -> None:
     of_run(parser)
-    vouched = "of the job, as its launch printed it: for a run in S3 that another computer launched"
+    vouched = "checksum that the launch printed; needed for a run in S3 that another computer launched"
     parser.add_argument("--job-sha256", metavar="DIGEST", default="", help=vouched)
 
 
@@ -171,7 +174,7 @@ def resume(options: argparse.Namespace, s3: S3Config) -> int:
 
 def cancel_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be lost")
+    parser.add_argument("--yes", action="store_true", help="cancel it; without --yes, only say what would be lost")
 
 
 def cancel(options: argparse.Namespace, s3: S3Config) -> int:
@@ -182,12 +185,15 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
         print(printable(f"{record.run_dir}: the job was cancelled; {lost(seen)}"))
     elif seen is not None:
         print(printable(f"{record.run_dir}: the job would end immediately ({seen.answer.text}); {lost(seen)}"))
-        print("nothing was cancelled: --yes does it; stop instead ends the run with a checkpoint")
+        print("nothing was cancelled: --yes cancels the job; launch stop ends it with a checkpoint")
     return DONE
 
 
 def active(record: Record, name: str) -> Status | None:
-    """Return the status of a run with a job, else print a line. Raises Failure if its scheduler does not answer."""
+    """Return the status of a run with an active job; for any other, print a line and return None.
+
+    Raises Failure if the scheduler does not answer.
+    """
     seen = status(record)
     if seen.answer.is_active is None:
         raise Failure(f"{record.run_dir}: {seen.answer.failure}")
@@ -201,9 +207,9 @@ def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
     name, expected = submission.scheduler, record.job().scheduler
-    if name != expected:  # a run's machines write events too: they must not choose which job is ended on this computer
-        raise Failure(f"{record.location}/events names cluster={name}, {JOB} cluster={expected}: nothing was ended")
-    # The event comes first: after it, a supervisor starts no attempt, and a launch on EC2 no machine.
+    if name != expected:  # the run's machines write events, too, and must not choose which job ends on this computer
+        raise Failure(f"{record.location}/events names cluster={name}, but {JOB} cluster={expected}: nothing was ended")
+    # Write the event first: once it exists, a supervisor starts no attempt, and a launch on EC2 no machine.
     record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # otherwise the next start would obey it
@@ -211,36 +217,36 @@ def end(record: Record, seen: Status) -> None:
 
 
 def lost(seen: Status) -> str:
-    """Return what a run loses if it ends now."""
+    """Say what a run loses if it ends now."""
     step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
-        return "whole shards stay, and the same job continues from them"
+        return "complete shards are kept, and the same job continues from them"
     if step is None or seen.history.running_attempt is None:
         return "no step is lost"
     if checkpoint is None:
         return f"all {step:,} steps may be lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: the steps between may be lost"
+    return f"step {step:,} was reached, and the newest checkpoint is of step {checkpoint:,}: later steps may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    "list": Command("List the runs that were launched from a folder.", ("", "s3://bucket/runs"), list_flags, list_runs),
+    "list": Command("List the launched runs in a folder.", ("", "s3://bucket/runs"), list_flags, list_runs),
     "status": Command(
-        "Say how a run stands by its scheduler, its record and its run folder.",
+        "Show the state of a run from its scheduler, its record and its run folder.",
         ("runs/mine", "runs/mine --watch", "s3://bucket/runs/mine --json"),
         status_flags,
         show_status,
     ),
     "logs": Command(
-        "Print the logs of a run: of its job and of the machines of its last attempt.",
+        "Print the logs of a run's job, and of the machines of its last attempt.",
         ("runs/mine", "runs/mine -f", "runs/mine --rank 3 --lines 20"),
         logs_flags,
         show_logs,
     ),
     "stop": Command("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
     "resume": Command(
-        "Start the job of a run again, with its code and settings.", ("runs/mine",), resume_flags, resume
+        "Start the job of a run again, with the same code and settings.", ("runs/mine",), resume_flags, resume
     ),
     "cancel": Command("End the job of a run immediately, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
     "clean": Command(
@@ -250,13 +256,13 @@ TABLE = {
         ec2.clean,
     ),
     "iam": Command(
-        "Print the least that must be allowed to you and to the machines of a run on EC2, as policies.",
+        "Print the minimal IAM policies for you and for the machines of a run on EC2.",
         ("s3://bucket/runs/mine --data s3://bucket/albert --account 123456789012",),
         ec2.iam_flags,
         ec2.iam,
     ),
     "quota": Command(
-        "Say whether the account may run such machines on EC2.",
+        "Say whether the account's EC2 quota allows these machines.",
         ("trn1.32xlarge --nodes 16 --regions us-east-1,us-west-2",),
         ec2.quota_flags,
         ec2.quota,

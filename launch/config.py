@@ -1,4 +1,4 @@
-"""Settings of a launch: the machines, their number, and how a site's scheduler provides them."""
+"""Settings of a launch: the kind and number of machines, and the scheduler that provides them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
-OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # families of EC2's types
-INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # a name of EC2's, as trn1.32xlarge
-MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: per machine
+OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # EC2 instance families that our images do not support
+INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance type, such as trn1.32xlarge
+MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # MOST_RANKS is per machine
 
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section, prefix="cluster."):
-    """The source of machines. Differences between schedulers are declared here: no other code asks for their names."""
+    """The scheduler that provides the machines. Class variables, not its name, say how it differs from others."""
 
     is_here: ClassVar[bool] = False  # the job runs on this machine
-    signals_ranks: ClassVar[bool] = False  # SIGTERM to the ranks alone means that the scheduler takes the machines
-    finds_types: ClassVar[bool] = False  # machines may be of types that conf/instance does not have
-    has_check: ClassVar[bool] = False  # check=true asks it for more
+    signals_ranks: ClassVar[bool] = False  # a SIGTERM to the ranks alone means that the machines are taken back
+    finds_types: ClassVar[bool] = False  # it knows machine types that conf/instance does not list
+    has_check: ClassVar[bool] = False  # it supports check=true
 
     kind: str = "local"  # The name of the scheduler in launch/schedulers.py; cluster=... sets it.
-    gate: bool = False  # Run train.doctor on every machine, and its collectives over all, before the trainer starts.
-    attempts: int = setting(20, above=0)  # The number of failed starts of the trainer after which the job gives up.
+    gate: bool = False  # Run train.doctor on every machine, and collectives over all, before the trainer starts.
+    attempts: int = setting(20, above=0)  # The number of failed attempts to train after which the job gives up.
 
     def interpreter(self) -> str:
-        """Return the Python on the nodes."""
+        """Return the path of the Python interpreter on the nodes."""
         return sys.executable
 
 
@@ -38,21 +38,21 @@ class LocalConfig(ClusterConfig):
 
 @dataclass(kw_only=True)
 class LaunchConfig(Section):
-    """One launch: `python -m launch --cfg job` prints it."""
+    """The settings of one launch; `python -m launch --cfg job` prints them."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     nodes: int = setting(1, least=1, most=MOST_NODES)  # The number of machines.
-    spares: int = setting(0, least=0)  # The further machines in the allocation, for those that fail the preflight.
-    processes_per_node: int | None = setting(None, above=0, most=MOST_RANKS)  # The ranks of a machine; None is one a
-    # device.
+    spares: int = setting(0, least=0)  # The number of extra machines that can replace those that fail the preflight.
+    processes_per_node: int | None = setting(None, above=0, most=MOST_RANKS)  # The number of ranks per machine; None
+    # starts one per device.
     submit: bool = False  # Start the job; false prints the plan and starts nothing.
-    check: bool = False  # Ask EC2 in each subnet whether it would start (DryRun), and start nothing.
-    calibrate: str | None = None  # The folder of a finished run whose speed the estimate takes; None takes a published
-    # figure of the device.
-    prepare: bool = False  # Prepare a corpus instead of training, with the settings of train.prepare after --.
-    parts: int | None = setting(None, above=0, most=MOST_PARTS)  # The number of parts of the corpus that prepare=true
-    # prepares apart, each as a task of a job array.
+    check: bool = False  # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
+    calibrate: str | None = None  # The folder of a finished run, whose measured speed the estimate uses; None uses a
+    # published figure for the device.
+    prepare: bool = False  # Prepare a corpus instead of training. The settings of train.prepare then follow --.
+    parts: int | None = setting(None, above=0, most=MOST_PARTS)  # The number of tasks of a job array into which
+    # prepare=true splits the corpus; None does not split it.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,14 +66,14 @@ class LaunchConfig(Section):
         gpus = OLD_GPUS.get(self.instance.name[:2])
         check(
             is_local or gpus is None,
-            f"instance={self.instance.name} has {gpus}: neither the open driver of our image nor CUDA 13, with which "
-            "PyTorch is built today, drives them, and ParallelCluster rejects p3 since 3.9. Take g6.12xlarge, "
+            f"instance={self.instance.name} has {gpus}, which neither our image's open driver nor CUDA 13, with which "
+            "PyTorch is built today, supports; and ParallelCluster has rejected p3 since 3.9. Take g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
-        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm")
+        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; Slurm is asked for every plan")
         check(
             self.spares == 0 or self.cluster.gate,
-            f"spares={self.spares} replace machines that fail the preflight: set cluster.gate=true",
+            f"spares={self.spares} can only replace machines that fail the preflight: set cluster.gate=true",
         )
 
     @property

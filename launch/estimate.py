@@ -1,4 +1,4 @@
-"""The duration and cost of a run, on 1 to 16 machines, before anything starts, with its assumptions."""
+"""The estimated duration and cost of a run on 1 to 16 machines, with the assumptions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from train.system.launched import Launched, check_launch
 
 MANY_ROWS = 2**50  # more than any run reads, so that the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
-NETWORK_HOP_S = 50e-6  # assumed per message between two machines, software included
-DEVICE_HOP_S = 10e-6  # assumed per message between two devices of a machine
+NETWORK_HOP_S = 50e-6  # assumed time per message between two machines, software included
+DEVICE_HOP_S = 10e-6  # assumed time per message between two devices of a machine
 
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """One number of machines. Unknown values are None; `reason` says why a number of machines is impossible."""
+    """The estimate for one number of machines. Unknown values are None; `reason` says why the number is impossible."""
 
     nodes: int
     world_size: int
-    replicas: int | None = None  # groups of ranks that see different rows
+    replicas: int | None = None  # number of groups of ranks that read different rows
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     accumulation: int | None = None
@@ -61,8 +61,8 @@ def estimate(
 ) -> Estimate:
     """Estimate a run on `nodes` machines and on the other numbers in `counts`.
 
-    `rows` is the number of training sequences of up to `seq_len` tokens, and `vocab_size` that of their tokenizer;
-    None: unknown. Raises InputError if the calibration says nothing about these machines.
+    `rows` is the number of training sequences, each of up to `seq_len` tokens. `vocab_size` is their tokenizer's. None
+    means unknown. Raises InputError if the calibration says nothing about these machines.
     """
     flops_per_s, speed_note = speed(cfg, calibration)
     shape, processes = find_shape(cfg.model, vocab_size=vocab_size), processes_per_node
@@ -73,7 +73,7 @@ def estimate(
         name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
         notes = [f"no formula for {name} and task={cfg.task.kind}: no estimate of time", speed_note]
     else:
-        notes = [f"{flops / 1e9:,.4g} GFLOP to train on a sequence, each of {seq_len} tokens", speed_note]
+        notes = [f"{flops / 1e9:,.4g} GFLOP to train on a sequence of {seq_len} tokens", speed_note]
         if flops_per_s is not None:
             notes += notes_of_network(cfg, sent, processes)
             table = [timed(each, cfg.instance, flops / flops_per_s, sent, seq_len) for each in table]
@@ -82,13 +82,13 @@ def estimate(
         if not knows_vocabulary(cfg.model, vocab_size=vocab_size):
             notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
     if rows is None and cfg.max_epochs is not None:
-        notes.append(f"max_epochs={cfg.max_epochs:g} is left out: the size of the data is unknown")
-    notes += [*notes_of_price(cfg.instance), "hours of steps alone, without starts, compiling, evaluations and saves"]
+        notes.append(f"max_epochs={cfg.max_epochs:g} is ignored: the size of the data is unknown")
+    notes += [*notes_of_price(cfg.instance), "hours of steps only, without starts, compilation, evaluations and saves"]
     return Estimate(tuple(table), tuple(notes))
 
 
 def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, seq_len: int) -> ClusterSize:
-    """Return the batches and steps on one number of machines."""
+    """Return the batch sizes and steps for one number of machines."""
     world = nodes * processes
     try:
         check_launch(cfg.instance, Launched(world_size=world, local_world_size=processes, is_distributed=True))
@@ -97,7 +97,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return ClusterSize(nodes, world, reason=str(error))
-    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # its length is in passes over unknown data
+    is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # its length is in epochs of unknown data
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
     return ClusterSize(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
 
@@ -105,7 +105,7 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
 def timed(
     row: ClusterSize, instance: InstanceConfig, sequence_s: float, gradient_bytes: int, seq_len: int
 ) -> ClusterSize:
-    """Return the row with times and prices. `sequence_s`: the time of a sequence on one rank."""
+    """Return the row with times and prices. `sequence_s` is the time that one rank takes for a sequence."""
     if row.global_batch_size is None:
         return row
     compute_s = sequence_s * row.global_batch_size / row.world_size
@@ -129,14 +129,14 @@ def timed(
     )
 
 
-# ---- what a step computes and sends ----------------------------------------------------------------------------------
+# ---- communication ---------------------------------------------------------------------------------------------------
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
-    """Return the bytes that a rank adds up with the others, once a step.
+    """Return the bytes of a rank's gradients, which are all-reduced once per step.
 
-    Gradients are fp32 in any precision, but bf16 with that compression, or if the weights themselves are
-    (bf16_stochastic).
+    Gradients are fp32 in every precision, except that they are bf16 with grad_compression=bf16, or if the weights are
+    bf16 (bf16_stochastic).
     """
     trained = shape.trained_parameters(
         cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers
@@ -146,11 +146,11 @@ def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
 
 
 def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> float | None:
-    """Return the seconds of an all-reduce by rings, one among the devices of each machine and one among the machines.
+    """Return the seconds of a ring all-reduce, first among the devices of each machine, then among the machines.
 
-    A ring of n takes 2 (n - 1) messages in turn and sends 2 (n - 1) / n of the bytes over each link. Between machines
-    all network cards work together. Links of unknown bandwidth are left out; None if something is sent and no bandwidth
-    is known.
+    A ring of n members takes 2 (n - 1) messages in sequence, and sends 2 (n - 1) / n of the bytes over each link.
+    Between machines, all network cards work in parallel. Links of unknown bandwidth are left out. The result is None if
+    several ranks communicate and no bandwidth is known.
     """
     inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
     rings = [(processes_per_node, inside and inside * 1e9, DEVICE_HOP_S)]
@@ -161,7 +161,7 @@ def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, proc
     return sum(2 * (n - 1) * (num_bytes / n / rate + hop_s) for n, rate, hop_s in known)
 
 
-# ---- what is assumed -------------------------------------------------------------------------------------------------
+# ---- assumptions -----------------------------------------------------------------------------------------------------
 
 
 def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[str]:
@@ -170,14 +170,14 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
     known += [f"{between:g} Gbit/s and {NETWORK_HOP_S * 1e6:g} µs between machines"] if between else []
     unknown = ["inside a machine"] if inside is None and processes > 1 else []
     unknown += ["between machines"] if between is None else []
-    what = f"an all-reduce of {num_bytes / 1e6:,.4g} MB a step by rings, none of it behind the backward pass"
+    what = f"a ring all-reduce of {num_bytes / 1e6:,.4g} MB per step, which does not overlap with the backward pass"
     notes = ["; ".join([what, *known])]
     if cfg.parallel.held(2) != Held():
-        notes.append("weights that ranks send each other, because each has its part of a state, are not counted")
+        notes.append("weights that ranks send to one another, because each holds only a shard, are not counted")
     if known:
-        # The estimate of that run is 53,000 sequences/s, AWS's figure 25,853 (aws-neuron-sdk, Neuron 2.20).
+        # For that run, the estimate is 53,000 sequences/s, and AWS's figure 25,853 (aws-neuron-sdk, Neuron 2.20).
         notes.append(
-            "bandwidths are data sheets', and the update of the weights is not counted: with few micro batches a step, "
+            "bandwidths are from data sheets, and the weight update is not counted: with few micro batches per step, "
             "many machines take longer (twice as long in AWS's BERT-large with batches of 16,384 on 16 trn1.32xlarge)"
         )
     name = cfg.instance.name
@@ -185,7 +185,7 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
 
 
 def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:
-    """Say how much a rank of the planned machines holds, and whether its device is large enough."""
+    """Say how much memory a rank of the planned machines needs, and whether its device has that much."""
     if at.micro_batch_size is None or at.accumulation is None:
         return []
     needed = memory_of(
@@ -231,7 +231,7 @@ def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> 
         f"each machine fetches about {gb[0]:.3g} of {gb[1]:.3g} GB of training data, {gb[2]:.3g} GB of it before its "
     )
     eval_gb = sum(held_out[number].bytes for number in read) / 1e9
-    note += f"first step, and the first machine {eval_gb:.3g} GB to evaluate with"
+    note += f"first step, and the first machine {eval_gb:.3g} GB for evaluations"
     more = order.fetched_more(machines)
     return [note] if more is None else [note, more]
 
@@ -241,7 +241,7 @@ def notes_of_price(instance: InstanceConfig) -> list[str]:
     known = [f"${usd:,.2f} an hour {market}" for market, usd in prices.items() if usd is not None]
     unknown = [market for market, usd in prices.items() if usd is None]
     date = f", as of {instance.price_date}" if instance.price_date else ""
-    notes = [f"a {instance.name} for {' and '.join(known)}{date}"] if known else []
+    notes = [f"a {instance.name} costs {' and '.join(known)}{date}"] if known else []
     return [*notes, *([f"the price {' and '.join(unknown)} is unknown"] if unknown else [])]
 
 
@@ -253,7 +253,7 @@ FORMATS |= {"hours": "{:,.3g}", "usd_on_demand": "${:,.2f}", "usd_spot": "${:,.2
 
 
 def cells(each: ClusterSize) -> list[str]:
-    """Return a row as text. For an impossible number of machines its third cell has the reason."""
+    """Return the cells of a row. If the number of machines is impossible, the third cell is the reason."""
     ranks = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:
         return [*ranks, each.reason]

@@ -1,7 +1,7 @@
-"""The launches of this computer: the checksum of each job and its scheduler's answer, in the user's folder.
+"""The launches from this computer: the checksum of each job and its scheduler's answer, in the user's folder.
 
-Others may write a record in S3, such as the machines of its run. So the job that this computer starts from a record is
-compared with this file, which no machine reaches.
+A record in S3 can be changed by others, such as the machines of its run. So before this computer starts a job from a
+record, it compares the job with the checksum kept here, which those machines cannot change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read(record: Record) -> dict[str, Any]:
 
 
 def keep(record: Record, handle: dict[str, Any] | None = None) -> None:
-    """Keep the checksum of the job that is about to start, and the scheduler's answer once there is one."""
+    """Store the checksum of the job that is about to start and, once it is known, the scheduler's answer."""
     folder, name = file_of(record)
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = last_handle(record) if handle is None else handle
@@ -45,9 +45,9 @@ def last_handle(record: Record) -> dict[str, Any]:
 
 
 def job_to_start(record: Record) -> Job:
-    """Return the job of a record; all of its programs will read the same one.
+    """Return the job of a record, and fix its checksum in the record, so that all programs of the job read this one.
 
-    Raises InputError if this computer has not launched a job in S3, unless the user vouches for it by its checksum.
+    Raises InputError if the record is in S3, this computer did not launch the job, and the user gave no checksum.
     """
     job = record.job()
     if not record.job_sha256:

@@ -1,4 +1,4 @@
-"""Jobs of this machine: a supervisor in the background, which survives the terminal and ends with the run."""
+"""Jobs on this machine: a supervisor in the background, which survives the terminal and ends with the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.system.atomic_io import make_alike, open_alike
 from train.system.memory import usable_cpus
 from train.system.processes import is_alive, read_process
 
-ORPHANS_S = 600.0  # for ranks to save and end after their torchrun was killed
+ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun was killed
 
 
 class Scheduler(spec.Scheduler):
@@ -44,14 +44,14 @@ class Scheduler(spec.Scheduler):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=job.folder,
-                start_new_session=True,  # the command that waits in the terminal answers Ctrl-C
+                start_new_session=True,  # Ctrl-C is for the command that waits in the terminal
             )
         seen = read_process(process.pid)
         return {"host": platform.node(), "pid": process.pid, "started": seen.started if seen else 0}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second one ends it."""
-        from launch import commands, logs  # the supervisor needs neither
+        """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second Ctrl-C ends it."""
+        from launch import commands, logs  # imported here, since the supervisor needs neither
 
         if detach:
             return DONE
@@ -93,7 +93,7 @@ def supervisor(job: Job, record: Record) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    purpose = "Supervise a job of this machine. python -m launch cluster=local starts this."
+    purpose = "Supervise a job on this machine. python -m launch cluster=local starts this."
     parser = command_parser("launch.local", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
     add_record_flags(parser)
@@ -142,7 +142,7 @@ def on_this_machine(record: Record, job: Job, command: str, *arguments: str, sto
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
     code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
+    processes.end_orphans(ORPHANS_S)  # while they run, they may write to the run folder
     return code
 
 

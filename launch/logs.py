@@ -1,11 +1,11 @@
-"""Logs of a job, from its supervisor, the machines and the ranks, now or as they come.
+"""The logs of a job's supervisor, machines and ranks, as they are now or as they grow.
 
 logs/job.txt                                        the scheduler's script and the supervisor
 logs/attempt_0001/HOST.txt                          torchrun on a machine, and its first rank
-logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, by its number on the machine
+logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, numbered within its machine
 log/rank_0003.txt                                   in the run folder: messages of a rank's trainer, of all attempts
 
-Logs of a run in S3 are on their machines until an attempt ends; those of this machine are read here.
+If the run is in S3, each machine keeps its logs until an attempt ends. Those of this machine are read locally.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from train.run.command import printable
 from train.system.folders import Folder, LocalFolder
 from train.system.schema import is_path
 
-LINES = 100  # the last lines of each file that are shown
-MAX_BYTES = 2**20  # read from the end of a file at first; and the longest line
-POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at the files, and two requests to the scheduler
+LINES = 100  # number of last lines shown of each file
+MAX_BYTES = 2**20  # read from the end of a new file, and size of the longest line
+POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at local files, at S3, and two questions to the scheduler
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
 OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log")
@@ -33,7 +33,7 @@ OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(
 
 @dataclass(frozen=True)
 class Wanted:
-    attempt: int | None = None  # None: the last one, and later ones
+    attempt: int | None = None  # None: the last attempt and later ones
     rank: int | None = None
     node: str | None = None
     lines: int = LINES
@@ -55,13 +55,13 @@ class Log:
         return self.folder.size(self.name) or 0
 
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
-        """Return the new lines, safe to print, or a new file's last `lines`. `is_last`: also an unfinished line."""
+        """Return the new lines, safe to print, or only the last `lines`. `is_last` includes an unfinished line."""
         size = self.size()
         self.position = 0 if size < self.position else self.position  # another file has this name now
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         content = self.read(begin, size) if begin < size else b""
         end = content.rfind(b"\n") + 1
-        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # otherwise it is taken once it ends
+        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # else it waits for its end
         self.position = begin + end
         taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
         return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))
@@ -75,17 +75,17 @@ class Log:
 
 
 def safe(line: bytes) -> str:
-    """Return a line as text without characters that a terminal obeys."""
+    """Return a line as text in which control characters are escaped."""
     text = line.removesuffix(b"\r").decode(errors="backslashreplace")
     shown = (char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text)
     return text if text.isprintable() else "".join(shown)
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------
+# ---- selection -------------------------------------------------------------------------------------------------------
 
 
 def all_logs(record: Record) -> dict[str, Log]:
-    """Return all files by their names below logs/, here and in S3; the longer of two copies, since logs only grow."""
+    """Return the logs here and in S3 by their names below logs/. The longer of two copies is newer: logs only grow."""
     here = LocalFolder(record.local_folder() / "logs")
     logs = {name: Log(name, here, name) for name in here.names() if is_path(name)}
     for name in record.folder.names(LOGS) if record.is_remote else ():
@@ -96,7 +96,7 @@ def all_logs(record: Record) -> dict[str, Log]:
 
 
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
-    """Return the logs to show now. Raises InputError if the job does not have an attempt, a machine or a rank."""
+    """Return the logs to show now. Raises InputError if the job has no such attempt, machine or rank."""
     logs, begun = all_logs(record), {each.number: each.nodes for each in history.attempts}
     known = sorted({*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))})
     check(
@@ -120,7 +120,7 @@ def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
 def of_rank(
     record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
 ) -> list[Log]:
-    """Return torchrun's files of a rank, and its trainer's log, which covers all attempts."""
+    """Return torchrun's files of a rank and, for the last attempt, its trainer's log, which covers all attempts."""
     check(bool(hosts), f"the record names no machines of attempt {attempt}: give --node instead of --rank")
     per_node = record.job().processes_per_node
     most = len(hosts) * per_node - 1
@@ -140,12 +140,12 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 
 
 class Printer:
-    """The logs to show, with a title where the file changes, and the position up to which each has been shown."""
+    """A printer of logs, which remembers how far each was shown and prints a title where the file changes."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""
         self.logs: dict[str, Log] = {}
-        self.lines: int | None = wanted.lines  # None: later files are shown from their beginning
+        self.lines: int | None = wanted.lines  # None after the first look: new files are shown whole
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A file that is no longer selected is shown to its end."""
@@ -173,14 +173,14 @@ def show(record: Record, wanted: Wanted) -> None:
 
 
 def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s: float = ASK_S) -> None:
-    """Print the logs as they come, over all attempts, until the job has ended."""
+    """Print the logs of all attempts as they grow, until the job has ended."""
     pause_s = poll_s if poll_s is not None else POLL_S3_S if record.is_remote else POLL_S
     printer, is_over, asked_s, problem = Printer(record, wanted), False, -math.inf, ""
     while not is_over:
         before = problem
         try:
             history = record.history()
-            # The scheduler is asked before the files are read: an ended job has written all of them.
+            # Ask the scheduler before reading the files: if the job has ended by then, all of its lines are there.
             if history.has_end or time.monotonic() - asked_s >= ask_s:
                 answer, asked_s = ask(record, history.submission), time.monotonic()
                 is_unanswered = history.submission is not None and not history.submission.handle
@@ -190,6 +190,6 @@ def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s
         except Unreachable as error:
             is_over, problem = False, str(error)
         if problem and problem != before:
-            print(f"{printable(problem)}{'' if is_over else '; asked again'}", file=sys.stderr, flush=True)
+            print(f"{printable(problem)}{'' if is_over else '; asking again'}", file=sys.stderr, flush=True)
         if not is_over:
             time.sleep(pause_s)

@@ -1,9 +1,9 @@
-"""The program of one machine of a job: `python -m launch.node COMMAND RUN ...`, started there by a scheduler.
+"""The program that a scheduler starts on each machine of a job: `python -m launch.node COMMAND RUN ...`.
 
-train         torchrun with the trainer, from the code of the job
-preflight     train.doctor, and its answer into the record
-collectives   train.doctor --collectives under torchrun, over all machines
-prepare       one part of a corpus, or with --merge the manifest of all
+train         runs torchrun with the trainer, from the code of the job
+preflight     runs train.doctor and writes its answer into the record
+collectives   runs train.doctor --collectives under torchrun, over all machines
+prepare       prepares one part of a corpus or, with --merge, writes the manifest of all parts
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from train.system.machine import cache_root
 from train.system.schema import FileName
 from train.system.torchrun import REJECTION
 
-DOCTOR_S = 300.0  # for train.doctor, which takes seconds
-LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # one machine must not delay all others
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux assigns to clients
-JOIN_S = 120  # for machines that have just answered to join for their collectives; torchrun's limit is 900 s
+DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # time limits: one machine must not delay all others
+FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux assigns to clients
+JOIN_S = 120  # time limit for machines, all of which have just answered, to join for collectives; torchrun's is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
 
@@ -44,13 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
-    parser.add_argument("--addresses", default="", help="of the machines, in the same order; the first one's will do")
-    parser.add_argument("--group", type=int, default=0, help="machines per group that joins, in order; 0: all")
-    parser.add_argument("--port", type=int, default=0, help="at which the machines join")
+    parser.add_argument("--hosts", default="", help="machines of the job, in rank order")
+    parser.add_argument("--addresses", default="", help="addresses of --hosts; the first is enough without --group")
+    parser.add_argument("--group", type=int, default=0, help="number of neighbouring machines that join; 0: all")
+    parser.add_argument("--port", type=int, default=0, help="port at which the machines join")
     parser.add_argument("--attempt", default="", help="name of the attempt or test, for logs and answers")
-    parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
-    parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
+    parser.add_argument("--part", type=int, help="part to prepare, counted from 1")
+    parser.add_argument("--merge", action="store_true", help="write the manifest of all prepared parts")
     add_record_flags(parser)
     return run_flags(parser, arguments, act)
 
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def join_flags(
     hosts: Sequence[str], addresses: Sequence[str], *, job: int, step: int, name: str, group: int
 ) -> list[str]:
-    """Return the flags for machines that join."""
-    # Each step of a job has another port: two jobs may share a machine, and late packets of another attempt reach
-    # nobody.
+    """Return the flags of launch.node for machines that join."""
+    # The port differs between jobs, which may share a machine, and between steps of a job, so that late packets of an
+    # earlier attempt reach no process.
     port = FIRST_PORT + (job * 101 + step) % PORTS
     words = [f"--hosts={','.join(hosts)}", f"--addresses={','.join(addresses)}", f"--port={port}"]
     return [*words, f"--attempt={name}", f"--group={group}"]
@@ -68,18 +68,18 @@ def join_flags(
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # torchrun inherits that; by default they end it and orphan its ranks
+        signal.signal(number, signal.SIG_IGN)  # torchrun inherits this; else they would end it and orphan its ranks
     record = Record(options.run, s3, options.job_sha256)
     try:
         return COMMANDS[options.command](Node(record, record.job(), options))
     except InputError as error:
-        if options.command == "train":  # its exit code alone may be srun's, which is 2 if the program is missing
+        if options.command == "train":  # exit code 2 alone may be srun's, for a missing program
             record.append_event("refused", attempt=options.attempt, node=platform.node(), reason=str(error))
         raise
 
 
 class Node:
-    """A job's view of this machine: its name, its place among the hosts that join, and its logs."""
+    """The job's view of this machine: its name, its place among the hosts that join, and its logs."""
 
     def __init__(self, record: Record, job: Job, options: argparse.Namespace) -> None:
         self.record, self.job, self.options = record, job, options
@@ -107,17 +107,17 @@ class Node:
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         start = self.start_py()
-        # The file is of this program's code: the code of a job from an earlier version may lack it.
+        # local_torchrun comes from this program's code, since the job's code may be an earlier version without it.
         torchrun = ["-m", "torch.distributed.run"] if len(self.hosts) > 1 else [str(Path(local_torchrun.__file__))]
         head = [self.job.python, *torchrun, *size, *joined, "--max-restarts=0", *logs]
         return [*head, start, module, *arguments]
 
     def run(self, command: Sequence[str], log: str) -> int:
-        """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
+        """Run a command with its output in a log file; return its exit code. Upload logs if the record is in S3."""
         make_alike(self.logs)
         with open_alike(self.logs / log, "ab") as output:
             process = processes.start(command, env=self.environment, output=output)
-            for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches only this one
+            for number in processes.FORWARDED:  # a user's kill reaches only this process; schedulers signal all
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
@@ -127,13 +127,13 @@ class Node:
         return code
 
     def answer(self, content: bytes) -> None:
-        """Write the machine's part of the preflight: a missing answer counts as a failure."""
+        """Write the machine's answer to the preflight. A missing answer counts as a failure."""
         self.record.folder.write(PREFLIGHT.format(self.options.attempt, self.name), content)
 
 
 def rendezvous(node: Node, *, is_train: bool) -> list[str]:
-    """Return the options by which the machines' torchruns join: rank 0 is on the first machine."""
-    # Their id is new for every attempt, which keeps stale agents out.
+    """Return the options with which the machines' torchruns join. Rank 0 is on the first machine."""
+    # The id is new for every attempt, which keeps stale agents out.
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident]
@@ -143,7 +143,7 @@ def rendezvous(node: Node, *, is_train: bool) -> list[str]:
 
 def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
-    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun's exit code is 1 in all cases
+    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun exits with 1 whatever the cause
         reason = printable(path.read_text(errors="replace"))
         node.record.append_event("refused", attempt=node.options.attempt, node=node.name, reason=reason)
     return code
@@ -157,14 +157,16 @@ def preflight(node: Node) -> int:
         code = processes.exit_code(subprocess.Popen(command, env=node.environment, stdout=output), limit_s=DOCTOR_S)
         output.seek(0)
         answer = output.read()
-    if code == processes.TIMED_OUT or not answer:  # a driver, or a file system, that never answers
-        answer = canonical_json({"ok": False, "fault": f"train.doctor ended with {code}, {DOCTOR_S:g} s at most"})
+    if code == processes.TIMED_OUT or not answer:  # a driver or a file system never answered
+        answer = canonical_json(
+            {"ok": False, "fault": f"train.doctor ended with exit code {code}; its time limit is {DOCTOR_S:g} s"}
+        )
     node.answer(answer)
     return DONE
 
 
 def collectives(node: Node) -> int:
-    """Examine the connections of this machine's ranks with one another and with those of its group."""
+    """Test the connections among the ranks of this machine and of its group."""
     settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
     code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
     fault = f"train.doctor --collectives ended with exit code {code}, see its log"

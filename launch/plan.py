@@ -1,4 +1,4 @@
-"""The way from settings to a job: functions that read no file and start nothing."""
+"""Functions that make a job from settings. They read no file and start nothing."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from train.system.folders import is_s3, local_path, sha256_json
 from train.system.memory import usable_cpus
 from train.system.schema import FileName, Sha256
 
-FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/system/run_folder.py
-RANKS_PER_CPU = 4  # more would only wait for one another
+FIXED = ("task.", "model.", "optim.")  # settings that never change in a run, see train/system/run_folder.py
+RANKS_PER_CPU = 4  # more ranks would only wait for one another
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
-    """Return the settings of the run: those given for it, and the instance of the launch unless they name another."""
+    """Return the run's overrides: those given for it, and those of the launch's instance that they do not set."""
     keys = {override.partition("=")[0] for override in given}
     instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
     return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
 
 
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
-    """Return the overrides with the absolute folder for `key`, so that every node takes the same one."""
-    check("${" not in location, f"{key}={location!r} must be without ${{, by which settings refer to others")
+    """Return the overrides with `key` set to an absolute location, so that every node uses the same folder."""
+    check("${" not in location, f"{key}={location!r} must not contain ${{, which refers to another setting")
     others = [each for each in overrides if each.partition("=")[0] != key]
     return [*others, f"{key}={quoted(location)}"]
 
 
 def absolute(location: str) -> str:
-    """Return a location that means the same in every working folder."""
+    """Return a location as an absolute path or S3 URL, which is valid in every working directory."""
     return location.rstrip("/") if is_s3(location) else str(local_path(location).absolute())
 
 
 def make_job(
     cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], code: Code, *, folder: str
 ) -> Job:
-    """Return the job of a launch of `run` with its `overrides`. Raises InputError if machines cannot run its ranks."""
+    """Return the job that launches `run` with `overrides`. Raises InputError if the machines cannot run its ranks."""
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
         kind, key, where = "train", "run_dir", absolute(run.run_dir)
@@ -51,7 +51,7 @@ def make_job(
         check_backend(run.backend, cfg.instance)
     else:
         kind, key, where = "prepare", "output", absolute(run.output)
-        message = f"nodes={cfg.nodes} are for training: a preparation has parts={cfg.nodes}, a machine each"
+        message = f"nodes={cfg.nodes} is for training: a preparation takes parts={cfg.nodes}, one machine for each part"
         check(cfg.nodes == 1, message)
     settings = to_dict(run)
     return Job(
@@ -76,9 +76,9 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if there are more ranks than devices or, without devices, more than a few per CPU.
+    """Raise InputError if a machine would run more ranks than devices or, without devices, RANKS_PER_CPU per CPU.
 
-    It also checks the numbers that the instance can run, see train.system.launched.check_launch.
+    An instance with `rank_counts` runs only those counts, see train.system.launched.check_launch.
     """
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
@@ -86,51 +86,51 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
         name = instance.name if cfg.nodes == 1 else f"each of several {instance.name}"
         check(ranks in valid, f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}")
         return
-    most, share = instance.devices, "one a device"
+    most, share = instance.devices, "one per device"
     if not uses_devices or instance.device is None or most is None:
         cpus = usable_cpus() if instance.vcpus is None and cfg.cluster.is_here else instance.vcpus
-        most, share = None if cpus is None else RANKS_PER_CPU * cpus, f"{RANKS_PER_CPU} a CPU"
-    too_many = f"processes_per_node={ranks}: {most} ranks are the most on {instance.name}, {share}"
+        most, share = None if cpus is None else RANKS_PER_CPU * cpus, f"{RANKS_PER_CPU} per CPU"
+    too_many = f"processes_per_node={ranks}: {instance.name} runs at most {most} ranks, {share}"
     check(most is None or ranks <= most, too_many)
 
 
 def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
-    """Return the variables that every process of a job starts with. A variable of the user overrides them.
+    """Return the environment variables of every process of a job. A variable that the user sets has precedence.
 
-    They leave out what `python -m train` sets itself before the ranks join: network cards, huge pages, open files and
-    processors (train.system.rank_setup), and variables of Neuron's runtime and compiler (train.system.machine); also
-    FI_EFA_FORK_SAFE, which is only for kernels before 5.15 (train.doctor checks it), and PyTorch's defaults
+    Some are left out. `python -m train` sets those of network cards, huge pages, open files and processors
+    (train.system.rank_setup), and of Neuron's runtime and compiler (train.system.machine), before the ranks join.
+    FI_EFA_FORK_SAFE is only for kernels before 5.15, for which train.doctor checks. Others are PyTorch's defaults
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:
-        # libfabric fails if EFA is missing, instead of taking TCP; machines without EFA: instance.efa_interfaces=0.
+        # libfabric then fails if EFA is missing, instead of using TCP. Without EFA set instance.efa_interfaces=0.
         variables["FI_PROVIDER"] = "efa"
     if instance.device == "neuron":
-        # The memory of glibc's arenas grows with every thread, and 32 ranks share a host (optimum-neuron sets it too).
+        # glibc's arenas grow with every thread, and 32 ranks share the host's memory. optimum-neuron sets this, too.
         variables["MALLOC_ARENA_MAX"] = "64"
     elif instance.device is not None:
-        # Batches of several lengths fragment the device's memory.
+        # Batches of different lengths fragment the device's memory.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if instance.vcpus is not None:
-        # torchrun sets one thread for each of several processes; this is each one's share of the processors.
+        # If torchrun starts several processes, it sets one thread for each. Set each one's share of the CPUs instead.
         variables["OMP_NUM_THREADS"] = str(max(1, instance.vcpus // processes_per_node))
     return variables
 
 
 def safe_name(location: str) -> str:
-    """Return the last part of a location, as a name that every scheduler and shell reads literally."""
+    """Return the last part of a location, reduced to characters that every scheduler and shell reads literally."""
     last = location.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-")[:40] or "run"
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
-    """Raise InputError if settings differ that a run keeps: what it learns, from which data, in which batches."""
+    """Raise InputError if a setting differs that never changes in a run: task, model, optimizer, data or batch."""
     old, new = dict(flatten(before)), dict(flatten(now))
     keys = sorted(key for key in {*old, *new} if key.startswith(FIXED) or key in FIXED_KEYS)
     changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
     check(
         not changed,
-        f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the same, choose "
-        f"another folder, or resume what was launched: python -m launch resume {run_dir}",
+        f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the old "
+        f"ones, choose another folder, or resume the launched job: python -m launch resume {run_dir}",
     )

@@ -1,4 +1,4 @@
-"""The choice of machines that may train, by each one's doctor, and by collectives over those chosen."""
+"""The preflight, which chooses the machines to train on: by train.doctor on each, and collectives over the chosen."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from launch.supervise import retry
 from train.run.command import printable
 from train.system.schema import BadContent, read_object
 
-NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # beginnings of reasons
-MAX_CHARS = 300  # of a reason
+NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # first words of reasons
+MAX_CHARS = 300  # length of a reason
 
 
-# Runs a command of launch.node on machines: (command, nodes, *, name, group=0), all of them or groups of that number of
-# neighbours; 0 if all succeeded.
+# A function (command, nodes, *, name, group=0) that runs a command of launch.node on machines and returns 0 if all of
+# them succeed. All machines join, or with `group` only that number of neighbours.
 Run = Callable[..., int]
 
 
 def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the machines to train on, fewer than the job needs if too few are fit; and failed ones, with reasons.
+    """Return the machines to train on, and the failed machines with the reasons.
 
-    If collectives fail over the machines chosen, each is tried alone and then in pairs: those that fail are left out,
-    and spares take their ranks.
+    If too few machines are fit, fewer than the job needs are returned. If collectives over the chosen machines fail,
+    the machines are tested alone and then in pairs. Those that fail are left out, and spares take their ranks.
     """
     run("preflight", nodes, name=name)
     failed = failures(record, name, nodes)
@@ -43,7 +43,7 @@ def run_preflight(
 
 
 def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> dict[str, str]:
-    """Return the machines whose collectives fail alone; if none, those of the pairs that fail; if none, all."""
+    """Return the machines whose collectives fail alone; if none do, those of failing pairs; if no pair fails, all."""
     for group, which in ((1, "alone"), (2, "in pairs")):
         if group < len(nodes):
             attempt = f"{name}_{group}"
@@ -59,7 +59,7 @@ def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, st
 
 
 def failure_of(record: Record, name: str) -> str:
-    """Return why the machine with this answer is not fit; "" if it is."""
+    """Return why the machine that wrote this answer is not fit; "" if it is fit."""
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
@@ -74,11 +74,11 @@ def failure_of(record: Record, name: str) -> str:
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
-    """Return a message if fewer machines are fit than the job needs."""
-    counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the preflight, {job.nodes} are needed"
+    """Return the message for too few fit machines."""
+    counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the preflight, but {job.nodes} are needed"
     return "; ".join([counts, *(f"{node}: {reason}" for node, reason in failed.items())])
 
 
 def is_shared(failed: Mapping[str, str], nodes: Sequence[str]) -> bool:
-    """Return whether all failed, so that the cause is shared, and other machines would fail too."""
+    """Return whether all of several machines failed. The cause is then shared, and other machines would fail, too."""
     return 1 < len(failed) == len(nodes)

@@ -1,11 +1,11 @@
 """The record of a run's launches: a folder next to the run folder, local or in S3.
 
 runs/mine/            the run folder, which only the trainer writes
-runs/mine.launch/     job.json      what is started, read by the scheduler's script and every node
+runs/mine.launch/     job.json      the job, which the scheduler's script and every node read
                       plan.json     the plan that was printed
                       config.yaml   the resolved settings of the run
                       code-....tar.gz
-                      events/       what was asked for and what answered, one small file each, never changed
+                      events/       requests and answers, each a small file that never changes
                       logs/         output of the scheduler's script, of every node and rank
 """
 
@@ -47,16 +47,16 @@ class Code:
 
 @dataclass(frozen=True)
 class Job:
-    id: FileName  # of this job: it names logs, and the unpacked code on a node
+    id: FileName  # name of the run folder, with a checksum of settings and code
     kind: str  # train | prepare
-    run_dir: str  # the run folder; of a preparation the folder that it writes
+    run_dir: str  # the run folder, or a preparation's output folder
     overrides: list[str]  # settings of train or train.prepare
-    config_sha256: Sha256  # of the resolved settings
-    python: str  # interpreter on the nodes
-    folder: str  # the folder of its submission: paths in the settings may be relative to it
+    config_sha256: Sha256  # checksum of the resolved settings
+    python: str  # path of the interpreter on the nodes
+    folder: str  # working folder of the submission, to which paths in the settings may be relative
     code: Code
     scheduler: str
-    cluster: dict[str, Any]  # its settings
+    cluster: dict[str, Any]  # the scheduler's settings
     instance: str
     nodes: int
     spares: int
@@ -75,7 +75,7 @@ class Job:
 
     @classmethod
     def from_json(cls, content: bytes) -> Job:
-        """Read a job. Raises BadContent if the file is not one, InputError if it is of another version."""
+        """Parse a job. Raises BadContent if the content is no job, InputError if it has another version's format."""
         values = read_object(content)
         check(
             values.get("format") == FORMAT,
@@ -100,14 +100,14 @@ class Event:
 
 def add_record_flags(parser: Parser) -> None:
     add_s3_flags(parser, caches=False)
-    parser.add_argument("--job-sha256", metavar="DIGEST", default="", help="of job.json: any other is rejected")
+    parser.add_argument("--job-sha256", metavar="DIGEST", default="", help="checksum that job.json must have")
 
 
 class Record:
     def __init__(self, run_dir: str, s3: S3Config, job_sha256: str = "") -> None:
-        """Open the record of the run in `run_dir`, a run folder or its record, which need not exist.
+        """Open a run's record. `run_dir` is the run folder or its record, and need not exist.
 
-        `job_sha256`: of its job.json, from whoever launched it; empty: any.
+        `job_sha256` is the checksum of job.json, from whoever launched the run. If it is empty, any job is accepted.
         """
         self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX)
         check(bool(self.run_dir.strip("/.")), f"{run_dir} is not the name of a run folder")
@@ -121,7 +121,7 @@ class Record:
         return is_s3(self.location)
 
     def local_folder(self) -> Path:
-        """Return a folder of this machine for logs: in the record, or in the cache if the record is in S3."""
+        """Return this machine's folder for logs: the record or, if the record is in S3, a folder in the cache."""
         if isinstance(self.folder, LocalFolder):
             return self.folder.path
         return cache_root() / "launch" / sha256_bytes(self.location.encode())[:16]
@@ -134,18 +134,18 @@ class Record:
         return self.folder.size(JOB) is not None
 
     def job(self) -> Job:
-        """Return the job of the last submission. Raises InputError if it is missing, damaged or another one."""
+        """Return the job of the last submission. Raises InputError if job.json is missing, damaged or was changed."""
         try:
             content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
-                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows those "
-                "that were"
+                f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows the "
+                "runs that were"
             ) from None
         found = sha256_bytes(content)
         check(
             self.job_sha256 in ("", found),
-            f"{self.location}/{JOB} was changed: its sha256 is {found}, the job that was launched has "
+            f"{self.location}/{JOB} was changed: its sha256 is {found}, that of the launched job is "
             f"{self.job_sha256}; launch the run again",
         )
         try:
@@ -170,10 +170,10 @@ class Record:
 
     def append_event(self, kind: str, /, **details: Any) -> None:
         while not self.append_event_as(self.next_number(), kind, **details):
-            pass  # another process was faster
+            pass  # another process took the number
 
     def next_number(self) -> int:
-        """Return the number for an event that is added now."""
+        """Return the number of the next event."""
         return 1 + max((int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()), default=0)
 
     def append_event_as(self, number: int, kind: str, /, **details: Any) -> bool:
@@ -188,7 +188,7 @@ class Record:
         return read_history(self.events())
 
     def events(self) -> list[Event]:
-        """Return all events in order. A damaged one has the kind "damaged": a job must be stopped all the same."""
+        """Return all events in order. A damaged one has the kind "damaged" and raises no error, so that stop works."""
         return list(at_once(self.event, self.event_names()))
 
     def event(self, name: str) -> Event:
@@ -198,22 +198,22 @@ class Record:
             return Event(DAMAGED, 0.0, "", {"name": name})
 
 
-# ---- what the events say ---------------------------------------------------------------------------------------------
+# ---- history, from the events ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Submission:
-    """A request to a scheduler to start a job, and the scheduler's name for it."""
+    """A request to a scheduler to start a job, and the scheduler's identifier of the job."""
 
     scheduler: str
     time_unix_s: float | None
     nodes: int | None = None
-    handle: dict[str, Any] = field(default_factory=dict)  # empty: no answer of the scheduler is known
-    rejection: str = ""  # why the job could not be started
+    handle: dict[str, Any] = field(default_factory=dict)  # the job's identifier; empty if no answer is known
+    rejection: str = ""  # why the job could not be started; empty if it was
 
 
 def attempt_name(number: int) -> str:
-    """Return the name of an attempt, which is also that of its folder in logs/."""
+    """Return the name of an attempt, which is also the name of its folder in logs/."""
     return f"attempt_{number:04d}"
 
 
@@ -228,7 +228,7 @@ class AttemptEntry:
     reason: str = ""
     step: int | None = None
     checkpoint: int | None = None
-    begun_at: int = 0  # the newest checkpoint when it began
+    begun_at: int = 0  # step of the newest checkpoint when the attempt began
     next: str = ""  # again | requeue | end
     is_over: bool = False
 
@@ -242,22 +242,22 @@ class Ended:
 
 @dataclass
 class History:
-    """All attempts of the run; the other fields are of its last submission."""
+    """All attempts of a run. The other fields describe the last submission."""
 
     submissions: int = 0
     submission: Submission | None = None
     attempts: list[AttemptEntry] = field(default_factory=list)
-    attempts_before: int = 0  # of earlier submissions
+    attempts_before: int = 0  # number of attempts of earlier submissions
     failed_gate: dict[str, str] = field(default_factory=dict)  # node: reason
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
-    excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
+    excluded: list[str] = field(default_factory=list)  # nodes that the requeued job must not get
     ended: Ended | None = None
     faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
-    idle: int = 0  # the latest of them in a row that began and saved nothing new
-    requeued: str = ""  # why the job was requeued, until it ends or begins an attempt
+    idle: int = 0  # number of the latest faults in a row that began and saved nothing new
+    requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # an attempt was made since the last requeue
-    damaged: list[str] = field(default_factory=list)  # events that cannot be read
+    damaged: list[str] = field(default_factory=list)  # names of events that cannot be read
 
     @property
     def has_end(self) -> bool:
@@ -265,7 +265,7 @@ class History:
 
     @property
     def is_stop_asked(self) -> bool:
-        """True if the user wants no other attempt."""
+        """True if the user wants no further attempt."""
         return self.stop_asked_unix_s is not None or self.cancelled_unix_s is not None
 
     @property
@@ -287,7 +287,7 @@ class History:
                 self.submission.rejection = text(details, "reason") or "rejected"
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
-                if last is not None and not last.is_over:  # its machine was lost; its checkpoints show now
+                if last is not None and not last.is_over:  # its machine was lost: only checkpoints show its progress
                     self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))

@@ -1,4 +1,4 @@
-"""The progress of a run, read from its folder. The folder is only read, and may hold anything."""
+"""The progress of a run, read from its folder. The folder is not changed, and may contain anything."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from train.system.lease import newest, parse
 from train.system.outcome import read_outcome
 from train.system.schema import BadContent, read_object
 
-TAIL_BYTES = 2**22  # of metrics.jsonl: some 10,000 lines, which should include an evaluation
+TAIL_BYTES = 2**22  # read from the end of metrics.jsonl: about 10,000 lines, which should include an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
-NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # the other numbers of an eval line
+NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # numbers of an eval line that are no scores
 MAX_SCORES = 6
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of a run. None is unknown."""
+    """The progress of a run. None means unknown."""
 
-    exists: bool = False  # whether the trainer has described the run there
+    exists: bool = False  # the trainer has written environment.json
     attempt: int | None = None
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    goodput: float | None = None  # share of the time since the first start in steps that were not lost
-    cost_usd: float | None = None  # of all attempts, up to the last line
+    goodput: float | None = None  # share of the time since the first start that was spent in steps that were not lost
+    cost_usd: float | None = None  # cost of all attempts, up to the last line
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)
-    step_s: float | None = None  # between steps, with evaluations and saves
+    step_s: float | None = None  # mean time from step to step, including evaluations and saves
     line_unix_s: float | None = None  # when the last line was written
-    checkpoint: int | None = None  # the newest step that is committed
+    checkpoint: int | None = None  # step of the newest committed checkpoint
     outcome: dict[str, Any] | None = None  # the content of outcome.json
 
 
 def read_progress(run: Folder) -> RunProgress:
-    """Read a run folder, which need not exist yet, and the newest of its lines. Damaged files count as missing."""
+    """Read the progress of a run from its folder, which need not exist yet. Damaged files count as missing."""
     names = run.names_here()
     lines = list(read_back(run, limit_bytes=TAIL_BYTES))[::-1]
     trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
@@ -52,8 +52,8 @@ def read_progress(run: Folder) -> RunProgress:
         planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
     except (FileNotFoundError, BadContent):
         planned = None
-    # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3, that
-    # of its lease, which is newer.
+    # The step is that of the last line that is no fault, since a fault may come before any step; or the lease's, which
+    # is newer and exists for a run in S3.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]
@@ -78,13 +78,13 @@ def read_progress(run: Folder) -> RunProgress:
 
 
 def newest_checkpoint(run: Folder) -> int | None:
-    """Return the newest step that is committed, by name: nothing is verified."""
+    """Return the step of the newest committed checkpoint, according to file names. No content is verified."""
     matches = (COMMITTED.fullmatch(name) for name in run.names("checkpoints/step_"))
     return max((int(match[1]) for match in matches if match), default=None)
 
 
 def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
-    """Return the seconds between two steps of the newest lines of an attempt, evaluations and saves included."""
+    """Return the mean seconds from step to step in an attempt's newest lines, including evaluations and saves."""
     if not trained:
         return None
     first, last = trained[0], trained[-1]

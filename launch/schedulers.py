@@ -1,4 +1,4 @@
-"""The table of schedulers. A new one is a module and a line here."""
+"""The table of schedulers. A new scheduler needs a module and one line here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.spec import Scheduler
 from train.config import InputError
 from train.system.schema import record
 
-SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the module with its class Scheduler
+SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # the settings class, and the module with a class Scheduler
     "local": (LocalConfig, "launch.local"),
     "slurm": (SlurmConfig, "launch.slurm.scheduler"),
     "ec2": (Ec2Config, "launch.ec2.scheduler"),
@@ -34,7 +34,7 @@ def scheduler(name: str) -> Scheduler:
 
 
 def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # type: ignore[assignment]
-    """Return the settings of the job's cluster. Raises InputError if scheduler or settings are not valid for `kind`."""
+    """Return the job's cluster settings. Raises InputError if they are not valid, or not of the class `kind`."""
     settings = record(row(job.scheduler)[0], job.cluster, "cluster")
     if not isinstance(settings, kind):
         raise InputError(f"the job is of cluster={job.scheduler}")

@@ -1,4 +1,4 @@
-"""The interface of schedulers. The program inside their jobs calls `launch.supervise` and starts `launch.node`."""
+"""The interface of a scheduler. The program inside its jobs calls `launch.supervise` and starts `launch.node`."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from launch.record import Job, Record
 from train.config import S3Config
 from train.run.command import DONE
 
-Handle = Mapping[str, Any]  # a scheduler's name for a job; plain JSON
+Handle = Mapping[str, Any]  # a scheduler's identifier of a job, as plain JSON
 
 
 @dataclass(frozen=True)
 class State:
-    """A scheduler's present answer about a job."""
+    """The present state of a job, as its scheduler reports it."""
 
-    is_active: bool | None = None  # it waits or runs, so nothing may be started for the run; None: unknown
-    text: str = ""  # in the scheduler's terms, such as "PENDING (Resources)"
+    is_active: bool | None = None  # the job waits or runs, so no other may start for the run; None: unknown
+    text: str = ""  # the state in the scheduler's terms, such as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
-    outcome: str = ""  # of a job that is over, if the scheduler tells: cancelled | failed
+    outcome: str = ""  # cancelled | failed; empty if the job is active, or if the scheduler reports neither
     scheduler: str = ""
-    failure: str = ""  # why the scheduler does not answer
+    failure: str = ""  # why the scheduler did not answer; empty if it did
 
 
 class Scheduler(ABC):
     @abstractmethod
     def request(self, job: Job, record: Record) -> list[str]:
-        """Return the command that starts the job, for the plan. It sends no request."""
+        """Return the command that would start the job, for the plan. Nothing is sent."""
 
     @abstractmethod
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        """Return the scheduler's lines on the job without starting it. Raises InputError if it would reject it."""
+        """Return what the scheduler says of the job, without starting it. Raises InputError if it would be rejected."""
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        """Return the plan's JSON fields other than the command."""
+        """Return the fields that this scheduler adds to the plan's JSON."""
         return {}
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return settings of a machine type that conf/instance does not have, `devices` among them."""
+        """Return instance settings, `devices` among them, for a machine type that conf/instance does not list."""
         raise NotImplementedError
 
     @abstractmethod
     def submit(self, job: Job, record: Record) -> Handle:
-        """Start the job. Raises InputError if it is rejected, Unreachable if there is no answer."""
+        """Start the job. Raises InputError if it is rejected, Unreachable if the scheduler does not answer."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Do the remaining work of the submitting process, or nothing with `detach`; return the exit code."""
+        """Do the rest of the submitting process's work; return its exit code. `detach`: do not watch the job."""
         return DONE
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Scheduler(ABC):
         """Return the present state of the job. Raises Unreachable if the scheduler does not answer."""
 
     def unanswered(self, record: Record) -> State:
-        """Return what is known of a job whose submission has left no answer."""
+        """Return the state of a job whose submission the scheduler never answered."""
         return State(failure="it never answered the submission; look there for a job of this run")
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The speed of a rank, from a published figure or a finished run, whose files are validated: anybody may write them."""
+"""The speed of a rank, from a published figure or from a finished run, whose files are validated before use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from train.run.saved import read_config
 from train.system.folders import Folder, open_folder
 from train.system.schema import BadContent, of_type, shown
 
-MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE: of any number in a line
+MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE is for every number in a line
 WITHOUT_BF16 = ("V100", "T4")
-# Measured shares of the peak on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's formula, in which the head
-# is not counted.
+# Measured shares of the peak FLOP/s on BERT-large with 128 tokens. By AWS's formula, which does not count the head, a
+# sequence takes 236.8 GFLOP.
 IN_16_BITS = {
     "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
     "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
@@ -27,7 +27,7 @@ IN_FP32 = {"Trainium": (0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aw
 
 @dataclass(frozen=True)
 class Calibration:
-    """The speed of a run's steps, its all-reduce and waits for data included."""
+    """The measured speed of a run's steps, including the all-reduce and waits for data."""
 
     location: str
     instance: str
@@ -35,14 +35,14 @@ class Calibration:
     world_size: int
     seq_len: int  # tokens
     sequences_per_s: float  # over all ranks
-    flops_per_s: float  # of the model's arithmetic, per rank
+    flops_per_s: float  # the model's arithmetic, per rank
     mfu: float | None  # share of a device's peak; None for an instance without a known peak
 
 
 def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
-    check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: it has no metrics.jsonl")
+    check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is no run folder: metrics.jsonl is missing")
     cfg = read_config(folder)
     try:
         return measured(cfg, folder)
@@ -53,15 +53,15 @@ def read_calibration(location: str, s3: S3Config) -> Calibration:
 def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     """Return the speed between the first and the last train line of the last attempt that ended.
 
-    The cost of a start is thus left out (first allocations, reading ahead). Raises BadContent if no run writes such
-    lines.
+    This leaves out the cost of a start (first allocations, reading ahead). Raises BadContent if the lines cannot come
+    from a run.
     """
     lines = read_back(folder)
     end = next((line for line in lines if line["kind"] == "summary"), None)
     if end is None:
         raise BadContent("it has no summary: the run has not ended yet, or was killed")
     of_end = takewhile(lambda line: line["attempt"] == end["attempt"], lines)
-    trained: list[dict[str, Any]] = []  # the first one and the last one
+    trained: list[dict[str, Any]] = []  # the first and the last train line
     for line in of_end:
         if line["kind"] == "train":
             trained = [line, *trained[-1:]]
@@ -77,8 +77,8 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
     if not flops:
         raise InputError(
-            f"calibrate={folder.location}: the size of its model is unknown, so its speed says nothing about others; "
-            "use a run with an export, or of a model that is published"
+            f"calibrate={folder.location}: the size of its model is unknown, so its speed says nothing about other "
+            "models; use a run with an export, or a run of a published model"
         )
     peak = cfg.instance.peak_flops_per_s(precision)
     flops_per_s = sequences / seconds * flops / world
@@ -99,7 +99,7 @@ def increase(lines: list[dict[str, Any]], name: str) -> float:
     first, last = (of_type(float, line.get(name), name) for line in (lines[0], lines[-1]))
     if not 0 <= first < last <= MAX_VALUE:
         raise BadContent(
-            f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back, or no run wrote it"
+            f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back, or no run wrote this"
         )
     return float(last - first)
 
@@ -112,7 +112,7 @@ def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
 
 
 def precision_of(cfg: TrainConfig) -> str:
-    """Return the precision that a run would choose: fp32 if nothing is known of the machine, as on CPUs."""
+    """Return the precision that a run would choose: fp32 if the machine has no known device, as on CPUs."""
     if cfg.backend.precision != "auto":
         return cfg.backend.precision
     if cfg.instance.device is None:
@@ -123,14 +123,14 @@ def precision_of(cfg: TrainConfig) -> str:
 def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]:
     """Return the FLOP/s of a rank, None if unknown, and the source of the figure.
 
-    Raises InputError if the speed is of a run on another machine of which no peak is known.
+    Raises InputError if the run used another instance, and the peak of one of the two instances is unknown.
     """
     instance, precision = cfg.instance, precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)
     if run is not None:
-        note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s a rank in {run.precision}"
+        note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s per rank in {run.precision}"
         note += f", {run.world_size} ranks on {run.instance}"
-        note += ", whose all-reduce is in that figure and counts twice" if run.world_size > 1 else ""
+        note += "; the figure includes that run's all-reduce, so it counts twice" if run.world_size > 1 else ""
         if run.instance == instance.name and (run.mfu is None or run.precision == precision):
             return run.flops_per_s, note
         if run.mfu is None or peak is None:
@@ -138,14 +138,14 @@ def speed(cfg: TrainConfig, run: Calibration | None) -> tuple[float | None, str]
                 f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
                 f"says nothing about instance={instance.name}; use a run on that instance"
             )
-        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
+        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak are applied to {instance.name} in {precision}"
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"
-        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN takes a finished run's"
+        return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN takes a run's speed"
     chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
     nearest = "Trainium" if instance.device == "neuron" else "A100"
     share, source = published.get(chip, IN_16_BITS[nearest])
     note = f"{share:.1%} of the peak of {precision}, from BERT-large by {source}"
     if chip not in published:
-        note += f"; that of the {nearest} in bf16, as none is published for {chip} in {precision}"
+        note += f"; this is the {nearest}'s figure in bf16, since none is published for {chip} in {precision}"
     return peak * share, note

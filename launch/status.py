@@ -1,4 +1,4 @@
-"""The state of a run, by its scheduler, its record and its run folder: as an object, and as text."""
+"""The state of a run according to its scheduler, its record and its run folder, as an object and as text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from launch.values import shown_duration, shown_moment
 from train.config import Failure, InputError, Unreachable
 from train.run.command import printable
 
-MAX_ATTEMPTS = 5  # the last ones are shown
-MAX_CHARS = 400  # of a text from elsewhere
+MAX_ATTEMPTS = 5  # number of last attempts that are shown
+MAX_CHARS = 400  # longest text from a scheduler or a record
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Status:
     run_dir: str
     kind: str  # train | prepare
     job_id: str
-    config_sha256: str  # of the job's settings
+    config_sha256: str  # checksum of the job's settings
     state: str  # see `state_of`
-    time_unix_s: float  # when this was asked
-    answer: State  # of the last job
+    time_unix_s: float  # time of this status
+    answer: State  # the scheduler's answer about the last job
     history: History
     progress: RunProgress
     time_left_s: float | None = None
-    line_age_s: float | None = None  # time since the last line of the metrics
+    line_age_s: float | None = None  # time since the last line of metrics.jsonl
 
     def to_json(self) -> str:
-        """Return one line, in which all characters that a terminal could act on are escaped, and NaN is null."""
+        """Return one line of JSON. Control characters are escaped, and NaN becomes null."""
         values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return json.dumps(values, sort_keys=True)
 
@@ -46,7 +46,7 @@ def status(record: Record) -> Status:
     now_unix_s = time.time()
     job, history = record.job(), record.history()
     answer = ask(record, history.submission)
-    if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
+    if answer.is_active is False and not history.has_end:  # it may have ended after the record was read
         history = record.history()
     progress = read_progress(record.run) if job.kind == "train" else RunProgress()
     total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
@@ -67,7 +67,7 @@ def status(record: Record) -> Status:
 
 
 def ask(record: Record, submission: Submission | None) -> State:
-    """Return the scheduler's answer about a job; a failure if it was not asked for it, or does not answer."""
+    """Return the scheduler's answer about a job, or why there is none: no submission, a rejection, or silence."""
     if submission is None:
         return State(False, failure="no submission is recorded")
     name = submission.scheduler
@@ -83,9 +83,9 @@ def ask(record: Record, submission: Submission | None) -> State:
 def state_of(kind: str, answer: State, history: History) -> str:
     """Return one term for the state of a run.
 
-    The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped, failed, refused, ended
-    (with an unknown outcome), cancelled, vanished (nobody knows its end), not submitted. The scheduler does not answer:
-    unknown.
+    An active job is waiting, starting, running, stopping or ending. Any other is done, stopped, failed, refused, ended
+    (with an unknown outcome), cancelled, vanished (no end is recorded) or not submitted. The state is unknown if the
+    scheduler does not answer.
     """
     submission, ended = history.submission, history.ended
     if submission is None or submission.rejection:
@@ -95,7 +95,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
             return "ending"
         if history.is_stop_asked:
             return "stopping"
-        if not answer.nodes:  # as after the loss of a node, while the record still has an attempt
+        if not answer.nodes:  # a node may be lost while the record still has a running attempt
             return "waiting"
         return "running" if kind == "prepare" or history.running_attempt is not None else "starting"
     if history.cancelled_unix_s is not None:
@@ -109,7 +109,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
 
 
 def clean(text: str) -> str:
-    """Return one line without characters that a terminal obeys, cut if it is very long."""
+    """Return a text as one line without control characters, cut to MAX_CHARS."""
     line = printable(text)
     return line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]}..."
 
@@ -185,7 +185,7 @@ def shown_step(status: Status) -> str:
 
 def watch(record: Record, every_s: float, *, as_json: bool = False) -> None:
     """Print the status until the job has ended: a line for each change of its state or step, or JSON each time."""
-    # A service that does not answer is asked again.
+    # If a service does not answer, the next round asks it again.
     line, is_over = "", False
     while not is_over:
         before = line

@@ -1,4 +1,4 @@
-"""Submission of a job, for the first time or again. The record is written first, so that it lists every job."""
+"""The submission of a new or a resumed job. The record is written first, so that it lists every job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from train.system.identity import ENVIRONMENT, check_is_run_folder
 from train.system.outcome import STOP_FILE, read_outcome
 from train.system.schema import read_yaml
 
-SUBMITTING_S = 120.0  # how long a scheduler may take to answer; until then no other submission is allowed
+SUBMITTING_S = 120.0  # time for a scheduler to answer, during which no other submission is allowed
 
 
 def submit(
@@ -41,7 +41,7 @@ def submit(
 
 
 def resume(record: Record) -> tuple[Job, Handle]:
-    """Start the last job again, unchanged. Raises InputError if it is running, is done, or may not be ours."""
+    """Start the last job again, unchanged. Raises InputError if it is active, is done, or may be forged."""
     number, job = check_idle(record), job_to_start(record)
     outcome = read_outcome(record.run)
     is_done = outcome.get("outcome") == "done"
@@ -59,12 +59,12 @@ def claim(record: Record, job: Job, number: int) -> None:
 
 def start(record: Record, job: Job) -> Handle:
     if record.run.size(STOP_FILE) is not None:
-        record.run.remove(STOP_FILE)  # a request to a job that has ended
+        record.run.remove(STOP_FILE)  # it was a request to a job that has ended
     if record.is_remote:
         launched.keep(record)
     try:
         handle = scheduler(job.scheduler).submit(job, record)
-    except InputError as error:  # after any other error nobody knows whether there is a job
+    except InputError as error:  # after any other error the job may exist
         record.append_event("not_submitted", reason=str(error))
         raise
     record.append_event("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)
@@ -79,7 +79,7 @@ def check_idle(record: Record) -> int:
     asked = history.submission
     if asked is None or asked.rejection:
         return number
-    if not asked.handle:  # no answer yet, or it was lost: then the scheduler still knows the job
+    if not asked.handle:  # the answer is yet to come, or was lost, and only the scheduler knows the job
         age_s = max(0.0, time.time() - (asked.time_unix_s or 0.0))
         check(
             history.has_end or age_s >= SUBMITTING_S,

@@ -1,7 +1,7 @@
-"""The attempts of a run, one after another, until it is done, stopped or hopeless, in jobs of every scheduler.
+"""The supervisor of a run, for every scheduler: it makes attempts until the run is done, stopped, or keeps failing.
 
-The result of an attempt is read from the run folder: torchrun exits with 1 for a clean stop too, and srun with the code
-of whichever task ended first.
+The result of an attempt is read from the run folder, since torchrun exits with 1 after a clean stop, too, and srun with
+the code of the task that ended first.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from train.system.outcome import STOP_FILE, read_outcome
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
-# Kinds of stops (train/run/stopping.py): a signal to torchrun, or its death; and the loss of machines.
+# Kinds of stops (train/run/stopping.py). KILLED: torchrun got a signal, or died. TAKEN_BACK: machines were lost.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "scheduled_event", "capacity_block")
-IDLE_ATTEMPTS = 2  # starts in a row without a new checkpoint, after which another one would fail too
-RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: the cause that ended an attempt may last
-PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
+IDLE_ATTEMPTS = 2  # attempts in a row without a new checkpoint, after which a further one is useless
+RETRIES_S, ASKS_S = 900.0, 5.0  # time for S3 or Slurm to answer again, and pause: an outage may outlast an attempt
+PAUSE_S = 5.0  # pause between two attempts, in which a failed service may recover
 
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
-    """Act, repeatedly for RETRIES_S while a service does not answer."""
+    """Call `act`, and call it again for up to RETRIES_S while a service does not answer."""
     again = retrying((Unreachable, OSError), RETRIES_S, ASKS_S)
-    again.before_sleep = lambda state: print(f"tried again: {state.outcome and state.outcome.exception()}", flush=True)
+    again.before_sleep = lambda state: print(f"trying again: {state.outcome and state.outcome.exception()}", flush=True)
     return again(act, *arguments, **named)
 
 
@@ -45,7 +45,7 @@ def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: floa
 
 
 class NeverBegan(Failure):
-    """An error because the scheduler did not start a part of a job on its machines; the message is the scheduler's."""
+    """An error because the scheduler did not start a step of a job on its machines. The message is the scheduler's."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def decide(
 ) -> Decision:
     """Decide what follows an attempt.
 
-    `outcome` describes its end, empty if it left none. `asked` says why the scheduler wants the machines back; None: it
-    does not. `rejection` is the trainer's reason to reject the run: the outcome may be an earlier attempt's.
+    `outcome` is the content of outcome.json, or {} if the attempt left none. `asked` says why the scheduler wants the
+    machines back; it is None if the scheduler does not. `rejection` says why the trainer rejected the run, if it did;
+    `outcome` may then be an earlier attempt's.
     """
     if rejection:
         return Decision("end", "refused", f"rejected: {rejection}")
@@ -104,7 +105,10 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
 
 
 def settled(decision: Decision, record: Record, cluster: ClusterConfig, **details: Any) -> Decision:
-    """Return the final decision: no requeue after the user's stop or a limit. `details` go into the requeue's event."""
+    """Return the decision, or an end in place of a requeue if the user asked for a stop or a limit is reached.
+
+    `details` are those that the requeue's event will have.
+    """
     if decision.next != "requeue":
         return decision
     history = read_history([*retry(record.events), Event("requeued", 0.0, "", details)])
@@ -116,7 +120,7 @@ def settled(decision: Decision, record: Record, cluster: ClusterConfig, **detail
 
 @contextmanager
 def recording_failure(record: Record) -> Iterator[None]:
-    """Record the error that ends the job: otherwise its machine would seem to have been lost."""
+    """Record an error that ends the job. Without this, the job's machine would seem to have been lost."""
     try:
         yield
     except Exception as error:
@@ -126,7 +130,7 @@ def recording_failure(record: Record) -> Iterator[None]:
 
 
 class StopFile:
-    """A request to stop with a checkpoint: signals leave it, and it becomes the file STOP in the run folder."""
+    """A request to stop with a checkpoint. A signal handler notes it, and `write` puts STOP into the run folder."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -134,21 +138,21 @@ class StopFile:
         self.is_written = False
 
     def ask(self, reason: str) -> None:
-        """Keep the request; the first reason counts. Signal handlers call this, so nothing is written yet."""
+        """Note the request; the first reason counts. Signal handlers call this, so it writes nothing."""
         self.reason = self.reason or reason
 
     def write(self) -> None:
-        """Write the file once it has been asked for, and once the trainer has made its folder.
+        """Write the file if a stop was asked for, once the trainer has made the run folder.
 
-        The trainer takes a folder with nothing but STOP for another program's. A failed write is tried again at the
-        next call.
+        The trainer rejects a folder with nothing but STOP, as another program's. After a failure, the next call tries
+        again.
         """
         try:
             if self.reason and not self.is_written and self.record.run.size(ENVIRONMENT) is not None:
                 self.record.run.write(STOP_FILE, b"")
                 self.is_written = True
         except (InputError, Unreachable, OSError) as error:
-            print(f"the run cannot be asked to stop: {error}; tried again", flush=True)
+            print(f"the run cannot be asked to stop: {error}; trying again", flush=True)
 
 
 def supervise(
@@ -162,23 +166,23 @@ def supervise(
 ) -> Decision:
     """Make attempts until the decision is not "again", each with its events in the record.
 
-    `start` makes the attempt of a number, counted over all of the run, and returns its exit code, or raises NeverBegan:
-    then the job is requeued. `stop` holds the scheduler's request for the machines.
+    `start` makes the attempt with a number, counted over the whole run, and returns its exit code. If it raises
+    NeverBegan, the job is requeued. `stop` holds the scheduler's request to stop.
     """
     run = record.run
     while True:
-        has_stop_file = retry(run.size, STOP_FILE) is not None  # before the events: a stop is recorded first
+        has_stop_file = retry(run.size, STOP_FILE) is not None  # read before the events: a stop's event is older
         history = retry(record.history)
         if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
-        if stop.reason is not None:  # it came between two attempts, or before the first
+        if stop.reason is not None:  # the request came between two attempts, or before the first
             return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
-            retry(run.remove, STOP_FILE)  # of an attempt that died before it could obey
+            retry(run.remove, STOP_FILE)  # it was for an attempt that died before it could obey
         number, before, saved = len(history.attempts) + 1, retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         began = {"number": number, "nodes": nodes, "checkpoint": saved}
         history.add(Event("attempt_began", 0.0, "", began))
-        if limit := exhausted(history, cluster):  # attempts whose machines were lost were not counted until now
+        if limit := exhausted(history, cluster):  # an attempt whose machine was lost is counted only now
             return Decision("end", "failed", limit)
         retry(record.append_event, "attempt_began", **began)
 
@@ -188,12 +192,12 @@ def supervise(
         except NeverBegan as error:
             never_began = str(error)
         outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
-        outcome = {} if outcome == before else outcome  # an older one
+        outcome = {} if outcome == before else outcome  # an earlier attempt's
         ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
         ended |= {"never_began": bool(never_began), "checkpoint": checkpoint, "step": outcome.get("step")}
         ended |= {"outcome": outcome.get("outcome", "failed")}
         history = retry(record.history)
-        rejection = history.last_attempt.reason if history.last_attempt else ""  # a machine has recorded it
+        rejection = history.last_attempt.reason if history.last_attempt else ""  # a machine records it
         history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
         if never_began and decision.next == "again":

@@ -1,4 +1,4 @@
-"""Values of JSON from elsewhere, a run folder's or a record's: of the right type, or a default; and their display."""
+"""Typed values from JSON that other programs wrote, with a default for missing or wrong ones; and their display."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from train.config.checks import LARGEST_FLOAT
 from train.system.schema import BadContent, of_type
 
-MAX_CHARS, MAX_ITEMS = 2000, 4096  # per text and list that is kept
-LAST_UNIX_S = 253402300800.0  # the year 10000: after it time.gmtime returns years that nothing prints
-LONGEST_S = 1e12  # longest printed duration
+MAX_CHARS, MAX_ITEMS = 2000, 4096  # longest text and list that are kept
+LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
+LONGEST_S = 1e12  # longest duration that is printed
 INDENT = 13  # columns
 Object = Mapping[str, Any]
 
@@ -26,25 +26,25 @@ def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
 
 
 def number(values: Object, key: str) -> float | None:
-    """Return a finite number."""
+    """Return the value of a key if it is a finite number, else None."""
     found = value(float, values, key)
-    return found if found is not None and abs(found) < LARGEST_FLOAT else None  # NaN is not below
+    return found if found is not None and abs(found) < LARGEST_FLOAT else None  # NaN compares as false
 
 
 def moment(values: Object, key: str) -> float | None:
-    """Return seconds since 1970."""
+    """Return the value of a key if it is a time in seconds since 1970, before the year 10000; else None."""
     found = number(values, key)
     return found if found is not None and 0 <= found < LAST_UNIX_S else None
 
 
 def count(values: Object, key: str) -> int | None:
-    """Return a whole number, 0 or more."""
+    """Return the value of a key if it is a whole number, 0 or more; else None."""
     found: int | None = value(int, values, key)
     return found
 
 
 def text(values: Object, key: str) -> str:
-    """Return a text, cut if it is very long; empty if there is none."""
+    """Return the text of a key, cut to MAX_CHARS; empty if the value is missing or no text."""
     return str(value(str, values, key, ""))[:MAX_CHARS]
 
 
@@ -53,11 +53,11 @@ def texts(values: Object, key: str) -> list[str]:
 
 
 def table(values: Object, key: str) -> dict[str, Any]:
-    """Return an object; empty if there is none."""
+    """Return the object of a key; empty if the value is missing or no object."""
     return dict(value(dict[str, Any], values, key, {}))
 
 
-# ---- how they print -------------------------------------------------------------------------------------------------
+# ---- display --------------------------------------------------------------------------------------------------------
 
 
 def shown_moment(unix_s: float | None) -> str:
@@ -65,7 +65,7 @@ def shown_moment(unix_s: float | None) -> str:
 
 
 def shown_duration(seconds: float) -> str:
-    """Return a duration as 1 day, 2:03:04."""
+    """Return a duration in the form "1 day, 2:03:04"."""
     return str(timedelta(seconds=round(min(seconds, LONGEST_S))))
 
 
@@ -74,12 +74,12 @@ def line(head: str, text: str) -> str:
 
 
 def paragraph(head: str, text: str) -> list[str]:
-    """Return lines of text, with the head before the first."""
+    """Return the lines of a text, indented, with `head` in front of the first."""
     return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
 
 
 def columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> list[str]:
-    """Return rows as lines with aligned columns. A row with fewer cells ends in a remark of any length."""
+    """Return rows as lines with aligned columns. If a row has fewer cells, its last cell is an unaligned remark."""
     whole = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
     lines = []

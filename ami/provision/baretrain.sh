@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The virtual environment /opt/baretrain/venv with our wheel and the packages whose sha256 came with it, and the compile
-# cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS: more arguments for pip, as those
-# of a mirror.
+# Make the virtual environment /opt/baretrain/venv with our wheel and the packages that were resolved with their sha256,
+# and copy the compile cache if the build names one. Runs as root; a second run changes nothing. PIP_ARGS holds more
+# arguments for pip, such as a mirror's.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -13,8 +13,8 @@ found=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$found" = "$PYTHON" ] || fail "python3 is $found, and the packages were resolved for $PYTHON: take another base image"
 cd "$top/dist"
 
-# One index at a time and none of a configuration file; only what was resolved before the build, by its sha256. What has
-# no wheel is built by the setuptools of that list: pip would load one of its own without a hash.
+# Install only packages that were resolved before the build, by their sha256, and from one index at a time: pip reads no
+# configuration file. The resolved setuptools builds packages without a wheel; pip would fetch one without a hash.
 read -ra more <<<"${PIP_ARGS:-}"
 pip_install() {
     PIP_CONFIG_FILE=/dev/null "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
@@ -28,7 +28,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     pip_install -r "$work/builder.txt"
     [ ! -s neuron.txt ] || pip_install --index-url "$NEURON_INDEX" -r neuron.txt
     pip_install -r requirements.txt
-    "$venv/bin/python" -m compileall -q "$venv/lib" >/dev/null || true # some packages ship files of other Pythons
+    "$venv/bin/python" -m compileall -q "$venv/lib" >/dev/null || true # some packages have files for other Pythons
     printf '%s\n' "$wanted" >"$venv/.installed"
 fi
 cd "$work"
@@ -38,5 +38,5 @@ EOF
 
 if [ -n "$COMPILE_CACHE" ]; then
     "$venv/bin/python" -m ami restore "$COMPILE_CACHE" "$top/graphs"
-    chmod -R u=rwX,go=rX "$top/graphs" # each user's cache begins with a copy: graphs are code
+    chmod -R u=rwX,go=rX "$top/graphs" # graphs are code: only root writes here, and users copy them
 fi

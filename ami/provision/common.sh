@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What every image has: packages, limits, ports, time, names, this machine's own disks, a user. Runs as root; a second
-# run changes nothing. Nothing is applied to the running kernel: the image starts again before it is used.
+# Set up what every image has: packages, limits, ports, time, names, the machine's disks, a user. Runs as root; a second
+# run changes nothing. Nothing is applied to the running kernel, since the image boots again before it is used.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -9,12 +9,12 @@ set -euo pipefail
 command -v apt-get >/dev/null || fail "this system has no apt-get: build from Ubuntu 24.04" \
     "(Amazon Linux cannot run torch-neuronx 2.9, whose wheel needs glibc 2.35)"
 if command -v cloud-init >/dev/null; then
-    cloud-init status --wait >/dev/null || true # it installs too at the first start; 2: it had warnings
+    cloud-init status --wait >/dev/null || true # it installs packages, too; it exits with 2 after warnings
 fi
 
 apt_install ca-certificates chrony curl gnupg gpgv kmod mdadm numactl pciutils procps python3 python3-venv xfsprogs
 
-# EFA registers memory, 32 ranks with loader workers open many files.
+# EFA registers memory, and 32 ranks with loader workers open many files.
 put 0644 /etc/security/limits.d/90-baretrain.conf <<'EOF'
 * - memlock unlimited
 * - nofile 1048576
@@ -35,27 +35,29 @@ put 0644 /etc/sysctl.d/90-baretrain.conf <<'EOF'
 net.core.somaxconn = 4096
 EOF
 
-# EC2's own clock, which is reached without any route to the outside.
+# EC2's clock, which needs no route to the internet.
 put 0644 /etc/chrony/sources.d/ec2.sources <<'EOF'
 server 169.254.169.123 prefer iburst minpoll 4 maxpoll 4
 EOF
 systemctl enable --quiet chrony.service
 
-# A machine with several cards must resolve its name to the first one's address: DNS has it, /etc/hosts must not.
+# A machine with several network cards must resolve its name to the first card's address, which DNS knows: /etc/hosts
+# must not override it.
 put 0644 /etc/cloud/cloud.cfg.d/90-baretrain.cfg <<'EOF'
 manage_etc_hosts: false
 EOF
 touch /etc/hosts
 sed -i '/^127\.0\.1\.1[[:space:]]/d' /etc/hosts
 
-# Instance stores, which are empty at the first start: one file system at /mnt/local for caches and checkpoints.
+# Join the instance stores, which are empty at the first boot, into one file system at /mnt/local for caches and
+# checkpoints.
 put 0755 /usr/local/sbin/baretrain-nvme <<'EOF'
 #!/usr/bin/env bash
-# Mount this machine's own NVMe disks, joined, at /mnt/local. Their content is lost when the machine stops.
+# Join this machine's NVMe disks and mount them at /mnt/local. Their content is lost when the machine stops.
 set -euo pipefail
 mkdir -p /run/baretrain /mnt/local
 if ! mountpoint -q /mnt/local; then
-    device=$(blkid -L baretrain || true) # of an earlier start of the system
+    device=$(blkid -L baretrain || true) # made at an earlier boot
     if [ -z "$device" ]; then
         disks=()
         for model in /sys/class/block/nvme*n1/device/model; do
@@ -92,5 +94,5 @@ WantedBy=multi-user.target
 EOF
 systemctl enable --quiet baretrain-nvme.service
 
-# For those who log in through SSM; without a password and without sudo.
+# The user for logins through SSM, which has no password and no sudo.
 id baretrain >/dev/null 2>&1 || useradd --create-home --shell /bin/bash baretrain

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# NVIDIA's driver and fabric manager; CUDA itself comes with the wheels of torch. Runs as root; a second run changes
-# nothing. Not run on a GPU.
+# Install NVIDIA's driver and fabric manager. CUDA itself comes with torch's wheels. Runs as root; a second run changes
+# nothing. Not tested on a GPU.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -9,7 +9,7 @@ driver=$(modinfo -F version nvidia 2>/dev/null || true) # a Deep Learning AMI ha
 if [ -z "$driver" ]; then
     apt_install "nvidia-driver-$NVIDIA_DRIVER-server-open" "nvidia-utils-$NVIDIA_DRIVER-server" \
         "nvidia-fabricmanager-$NVIDIA_DRIVER"
-    systemctl enable --quiet nvidia-fabricmanager.service # where there is no NVSwitch it ends at once
+    systemctl enable --quiet nvidia-fabricmanager.service # without an NVSwitch it exits immediately
     driver=$(modinfo -F version nvidia)
 fi
 [ "${driver%%.*}" -ge "$NVIDIA_DRIVER_LEAST" ] ||

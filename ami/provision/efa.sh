@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# EFA's driver and libfabric, from AWS's installer, whose signature is checked first. Runs as root; a second run changes
-# nothing. Not run on EFA hardware.
+# Install EFA's driver and libfabric with AWS's installer, whose signature is checked first. Runs as root; a second run
+# changes nothing. Not tested on EFA hardware.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh

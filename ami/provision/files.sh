@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Put what Packer uploaded to /tmp/baretrain where the other scripts look for it. Runs as root.
+# Copy the files that Packer uploaded to /tmp/baretrain to where the other scripts look for them. Runs as root.
 set -euo pipefail
 
 from=/tmp/baretrain

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the scripts share, with the values of this image; files.sh puts it beside them, and they read it first.
+# Functions that the scripts share, and the values of this image. files.sh installs this file; each script sources it.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 # shellcheck source=/dev/null
@@ -12,7 +12,7 @@ fail() {
 
 put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
 
-apt_install() { # apt_install PACKAGE...: and the running kernel's headers, which drivers are compiled with
+apt_install() { # apt_install PACKAGE...: also install the running kernel's headers, for building drivers
     local headers=()
     [ ! -d "/lib/modules/$(uname -r)" ] || headers=("linux-headers-$(uname -r)") # a chroot has no kernel of its own
     apt-get update -q -o APT::Update::Error-Mode=any &&
@@ -20,7 +20,7 @@ apt_install() { # apt_install PACKAGE...: and the running kernel's headers, whic
             -o DPkg::Lock::Timeout=600 "${headers[@]}" "$@"
 }
 
-hold() { # hold PATTERN: keep the installed packages whose names match at their versions
+hold() { # hold PATTERN: keep the versions of the installed packages whose names match
     dpkg-query -W -f='${db:Status-Abbrev} ${Package}\n' | awk -v name="$1" '$1 ~ /^[hi]i/ && $2 ~ name { print $2 }' |
         xargs -r apt-mark hold >/dev/null
 }

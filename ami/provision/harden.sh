@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Close what a training machine does not need, keep the versions that were tested, and remove what belongs to the
-# builder alone. Runs as root; a second run changes nothing.
+# Disable services that a training machine does not need, keep the tested versions, and remove the builder's keys and
+# logs. Runs as root; a second run changes nothing.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
 
-# SSM is the way in. The running sshd stays, through which Packer works; at the next start there is none.
+# Logins use SSM. The running sshd continues, since Packer uses it, but does not start at the next boot.
 for unit in ssh.service ssh.socket; do
     if [ -n "$(systemctl list-unit-files --no-legend "$unit" 2>/dev/null)" ]; then
         systemctl disable --quiet "$unit"
@@ -16,7 +16,7 @@ PasswordAuthentication no
 PermitRootLogin no
 EOF
 
-# An upgrade during a run could take the kernel's driver away.
+# An upgrade during a run could remove the kernel's driver.
 put 0644 /etc/apt/apt.conf.d/90-baretrain <<'EOF'
 APT::Periodic::Enable "0";
 APT::Periodic::Unattended-Upgrade "0";
@@ -28,7 +28,7 @@ for unit in apt-daily.timer apt-daily-upgrade.timer unattended-upgrades.service;
 done
 hold '^linux-(image|headers|aws)'
 
-# Every machine makes its own: names of hosts, keys, seeds.
+# Every machine makes its host keys, machine id and random seed.
 rm -f /etc/ssh/ssh_host_* /root/.bash_history /home/*/.bash_history /root/.ssh/authorized_keys
 : >/etc/machine-id
 rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Neuron's driver, runtime, collectives and tools, in the versions of one SDK. Runs as root; a second run changes
-# nothing. Not run on Trainium.
+# Install Neuron's driver, runtime, collectives and tools, in the versions of one SDK. Runs as root; a second run
+# changes nothing. Not tested on Trainium.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -11,7 +11,7 @@ keyring=/usr/share/keyrings/neuron.gpg
 
 glibc=$(ldd --version | awk 'NR == 1 { print $NF }')
 [ "$(printf '%s\n' 2.35 "$glibc" | sort -V | head -1)" = 2.35 ] ||
-    fail "$PRETTY_NAME has glibc $glibc, torch-neuronx 2.9 needs 2.35: build from Ubuntu 24.04"
+    fail "$PRETTY_NAME has glibc $glibc, but torch-neuronx 2.9 needs 2.35: build from Ubuntu 24.04"
 
 export GNUPGHOME=$work
 new=$work/neuron.gpg

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fail the build unless this image can train: packages, devices, EFA, forks, a short training on the CPU. Writes
-# /etc/baretrain/manifest.json if it can. DEVICES=absent leaves out what needs an accelerator, on a machine without.
+# Fail the build unless this image can train: packages, devices, EFA, forks, a short training on the CPU. If it can,
+# write /etc/baretrain/manifest.json. DEVICES=absent skips the checks that need an accelerator.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
@@ -8,13 +8,13 @@ python=/opt/baretrain/venv/bin/python
 cd "$work"
 export HOME=$work PATH=/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 
-"$python" -m ami manifest "$work/manifest.json" # fails for versions that ami/versions.yaml does not name
+"$python" -m ami manifest "$work/manifest.json" # fails if a version differs from ami/versions.yaml
 "$python" -c "import boto3, datasets, launch, torch, train.loop, transformers"
 "$python" - <<'EOF'
 import multiprocessing
 import torch
 
-total = torch.ones(1000).sum()  # starts torch's threads, which a fork must survive
+total = torch.ones(1000).sum()  # starts torch's threads: a fork must work despite them
 with multiprocessing.get_context("fork").Pool(2) as pool:
     assert pool.map(abs, [-1, -2]) == [1, 2]
 assert total == 1000
@@ -31,7 +31,7 @@ if [ "${DEVICES:-}" != absent ]; then
     modinfo efa >/dev/null || fail "the kernel $(uname -r) has no module efa"
     fi_info --version >/dev/null || fail "libfabric does not run: is /opt/amazon/efa there?"
     if compgen -G "/sys/class/infiniband/*" >/dev/null; then
-        fi_info -p efa >/dev/null || fail "this machine has EFA, libfabric does not see it"
+        fi_info -p efa >/dev/null || fail "this machine has EFA, but libfabric does not see it"
     fi
     "$python" -m train.doctor --instance "$type"
 fi

@@ -1,1 +1,1 @@
-"""Machines of EC2: made for a run, and removed after it."""
+"""Machines on EC2, which are made for a run and removed after it."""

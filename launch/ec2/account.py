@@ -1,4 +1,4 @@
-"""The resolution of a launch's settings in an account: subnets, images, network interfaces. It makes nothing."""
+"""The resolution of a launch's settings in an account: subnets, images, network interfaces. It makes no resource."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.system.schema import record
 from train.system.versions import read_versions
 
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
-KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # of images: neuron or cuda; see ami/images.py
+KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # tags of images (ami/images.py): neuron or cuda; SDK
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold this account's images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
@@ -49,7 +49,7 @@ class Site:
 class Resolved:
     """The resolved settings of a job, kept in the event of its submission."""
 
-    id: str  # of this submission, so that client tokens of submissions differ
+    id: str  # random id of this submission, which makes its client tokens unique
     job_id: str
     image_setting: str  # cluster.image, which determines the images
     sites: list[Site]  # in the order in which they are tried
@@ -62,22 +62,22 @@ class Resolved:
 
 def last_resolved(run: Record) -> Resolved | None:
     """Return the resolved settings of this computer's last submission; None if there was none."""
-    # The run's machines can write its events, which therefore decide no image.
+    # The run's machines can write its events, so the image must not depend on these.
     handle = launched.last_handle(run)
     return record(Resolved, handle["resolved"]) if "resolved" in handle else None
 
 
 def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     """Resolve the settings by asking AWS. Raises InputError, with the cure, if a launch would fail or waste money."""
-    # Errors that RunInstances reports clearly are not examined here.
+    # Errors that RunInstances reports clearly are not checked here.
     before, setting = last_resolved(run), cluster.image or ""
-    pinned = dict[str, str]()  # a job that was started before keeps its images
+    pinned = dict[str, str]()  # a resumed job keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
         pinned = {site.region: site.image for site in before.sites}
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
-        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 reports none for trn2u
+        is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 has no NeuronInfo for trn2u
         accelerators = NEURON if is_neuron else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
         root_device = check_image(api, region, image, accelerators, job.instance)
@@ -97,12 +97,13 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
 
 
 def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[Interface]:
-    """Return each machine's interfaces, from EC2's description `info` of its type: cards are never a constant here.
+    """Return each machine's network interfaces, according to EC2's description `info` of its type.
 
-    `efa-only` is the layout that the EC2 user guide recommends for several cards (efa-acc-inst-types.html): an ENA
-    interface first, on the same card 0 an efa-only one at device 1, and one at device 0 of each other card. `efa` is
-    the older one of Neuron's guide for trn1 (setup-trn1-multi-node-execution), an address on each card at device 1, so
-    that packets leave by card 0. A machine with one card needs one interface, which is both.
+    For several cards, the EC2 user guide recommends `efa-only` (efa-acc-inst-types.html): an ENA interface at device 0
+    of card 0, and efa-only interfaces at device 1 of card 0 and at device 0 of every other card. Cards without efa-only
+    take `efa`, the older layout of Neuron's guide for trn1 (setup-trn1-multi-node-execution): interfaces with an
+    address, at device 0 of card 0 and device 1 of the others, so that packets leave by card 0. With one card, one
+    interface serves both purposes.
     """
     network, uses_efa = info["NetworkInfo"], machines > 1
     cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
@@ -133,7 +134,7 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
 
 
 def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: int) -> list[Any]:
-    """Return the subnets of a region in whose zones the type exists, in the order of the settings."""
+    """Return the region's subnets in zones that offer the instance type, in the order of the settings."""
     by = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
     there = api.pages(region, "describe_subnets", "Subnets", by=by)
     order = {ident: index for index, ident in enumerate(cluster.subnets)}
@@ -143,10 +144,10 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
     zones = {str(each["Location"]) for each in offers}
     offered = [each for each in there if each["AvailabilityZone"] in zones]
     named = f"cluster.subnets={cluster.subnets}" if cluster.subnets else "the subnets of a default VPC"
-    check(bool(there), f"{region} has none of {named}: name subnets of every region (cluster.subnets)")
+    check(bool(there), f"{region} has none of {named}: name subnets in every region (cluster.subnets)")
     check(
         bool(offered),
-        f"{instance} is in {', '.join(sorted(zones)) or 'no zone'} of {region}, your subnets are in "
+        f"{instance} is in {', '.join(sorted(zones)) or 'no zone'} of {region}, but your subnets are in "
         f"{', '.join(sorted({each['AvailabilityZone'] for each in there}))}: name others (cluster.subnets)",
     )
     check_addresses(cards, [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")])
@@ -154,17 +155,17 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
 
 
 def check_addresses(interfaces: int, public: Sequence[str]) -> None:
-    """Raise InputError if machines could reach nothing from the `public` ones of their subnets."""
+    """Raise InputError if machines would have no way out of the `public` subnets."""
     check(
         interfaces == 1 or not public,
-        f"a machine of {interfaces} network interfaces gets no public address, and without one it reaches nothing from "
-        f"{', '.join(public)}, which are of a default VPC: name private subnets with a NAT gateway, or endpoints for "
-        "S3 and SSM (cluster.subnets)",
+        f"a machine with {interfaces} network interfaces gets no public address, and without one it reaches nothing "
+        f"from {', '.join(public)}, which belong to a default VPC: name private subnets with a NAT gateway, or with "
+        "endpoints for S3 and SSM (cluster.subnets)",
     )
 
 
 def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
-    """Return the subnets in the zone of a capacity reservation. Raises InputError if none, or if it is not active."""
+    """Return the subnets in the zone of an active capacity reservation. Raises InputError if there is none."""
     query, by = ("describe_capacity_reservations", "CapacityReservations"), {"capacity-reservation-id": [ident]}
     states = {
         (region, str(each["AvailabilityZone"])): str(each["State"])
@@ -176,13 +177,13 @@ def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
     check(
         bool(beside),
         f"cluster.capacity_reservation={ident} is {found}: it must be active (a block begins at its start date), and "
-        f"cluster.subnets name a subnet of its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
+        f"cluster.subnets need a subnet in its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
     )
     return beside
 
 
 def check_rules(seen: Mapping[str, Any]) -> None:
-    """Raise InputError if machines of a group do not reach one another over EFA: collectives would hang."""
+    """Raise InputError if a group's machines cannot reach one another over EFA: collectives would hang."""
     group, cures = seen["GroupId"], []
     for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
         rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
@@ -191,7 +192,7 @@ def check_rules(seen: Mapping[str, Any]) -> None:
             cures.append(f"{command} 'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'")
     check(
         not cures,
-        f"security group {group} does not allow all traffic with itself, which EFA needs; 0.0.0.0/0 does not count: "
+        f"security group {group} does not allow all traffic with itself, as EFA needs; 0.0.0.0/0 does not count: "
         f"{' && '.join(cures)}",
     )
 
@@ -211,13 +212,13 @@ def check_image(api: Api, region: str, image: str, accelerators: str, instance: 
     """Return an image's root device. Raises InputError if python -m ami built it for other machines or another SDK."""
     described, versions = api.image(region, image), read_versions()
     tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
-    wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds such an image"
+    wanted, cure = versions["neuron-sdk"], "python -m ami neuron builds one"
     if is_native(instance):
-        wanted, cure = versions.native.name, "give one with native PyTorch (cluster.image, docs/trainium.md)"
+        wanted, cure = versions.native.name, "name one with native PyTorch (cluster.image, docs/trainium.md)"
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
-    check(kind == accelerators, f"image {image} was built for {kind}, the machines are {accelerators}")
+    check(kind == accelerators, f"image {image} was built for {kind}, but the machines are {accelerators}")
     check(
         accelerators != NEURON or sdk == wanted,
-        f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted} on {instance}: {cure}",
+        f"image {image} has Neuron SDK {sdk}, but this version of baretrain needs {wanted} on {instance}: {cure}",
     )
     return str(described.get("RootDeviceName", ""))

@@ -1,4 +1,4 @@
-"""Calls of AWS, in several regions, and the meaning of their errors: each is one line with the cure."""
+"""Calls of AWS, in several regions. Each error becomes one line that names the cure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.system.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
-LATER = (  # the subnet may have such machines later
+LATER = (  # errors after which the subnet may have capacity later
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
     "InsufficientReservedInstanceCapacity",
@@ -24,41 +24,41 @@ LATER = (  # the subnet may have such machines later
     "UnfulfillableCapacity",
     "ReservationCapacityExceeded",
 )
-NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # another may
-NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know it, or not yet
+NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # another subnet may work
+NO_PROFILE = "InvalidParameterValue (instance profile)"  # the profile is missing, or too new
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
     **dict.fromkeys(
         NOT_ALLOWED,
-        "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/ec2.md)",
+        "your user's or role's policy does not allow it: python -m launch iam prints one that does (docs/ec2.md)",
     ),
     "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets)",
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
     "IdempotentParameterMismatch": "another request used the same token: python -m launch clean RUN, then launch again",
-    "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",
+    "InvalidParameterCombination": "these settings exclude one another; a public address needs a single interface",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
-    "InvalidAMIID.NotFound": "images are of one region: the id (cluster.image), or its copy there (python -m ami list)",
+    "InvalidAMIID.NotFound": "image ids differ by region: name one of this region (cluster.image; python -m ami list)",
     "ParameterNotFound": "python -m ami neuron, or cuda, builds and promotes an image, whose id the parameter holds "
-    "(cluster.image); AWS's own Deep Learning images lack baretrain",
+    "(cluster.image); AWS's Deep Learning images lack baretrain",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",
     "InvalidIamInstanceProfileName.NotFound": "create it (python -m launch iam prints its policy)",
-    NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 knows a new one "
-    "after some seconds only",
+    NO_PROFILE: "create it (cluster.instance_profile; python -m launch iam prints its policy); EC2 knows new ones only "
+    "after some seconds",
 }
 
 
 class Api:
     def __init__(self, profile: str | None = None, region: str | None = None) -> None:
-        """Open a session; `region` is the default one, if neither settings nor the profile name one."""
+        """Open a session. The default region is `region`, or else the profile's."""
         self.session = open_session(S3Config(profile=profile))
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str, int], Any] = {}
-        self.before_create: Callable[[], None] = lambda: None  # raises if nothing may be made any more
+        self.before_create: Callable[[], None] = lambda: None  # raises an error if nothing more may be made
 
     def regions(self, named: Sequence[str]) -> list[str]:
-        """Return each region that is named, or else the default one. Raises InputError if there is none."""
+        """Return the named regions, or else the default region. Raises InputError if there is none."""
         regions = list(dict.fromkeys(named)) or ([self.default_region] if self.default_region else [])
         check(bool(regions), "no region is named: set one, such as us-east-1, in the settings or in AWS_DEFAULT_REGION")
         return regions
@@ -87,17 +87,17 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation that makes something. It is sent once: a lack of capacity is an error of 500 too.
+        """Call an operation that makes a resource. It is sent only once: a lack of capacity is a status 500, too.
 
-        It is sent only if `before_create` does not raise once the request has been signed, after which EC2 accepts
-        it for a few minutes.
+        `before_create` is called after the request was signed, and prevents the request if it raises an error. EC2
+        accepts a signed request for a few minutes.
         """
         return self.ask(region, operation, tries=1, **parameters)
 
     def image(self, region: str, ident: str) -> dict[str, Any]:
         """Return EC2's description of an image. Raises InputError if there is none."""
         seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)["Images"]
-        check(bool(seen), f"there is no image {ident} in {region}, or it is another account's")
+        check(bool(seen), f"there is no image {ident} in {region}, or it belongs to another account")
         return dict(seen[0])
 
     def pages(
@@ -110,7 +110,7 @@ class Api:
         service: str = "ec2",
         **parameters: Any,
     ) -> list[Any]:
-        """Return all items of an operation from all its pages; `by`: filters and their values."""
+        """Return the items of all pages of an operation's answer. `by` has filters and their values."""
         if by is not None:
             parameters["Filters"] = [{"Name": name, "Values": [*values]} for name, values in by.items()]
         with explained(f"{region}, {operation}", cures=CURES):

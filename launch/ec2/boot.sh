@@ -1,14 +1,14 @@
 #!/bin/bash
-# What a machine of EC2 runs first, as its user data: fixed text, to which launch/ec2/request.py adds one line that calls
-# main with numbers, a path of plain characters and base64 of JSON. No other text of the user comes into a shell.
+# The user data of a machine on EC2, which it runs first. To this fixed text, launch/ec2/request.py adds one line that
+# calls main with numbers, a path of plain characters, and base64 of JSON. No other text from the user reaches a shell.
 #
-# However this ends, the machine ends, and EC2 terminates it (InstanceInitiatedShutdownBehavior): when the node program
-# has ended or cannot be started, when it has been silent for dead_s, at end_s, and when it was rebooted.
+# The machine always shuts down in the end, and EC2 then terminates it (InstanceInitiatedShutdownBehavior): when the
+# node program has ended or cannot start, when it has been silent for dead_s, after end_s, or after a reboot.
 set -euo pipefail
 
-state=/run/baretrain # of this boot
+state=/run/baretrain # emptied by every boot
 log=$state/machine.txt
-step_s=5 # between two looks at the node program
+step_s=5 # between two checks of the node program
 
 main() {
     local end_s=$1 dead_s=$2
@@ -23,27 +23,27 @@ main() {
     end_after_reboot
 
     export HOME=${HOME:-/root} LC_ALL=C.UTF-8
-    export PATH=$PATH:${python%/*}:/opt/aws/neuron/bin:/opt/amazon/efa/bin # of compilers and tools that are called by name
-    # Its own NVMe disks, which the image's service has mounted.
+    export PATH=$PATH:${python%/*}:/opt/aws/neuron/bin:/opt/amazon/efa/bin # tools are called by name
+    # The image's service has mounted the machine's NVMe disks there.
     if mountpoint -q /mnt/local; then export XDG_CACHE_HOME=/mnt/local/cache; fi
     cd /
     "$python" -c "$PROGRAM" start "$given" "$state"
 }
 
-# End the machine when the node program has been silent for some time. It makes the file whenever it has reached S3.
+# Shut down when the node program has been silent for $1 seconds. It makes the file `alive` whenever it has reached S3.
 end_when_silent() {
     local silent_s=0
     while ((silent_s < $1)); do
         sleep "$step_s"
-        silent_s=$((silent_s + step_s)) # counted, since the clock may be set meanwhile
+        silent_s=$((silent_s + step_s)) # counted in steps, since the clock may be changed meanwhile
         if rm "$state/alive" 2>/dev/null; then silent_s=0; fi
     done
     echo "the node program has been silent for $1 s" >&3
     shutdown -P now
 }
 
-# End the machine when it boots again: its timers are gone, and its part in the run is lost. A machine that
-# is started from an image of this disk has another id and is left alone.
+# Shut down when this machine boots again: its timers are gone, and its part in the run is lost. A machine that
+# is started from an image of this disk has another id, and is left alone.
 end_after_reboot() {
     local script=/var/lib/cloud/scripts/per-boot/baretrain.sh
     mkdir -p "${script%/*}"
@@ -54,10 +54,10 @@ END
     chmod 700 "$script"
 }
 
-# Say why the machine ends, on the console and in the record, and end it.
+# Write the reason to the console and into the record, and shut down.
 finish() {
     local code=$1
-    if ((code == 143)); then return; fi # SIGTERM to launch.ec2.machine: the system goes down already
+    if ((code == 143)); then return; fi # SIGTERM to launch.ec2.machine: the system is already shutting down
     if ((code != 0)); then
         tail -n 20 "$log" >&3 || true
         tail -n 1 "$log" | "$python" -c "$PROGRAM" report "$given" "$instance" || true
@@ -65,7 +65,7 @@ finish() {
     shutdown -P now
 }
 
-# start: fetch the code, check it, and become launch.ec2.machine. report: put standard input into the record, as the reason.
+# start: fetch the code, check it, and become launch.ec2.machine. report: record standard input as the reason.
 read -r -d '' PROGRAM <<'PYTHON' || true
 import base64, hashlib, io, json, os, sys, tarfile, tempfile, time
 import boto3

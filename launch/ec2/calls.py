@@ -1,14 +1,14 @@
 """The resources of a run on EC2, their removal, and proof that nothing is left.
 
-They are found by tag, in every region, which works whatever happened to the launch, and by the record of calls,
-which knows of resources that EC2 may not list yet.
+Resources are found in two ways. EC2 lists them by tag, in every region, whatever happened to the launch. The record of
+calls adds those that EC2 may not list yet.
 
-RUN.launch/ec2/calls/0001.json is a call that makes something, written before it is sent, and again with EC2's answer:
-the ids of the new resources, or its error. A file without an answer means that none was received.
+RUN.launch/ec2/calls/0001.json describes a call that makes a resource. The file is written before the call is sent, and
+again with EC2's answer: the ids of the new resources, or an error. If it has no answer, none was received.
 
-Before a call is sent, and after it was signed, the launch reads the record again (`check`): one that was cancelled
-sends nothing more. So a call without an answer was signed before the cancellation, and since EC2 rejects signatures
-that are older than SIGNED_S, what it makes exists, and is listed, at a known time.
+After a call is signed, and before it is sent, the launch reads the record again (`check`). A cancelled launch sends
+nothing more, so any call without an answer was signed before the cancellation. Since EC2 rejects signatures older than
+SIGNED_S, the resources of that call exist, and are listed, by a known time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
 KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "security-group", "placement-group")
 MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
-BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # filters
+BY_ID = {"instance": "instance-id", "placement-group": "group-name", "security-group": "group-id"}  # EC2's filters
 STOPS = ("ended", "cancelled")  # events after which nothing is made
 SIGNED_S = 900.0  # the time in which EC2 accepts a signed request (EC2 API reference, RequestExpired)
-LISTS_S = 300.0  # after it EC2 lists new resources (EC2 API reference, "Eventual consistency")
+LISTS_S = 300.0  # the time after which EC2 lists new resources (EC2 API reference, "Eventual consistency")
 
 
 class Cancelled(Failure):
@@ -45,7 +45,7 @@ class Cancelled(Failure):
 
 
 class Superseded(Failure):
-    """An error because another launch of the run has begun, to which all its resources belong."""
+    """An error because another launch of the run has begun, to which the run's resources now belong."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Call:
     process: str  # owner_name of the process that makes the call
     sent_unix_s: float
     answered_unix_s: float | None = None
-    made: list[str] = field(default_factory=list)  # ids of machines, of a security group; name of a placement group
+    made: list[str] = field(default_factory=list)  # ids of machines or a security group, or name of a placement group
     error: str = ""  # EC2's code, or why there is no answer yet
 
     def __post_init__(self) -> None:
@@ -72,12 +72,12 @@ class Call:
         run.folder.write(self.file, canonical_json(asdict(self)))
 
     def listed_unix_s(self, events: Iterable[Event]) -> float:
-        """Return when EC2 lists all that the call has made; infinity while its launch may still send it."""
+        """Return when EC2 lists all resources of the call; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
-        stopped_unix_s, is_submitted = None, False  # since its launch began
+        stopped_unix_s, is_submitted = None, False  # since the call's launch began
         for event in events:
-            if event.kind == "submitting" and not is_submitted:  # of this launch, or an earlier one
+            if event.kind == "submitting" and not is_submitted:  # it begins this launch, or an earlier one
                 stopped_unix_s = None
             elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
@@ -90,7 +90,7 @@ class Call:
 
 
 def read_calls(run: Record) -> list[Call]:
-    """Return all calls of a run, also those of earlier launches. Raises InputError if a file is damaged."""
+    """Return all calls of a run, including earlier launches'. Raises InputError if a file is damaged."""
     return list(at_once(partial(run.read, Call), run.folder.names(CALLS)))
 
 
@@ -108,9 +108,9 @@ def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:
 
 
 def check(run: Record, submission: str) -> None:
-    """Raise Superseded unless the last submission is this one, Cancelled if something has stopped it.
+    """Raise Superseded unless the last submission is this one, Cancelled if it has ended or was cancelled.
 
-    The latter includes a launch that was stopped while it was submitted.
+    A cancellation while the launch is being submitted counts, too.
     """
     stop, handle = "", dict[str, Any]()
     for event in run.events():
@@ -126,11 +126,11 @@ def check(run: Record, submission: str) -> None:
         raise Superseded(f"another launch of {run.run_dir} has begun, or its record is gone; this one ends")
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- resources -------------------------------------------------------------------------------------------------------
 
 
 def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> list[Resource]:
-    """Return the resources of a run that EC2 lists, which includes removed ones for an hour."""
+    """Return the resources of a run that EC2 lists. For an hour, EC2 also lists removed ones."""
     by_run = {f"tag:{RUN_TAG}": [run_id(record)]}
     return [each for region in regions for each in find(api, region, by_run, kinds)]
 
@@ -144,7 +144,7 @@ def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str] |
 
 
 def is_of_others(api: Api, record: Record, what: Resource) -> bool:
-    """Return whether EC2 lists a call's resource without the run's tag: a record must not get others' removed."""
+    """Return whether EC2 lists a recorded resource without the run's tag, since a record may name others' resources."""
     if what.state != UNLISTED:
         return False
     found = find(api, what.region, {BY_ID[what.kind]: [what.id]}, [what.kind])
@@ -165,7 +165,7 @@ def unlisted(record: Record, seen: set[str]) -> list[Resource]:
 
 
 def remove(api: Api, record: Record, regions: Sequence[str], *, only: Sequence[str] = KINDS) -> list[Resource]:
-    """Delete all resources, or the kinds `only`, until none is listed and no more can appear; return what is left."""
+    """Delete all resources of the kinds `only` until none is listed and none can appear; return what is left."""
     # No other process may make resources meanwhile.
     seen = set[str]()
     return sweep(

@@ -1,4 +1,4 @@
-"""`python -m launch clean | iam | quota`: commands for EC2 alone. AWS is imported when a command needs it."""
+"""`python -m launch clean | iam | quota`: commands for EC2 alone. boto3 is imported only when a command needs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPERATORS = (
     PLAN,
     CONFIG,
     "ec2/calls/*",
-)  # of a record: machines must not write the ones that start or end them
+)  # files of a record that machines must not write, since these start or end machines
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
     "on-demand": re.compile(r"Running On-Demand (.+) instances"),
@@ -34,7 +34,7 @@ QUOTAS = {
 def region_list(text: str) -> list[str]:
     regions = text.split(",")
     for each in regions:
-        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is not a region, as us-east-1")
+        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is no region such as us-east-1")
     return regions
 
 
@@ -42,16 +42,16 @@ def region_list(text: str) -> list[str]:
 
 
 def clean_flags(parser: Parser) -> None:
-    run = "run_dir of a run that was launched: s3://bucket/prefix; its record need not exist any more"
+    run = "run_dir of a launched run: s3://bucket/prefix; its record may be gone"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("--yes", action="store_true", help="remove it; without, only say what is there")
+    parser.add_argument("--yes", action="store_true", help="remove the resources; without --yes, only list them")
     parser.add_argument(
-        "--regions", metavar="A,B", type=region_list, default=[], help="to look in, besides those of the record"
+        "--regions", metavar="A,B", type=region_list, default=[], help="more regions to search than the record's"
     )
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
-    """Remove a run's resources on EC2, and prove it. Returns FAILED, with the ids, until none exists or may appear."""
+    """Remove a run's resources on EC2, and prove it. Returns FAILED, with printed ids, if any exist or may appear."""
     from launch.ec2 import calls
     from launch.ec2.api import Api
 
@@ -61,11 +61,11 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     if not options.yes:
         left = calls.left_over(api, record, regions)
         lines = [printable(f"there is: {each}") for each in left] or [f"{where} lists nothing of {record.run_dir}"]
-        print(*lines, "nothing was removed; --yes does it" if left else "--yes proves it", sep="\n")
+        print(*lines, "nothing was removed; --yes removes it" if left else "--yes proves it", sep="\n")
         return FAILED if left else DONE
     is_known = bool(record.event_names())
     if is_known and not record.history().has_end:
-        record.append_event("cancelled", reason="launch clean")  # first: a launch that still runs then makes nothing
+        record.append_event("cancelled", reason="launch clean")  # written first: a running launch then stops
     left = calls.remove(api, record, regions)
     if left:
         print(*(printable(f"still there: {each}") for each in left), sep="\n")
@@ -80,12 +80,12 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def iam_flags(parser: Parser) -> None:
-    run = "run_dir of the run that gets a role: s3://bucket/runs/mine; the operator's are all runs in its folder"
+    run = "run_dir of the run whose machines get the role: s3://bucket/runs/mine; the operator gets all of its folder"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="that machines read; repeatable")
-    role = "of the machines' roles, one for each run: NAME-RUN (baretrain-machine)"
+    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="read by machines; repeatable")
+    role = "first part of the machines' role NAME-RUN, one for each run (baretrain-machine)"
     parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
-    parser.add_argument("--account", default="*", help="number of the account; without, any that the role is in")
+    parser.add_argument("--account", default="*", help="account number; without it, the role's account")
 
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
@@ -114,12 +114,12 @@ def iam(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
-    """Return statements that permit to read and to list folders of one bucket."""
+    """Return statements that allow reading and listing folders of one bucket."""
     bucket, below = "", []
     for each in folders:
         match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]+[a-z0-9])((?:/[\w.+=@-]+)*)/*", each, re.ASCII)
         if match is None:
-            raise InputError(f"{each} is not a folder in S3 of plain characters, as s3://bucket/runs/mine")
+            raise InputError(f"{each} is not a folder in S3 with plain characters, such as s3://bucket/runs/mine")
         bucket, prefix = match[1], match[2].strip("/")
         below.append(f"{prefix}/*" if prefix else "*")
     read = {"Action": ["s3:GetObject"], "Resource": [f"arn:aws:s3:::{bucket}/{each}" for each in below]}
@@ -132,8 +132,8 @@ def folder_statement(sid: str, *folders: str) -> list[dict[str, Any]]:
 
 
 def quota_flags(parser: Parser) -> None:
-    parser.add_argument("instance", metavar="TYPE", help="as trn1.32xlarge")
-    parser.add_argument("--nodes", metavar="N", type=int, default=1, help="machines (1)")
+    parser.add_argument("instance", metavar="TYPE", help="instance type such as trn1.32xlarge")
+    parser.add_argument("--nodes", metavar="N", type=int, default=1, help="number of machines (1)")
     parser.add_argument("--market", choices=MARKETS[:2], default=MARKETS[0], help="a capacity block needs no quota")
     parser.add_argument("--regions", metavar="A,B", type=region_list, default=[], help="regions to ask in")
 
@@ -146,7 +146,7 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
     family = re.match(r"[a-z]+\d+", instance)  # trn1 of trn1.32xlarge, p5 of p5en.48xlarge
     check(nodes > 0, f"--nodes {nodes} must be above 0")
     if family is None:
-        raise InputError(f"{instance} is not a type of EC2, as trn1.32xlarge")
+        raise InputError(f"{instance} is not an EC2 instance type such as trn1.32xlarge")
     api, is_enough = Api(s3.profile, s3.region), False
     for region in api.regions(options.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[instance])["InstanceTypes"]
@@ -163,11 +163,11 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
             f"too few; aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code} "
             f"--desired-value {needed} --region {region} (takes hours to days)"
         )
-        print(f"{line}; others' use counts too" if vcpus >= needed else f"{line}: {cure}")
+        print(f"{line}; the account's other machines count, too" if vcpus >= needed else f"{line}: {cure}")
     return DONE if is_enough else FAILED
 
 
 def covers(families: str, family: str) -> int:
-    """Return how well the text of a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 2 exact."""
+    """Return how well a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 2 exactly."""
     words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
     return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

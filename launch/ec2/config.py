@@ -13,28 +13,28 @@ MARKETS = ("on-demand", "spot", "capacity-block")
 
 @dataclass(kw_only=True)
 class Ec2Config(ClusterConfig):
-    """Machines of EC2. One YAML an account in conf/cluster/ holds what differs from this."""
+    """Machines on EC2. An account's YAML file in conf/cluster/ has the values that differ from these defaults."""
 
     finds_types: ClassVar[bool] = True
     has_check: ClassVar[bool] = True
 
     kind: str = "ec2"
     gate: bool = True
-    regions: list[str] = field(default_factory=list)  # The regions, tried in order; [] is s3.region, or the profile's.
+    regions: list[str] = field(default_factory=list)  # The regions, tried in order; [] is s3.region or the profile's.
     subnets: list[str] = field(default_factory=list)  # The subnets, tried in this order; [] takes those of the default
     # VPC.
-    security_group: str | None = None  # The id of a security group; None makes one for the run, and removes it.
-    instance_profile: str | None = None  # The role of the machines; `python -m launch iam` prints what it needs.
-    image: str | None = None  # The image, ami-... or an SSM parameter that holds one; None takes baretrain's own.
-    python: str = "/opt/baretrain/venv/bin/python"  # The interpreter of the image, with baretrain's packages.
+    security_group: str | None = None  # The id of a security group; None makes one for the run and removes it later.
+    instance_profile: str | None = None  # The machines' role; `python -m launch iam` prints the policy it needs.
+    image: str | None = None  # The image, ami-... or an SSM parameter with its id; None takes baretrain's own.
+    python: str = "/opt/baretrain/venv/bin/python"  # The image's interpreter, which has baretrain's packages.
     market: str = setting("on-demand", among=MARKETS)  # The way in which the machines are bought.
     capacity_reservation: str | None = None  # The id of a reservation or a capacity block.
-    placement_group: str = "true"  # The name of a placement group; true makes one, false takes none.
-    public_address: bool = False  # Give a machine a public address, if it has one network card.
-    disk_gib: int = setting(200, above=0)  # The size of the root volume.
-    max_wait_s: int = setting(3600, above=0)  # The time to wait for capacity, and for an AWS that does not answer.
-    max_run_s: int = setting(86400, above=0)  # The time after which the run is asked to stop; every machine ends itself
-    # half an hour later.
+    placement_group: str = "true"  # The name of a placement group; true makes one, false uses none.
+    public_address: bool = False  # Use a public address, which needs machines with one network interface.
+    disk_gib: int = setting(200, above=0)  # The size of the root volume, in GiB.
+    max_wait_s: int = setting(3600, above=0)  # The seconds to wait for capacity, or until AWS answers again.
+    max_run_s: int = setting(86400, above=0)  # The seconds after which the run is asked to stop. Each machine shuts
+    # down half an hour later.
     again: bool = False  # Ask for all machines again after an interruption, until max_run_s is over.
 
     def interpreter(self) -> str:

@@ -1,7 +1,6 @@
 """The foreground process of a launch on EC2, from the first request to the end of the run.
 
-Only this process ever makes machines. If it is killed, its machines train to the end of the run and then end
-themselves.
+Only this process makes machines. If it is killed, its machines train to the end of the run and then shut down.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from train.system.aws_errors import BadCredentials, Rejected
 from train.system.schema import read_object, read_yaml
 
 POLL_S = 20.0
-FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two attempts at an unanswered call
-LEAVE_S = 180.0  # for machines to upload their logs and end by themselves, once the run has ended
-PROFILE_S = 120.0  # the time in which EC2 learns of a new profile, usually seconds
-VISIBLE_S = 10.0  # the time in which EC2 learns of a group that it has just made
+FIRST_S, MOST_S = 10.0, 300.0  # pause between rounds over all subnets, and between attempts at an unanswered call
+LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
+PROFILE_S = 120.0  # longest wait until EC2 knows a new instance profile, which usually takes seconds
+VISIBLE_S = 10.0  # time until EC2 knows a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
 Result = TypeVar("Result")
 
 
 class NotYet(Failure):
-    """An error because EC2 does not know the instance profile."""
+    """An error because EC2 does not know the instance profile yet."""
 
 
 class NoCapacity(Failure):
-    """An error because no subnet has such machines now."""
+    """An error because no subnet has capacity for the machines now."""
 
 
 class Launcher:
@@ -61,14 +60,14 @@ class Launcher:
         """Train, remove everything, and return the run's exit code."""
         try:
             while self.is_interrupted():
-                say("all machines are asked for again (cluster.again)")
+                say("asking for all machines again (cluster.again)")
         except Superseded:
             raise
         except Cancelled as error:
             say(str(error))
         except (InputError, Failure) as error:
             if self.is_training:
-                say(f"this launch ends here; its machines train on and end by themselves. {undo(self.record)}")
+                say(f"this launch ends here; its machines continue to train, and then shut down. {undo(self.record)}")
                 raise
             self.record.append_event("ended", outcome="failed", reason=str(error))
             with suppress(BadCredentials, Unreachable):  # the earlier error already reports it
@@ -80,7 +79,7 @@ class Launcher:
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def is_interrupted(self) -> bool:
-        """Have machines made and wait for the end of the run; return whether it was interrupted and restarts."""
+        """Make machines and wait for the end of the run. Returns whether it was interrupted and has to restart."""
         call = self.acquire()
         self.is_training, self.seen_s = True, time.time()
         while (reason := self.retried(lambda: self.look(call))) is None:
@@ -88,7 +87,7 @@ class Launcher:
         if not reason:
             return False
         say(f"interrupted: {reason}")
-        is_decided = "requeued" in self.events_since_machines()  # by the first machine
+        is_decided = "requeued" in self.events_since_machines()  # the first machine decided
         # The groups are kept for the next machines.
         self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
@@ -103,7 +102,7 @@ class Launcher:
     # ---- making machines ---------------------------------------------------------------------------------------------
 
     def acquire(self) -> Call:
-        """Ask one subnet after another for all machines, repeatedly for max_wait_s; return the answered call."""
+        """Ask one subnet after another for all machines, for at most max_wait_s; return the call that made them."""
         wanted = f"{self.job.nodes} x {self.job.instance}"
         sites, errors = list(self.resolved.sites), dict[str, Rejected]()
 
@@ -119,7 +118,7 @@ class Launcher:
                         sites.remove(site)
             seen = "; ".join(f"{subnet}: {error.code}" for subnet, error in errors.items())
             if not sites:
-                raise InputError(f"no subnet can have {wanted} ({seen}). {last}")
+                raise InputError(f"no subnet can provide {wanted} ({seen}). {last}")
             raise NoCapacity(f"no capacity for {wanted}: {seen}")
 
         return self.retried(ask, NoCapacity)
@@ -134,18 +133,18 @@ class Launcher:
         return call
 
     def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
-        """Make something, once it is recorded. A call without an answer is sent again with the same token."""
+        """Make a resource: record the call, then send it. If no answer comes, it is sent again with the same token."""
         call = calls.begin(self.record, operation, region, submission=self.resolved.id)
         request = parameters(call)
 
         def send() -> dict[str, Any]:
-            if call.answered_unix_s is not None:  # EC2 did not know the profile
+            if call.answered_unix_s is not None:  # EC2 did not know the profile: another try
                 call.answered_unix_s, call.sent_unix_s = None, time.time()
                 call.write(self.record)
             try:
                 return self.api.create(region, operation, **request)
             except (Cancelled, Superseded, BadCredentials):
-                if not call.error:  # EC2 has not heard of it either
+                if not call.error:  # no earlier try was sent
                     self.answered(call, error="not sent")
                 raise
             except Rejected as error:
@@ -175,7 +174,7 @@ class Launcher:
     def retried(
         self, act: Callable[[], Result], kind: type[Failure] = Unreachable, limit_s: float = math.inf
     ) -> Result:
-        """Act, repeatedly while that raises an error of this kind, for max_wait_s or `limit_s`."""
+        """Call `act` until it does not raise this kind of error, for at most max_wait_s and `limit_s`."""
         began_s, limit_s = time.time(), min(limit_s, self.cluster.max_wait_s)
         for pause_s in growing(FIRST_S, MOST_S):
             try:
@@ -185,16 +184,16 @@ class Launcher:
                 if waited_s + pause_s > limit_s:
                     cure = "" if self.is_training else f"; python -m launch resume {self.record.run_dir} asks again"
                     why = " (cluster.max_wait_s)" if limit_s == self.cluster.max_wait_s else ""
-                    waited = f"for {shown_duration(waited_s)}{why}"
+                    waited = f"waited {shown_duration(waited_s)}{why}"
                     raise kind(f"{error}; {waited}{cure}") from error
-                self.tell(f"{error}; asked again")
+                self.tell(f"{error}; asking again")
             time.sleep(pause_s)
         raise AssertionError
 
     def security_group(self, site: Site) -> str:
-        """Return the group of the run in the VPC of a site, made if absent; or the one in the settings."""
+        """Return the settings' security group, or else the run's group in the VPC of a site, made if absent."""
         if self.cluster.security_group is not None:
-            return self.cluster.security_group  # launch.ec2.account has examined it
+            return self.cluster.security_group  # launch.ec2.account has checked its rules
         name = name_of(self.record)
         by = {"group-name": [name], "vpc-id": [site.vpc]}
         there = self.api.pages(site.region, "describe_security_groups", "SecurityGroups", by=by)
@@ -220,10 +219,10 @@ class Launcher:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def look(self, call: Call) -> str | None:
-        """Return "" if the run has ended, the reason of an interruption, None while it trains."""
+        """Return None while the run trains, "" if it has ended, or the reason for its interruption."""
         now_s = time.time()
         seen = {each.id: each for each in calls.resources(self.api, self.record, [call.region], "instance")}
-        since = self.events_since_machines()  # after EC2's answer: machines end once they have recorded the reason
+        since = self.events_since_machines()  # read after EC2's answer: a machine records the reason before it ends
         if "ended" in since:
             return ""
         calls.check(self.record, self.resolved.id)
@@ -240,7 +239,7 @@ class Launcher:
         return None
 
     def events_since_machines(self) -> dict[str, Event]:
-        """Return the last event of each kind since machines were made."""
+        """Return the last event of each kind since machines were last made."""
         since = dict[str, Event]()
         for event in self.record.events():
             since = {} if event.kind == "machines" else {**since, event.kind: event}
@@ -250,7 +249,7 @@ class Launcher:
         with suppress(FileNotFoundError):
             return text(read_object(self.record.folder.read(FAILED_START.format(ident))), "reason")
         reason = seen.get("StateReason", {}).get("Message") or seen.get("StateTransitionReason", "")
-        return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 no longer shows it"
+        return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 no longer lists it"
 
     def show(self, call: Call) -> None:
         registered = len(self.record.folder.names(REGISTERED.format(call.number)))
@@ -269,7 +268,7 @@ class Launcher:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def remove(self, *, leaves: bool, only: Sequence[str] = calls.KINDS) -> None:
-        """Remove all resources, or the kinds `only`; `leaves`: once machines have had time to end by themselves."""
+        """Remove all resources of the kinds `only`. With `leaves`, first let the machines shut down by themselves."""
         regions = list(dict.fromkeys([*calls.call_regions(self.record), *self.resolved.regions]))
         until_s = time.time() + LEAVE_S if leaves else 0.0
         while time.time() < until_s:
@@ -281,7 +280,7 @@ class Launcher:
 
 
 def allow_itself(api: Api, region: str, group: str) -> None:
-    """Allow all traffic of a security group's members with one another, both ways."""
+    """Allow all traffic among the members of a security group, in both directions."""
     permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
     for way in ("ingress", "egress"):
         try:
@@ -296,7 +295,7 @@ def undo(record: Record) -> str:
 
 
 def price(record: Record, market: str) -> float | None:
-    """Return the dollars an hour of one machine, by the settings of the run; None: unknown."""
+    """Return the price of one machine, in dollars per hour, from the run's settings; None if unknown."""
     with suppress(FileNotFoundError):
         settings = (read_yaml(record.folder.read(CONFIG)) or {}).get("instance") or {}
         return number(settings, "usd_per_hour_spot" if market == "spot" else "usd_per_hour")

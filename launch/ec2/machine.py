@@ -1,7 +1,7 @@
 """The node program, which runs one machine of a run on EC2, from its registration to the end. boot.sh starts it.
 
-RUN.launch/ec2/machines/0003/0000.json   written by a machine of request 3, the first by its launch index
-              /steps/0003/0001.json      the next step of all machines of the request, written by the first one
+RUN.launch/ec2/machines/0003/0000.json   written by the machine of request 3 with launch index 0, the first machine
+              /steps/0003/0001.json      step 1 of all machines of the request, written by the first machine
 
 The first machine makes the attempts of the run (launch.supervise); the others follow its steps until it says "end".
 torchrun joins their ranks at the first machine's address.
@@ -39,24 +39,24 @@ from train.system.schema import BadContent, FileName
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
-BOOT_S = 900.0  # for all machines of a request to boot and register, and for the first one's next step: minutes
-END_S = 60.0  # for a process to end: the trainer may be saving
-ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: touched after S3 has answered; the output
+BOOT_S = 900.0  # time for all machines to boot and register, and for the first one to write a step; both take minutes
+END_S = 60.0  # time for a process to end: the trainer may be saving
+ALIVE, LOG = "alive", "machine.txt"  # files in boot.sh's folder: ALIVE is touched when S3 has answered; LOG has output
 
 
 @dataclass(frozen=True)
 class Registration:
-    instance: FileName  # id, as i-0123456789abcdef0
+    instance: FileName  # id such as i-0123456789abcdef0
     host: FileName
-    address: FileName  # at which the others reach it
-    index: int  # among the machines of one request: it decides the order of ranks
+    address: FileName  # address at which other machines reach this one
+    index: int  # launch index within the request, which decides the order of ranks
 
 
 @dataclass(frozen=True)
 class Step:
-    command: str  # of launch.node, or END
-    name: FileName  # of the step, for logs and answers
-    group: int = 0  # machines per joined group, in order; 0: all
+    command: str  # a command of launch.node, or END
+    name: FileName  # the step's name, for logs and answers
+    group: int = 0  # number of neighbouring machines that join; 0: all
 
     def __post_init__(self) -> None:
         if self.command not in (*LIMITS_S, "train", END):
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", help="run folder")
     parser.add_argument("--request", type=int, required=True, help="number of the call that made the machines")
-    parser.add_argument("--max-run-s", type=int, required=True, help="after which the run is asked to stop")
-    parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh looks at")
+    parser.add_argument("--max-run-s", type=int, required=True, help="seconds until the run is asked to stop")
+    parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh watches")
     add_record_flags(parser)
     return run_flags(parser, arguments, act)
 
@@ -101,22 +101,22 @@ def identity() -> Registration:
         instance, address, index = map(metadata.text, ("instance-id", "local-ipv4", "ami-launch-index"))
         return Registration(FileName(instance), FileName(platform.node()), FileName(address), int(index))
     except (HTTPException, ValueError) as error:
-        raise OSError(f"the metadata service {metadata.endpoint} answers as no EC2 does: {error}") from error
+        raise OSError(f"the metadata service {metadata.endpoint} does not answer as EC2's does: {error}") from error
 
 
 class Machine:
     def __init__(self, run: Record, job: Job, own: Registration, request: int, state: Path) -> None:
         self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
         self.cluster = cluster_of(job, Ec2Config)
-        self.all: list[Registration] = []  # of the request, by their launch index
-        self.number = 0  # of the last step
+        self.all: list[Registration] = []  # machines of the request, ordered by launch index
+        self.number = 0  # number of the last step
         self.logs = run.local_folder() / "logs"
         self.sent: dict[Path, tuple[int, int]] = {}  # uploaded logs: bytes, time of change
-        self.sign_s = self.logs_s = -math.inf  # when they were last due, time.monotonic()
+        self.sign_s = self.logs_s = -math.inf  # time.monotonic() when each was last due
         self.stop, self.stops_s = StopFile(run), math.inf
 
     def run(self, stops_s: float) -> int:
-        """Take part in the run; at `stops_s` of time.monotonic() the first machine asks it to stop."""
+        """Take part in the run. When time.monotonic() is `stops_s`, the first machine asks the run to stop."""
         print(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}", flush=True)
         try:
             if not self.join():
@@ -132,7 +132,7 @@ class Machine:
         return DONE
 
     def join(self) -> bool:
-        """Register, and wait for the others; return whether all have come in BOOT_S."""
+        """Register, and wait for the other machines; return whether all have registered within BOOT_S."""
         folder = REGISTERED.format(self.request)
         own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
         retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
@@ -140,9 +140,9 @@ class Machine:
             self.all = list(at_once(partial(retry, self.record.read, Registration), names()))
             return True
         came = names()
-        reason = f"{len(came)} of {self.job.nodes} machines came in {BOOT_S:.0f} s"
+        reason = f"{len(came)} of {self.job.nodes} machines registered in {BOOT_S:.0f} s"
         print(reason, flush=True)
-        if came[0] == own:  # one machine is enough to say it
+        if came[0] == own:  # only one machine records it
             retry(self.record.append_event, "ended", outcome="failed", reason=reason)
         return False
 
@@ -150,7 +150,7 @@ class Machine:
         return retry(self.record.folder.size, name) is not None
 
     def wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until something is over, doing periodic work. Returns False if that takes longer than `limit_s`."""
+        """Do periodic work until `is_over()`. Returns False if that takes longer than `limit_s`."""
         until_s = time.monotonic() + limit_s
         while not is_over():
             if time.monotonic() > until_s:
@@ -176,7 +176,7 @@ class Machine:
         self.step(Step(END, FileName(END)))
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """Run a part of the preflight on all machines; return this one's exit code once all have answered or failed."""
+        """Run a part of the preflight on all machines; return this machine's exit code after all answers or a limit."""
         answers = [PREFLIGHT.format(name, node) for node in nodes]
         result = self.step(Step(command, FileName(name), group))
         self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
@@ -186,33 +186,33 @@ class Machine:
         return self.step(Step("train", FileName(attempt_name(number))))
 
     def step(self, step: Step) -> int:
-        """Have all machines run a command of launch.node at the same time; return this one's exit code."""
+        """Let all machines run a command of launch.node at the same time; return this machine's exit code."""
         retry(self.record.folder.write, self.next_step, canonical_json(asdict(step)))
         self.number += 1
         return DONE if step.command == END else self.do(step)
 
-    # ---- the others --------------------------------------------------------------------------------------------------
+    # ---- the other machines ------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do each step of the first machine. Leave when it says so, or sends no step for BOOT_S."""
+        """Do each step of the first machine. Return when it writes END, or writes no step for BOOT_S."""
         while self.wait(lambda: self.has(self.next_step), BOOT_S):
             step = retry(self.record.read, Step, self.next_step)
             self.number += 1
             if step.command == END:
                 return
             self.do(step)
-        print(f"no step of the first machine for {BOOT_S:.0f} s", flush=True)
+        print(f"no step from the first machine for {BOOT_S:.0f} s", flush=True)
 
-    # ---- all ---------------------------------------------------------------------------------------------------------
+    # ---- all machines ------------------------------------------------------------------------------------------------
 
     @property
     def next_step(self) -> str:
         return STEPS.format(self.request, self.number + 1)
 
     def do(self, step: Step) -> int:
-        """Run a command of launch.node. It is ended after its time, or when the first machine takes the next step."""
+        """Run a step's command. It is ended at its time limit, or once the first machine has written the next step."""
         hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
-        start = str(Path(launch.__file__).parents[1] / code.START)  # of the code that runs now
+        start = str(Path(launch.__file__).parents[1] / code.START)  # in the code that runs now
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
         command += join_flags(hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group)
         processes.adopt_orphans()
@@ -227,7 +227,7 @@ class Machine:
                 ends_s = time.monotonic() + END_S
 
         result = processes.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S.get(step.command, math.inf))
-        processes.end_orphans(END_S)  # ranks of a torchrun that was killed
+        processes.end_orphans(END_S)  # ranks whose torchrun was killed
         return result
 
     def meanwhile(self) -> bool:
@@ -248,12 +248,12 @@ class Machine:
                 self.logs_s = now_s
                 self.upload()
         except (InputError, Unreachable, OSError) as error:
-            print(f"tried again: {error}", flush=True)
+            print(f"trying again: {error}", flush=True)
             return False
         return True
 
     def upload(self) -> None:
-        """Upload the logs that have changed to the record: this machine's files vanish with it."""
+        """Upload changed logs to the record, since this machine's files vanish with it."""
         files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
         files[f"machines/{self.own.instance}.txt"] = self.state / LOG
         for name, path in files.items():

@@ -20,25 +20,25 @@ RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 MOST_TAG_CHARS = 256
 SCRIPT = Path(__file__).with_name("boot.sh")
 DEAD_S = 1800  # a machine ends itself after this time without a heartbeat of the node program, or an answer from S3
-SPARE_S = 1800  # after max_run_s, to save and to upload logs
-MOST_BYTES = 16 * 1024  # of user data (EC2 user guide)
+SPARE_S = 1800  # time after max_run_s to save and to upload logs
+MOST_BYTES = 16 * 1024  # largest user data (EC2 user guide)
 
 
 def run_id(record: Record) -> str:
-    """Return the mark of everything that a run has on EC2; it follows from the run's location alone."""
+    """Return the id that marks all resources of a run on EC2. It depends on the run's location alone."""
     return sha256_bytes(record.location.encode())[:16]
 
 
 def name_of(record: Record) -> str:
-    """Return the name of the run's groups."""
+    """Return the name of the run's resources on EC2."""
     return f"baretrain-{run_id(record)}"
 
 
 def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int) -> tuple[str | None, bool]:
-    """Return the placement group of a request, None for a request without one; and whether the launch makes it.
+    """Return the name of a request's placement group, None if it has none; and whether the launch makes the group.
 
-    A cluster is in one zone, so each subnet has a group. A reservation decides where its machines are: a block takes no
-    group, a reservation only the group that it was made with.
+    A cluster placement group is in one zone, so each subnet has a group. No group is made for reserved machines: a
+    capacity block takes none, and a reservation only the group with which it was made.
     """
     if cluster.placement_group not in ("true", "false"):
         return cluster.placement_group, False
@@ -47,7 +47,7 @@ def placement_name(record: Record, cluster: Ec2Config, site: Site, machines: int
 
 
 def tags(record: Record, *kinds: str) -> list[dict[str, Any]]:
-    """Return tags, which the call that makes a resource sets too: without them `clean` would not find it."""
+    """Return the tags for new resources. The call that makes a resource sets them, so that `clean` finds it."""
     values = {"Name": name_of(record), RUN_TAG: run_id(record), DIR_TAG: record.run_dir}
     listed = [{"Key": key, "Value": value} for key, value in values.items()]
     return [{"ResourceType": kind, "Tags": listed} for kind in kinds]
@@ -65,7 +65,7 @@ def run_instances(
     group: str | None,
     placement: str | None,
 ) -> dict[str, Any]:
-    """Return the request for all machines in one subnet, all or none. `group`: security group, None without one."""
+    """Return the request for all machines in one subnet: EC2 starts all or none. `group` is the security group."""
     disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     kinds = ["instance", "volume", "network-interface"]
     kinds += ["spot-instances-request"] if cluster.market == "spot" else []
@@ -74,7 +74,7 @@ def run_instances(
         "InstanceType": job.instance,
         "MinCount": job.nodes,
         "MaxCount": job.nodes,
-        # EC2 answers a repeated request with the same token with the same machines. 64 characters.
+        # If a request with this token is repeated, EC2 answers with the same machines. The token has 64 characters.
         "ClientToken": sha256_json([resolved.id, number, site.subnet]),
         "NetworkInterfaces": interfaces(resolved, cluster, site, group),
         "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
@@ -92,7 +92,7 @@ def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | 
     common: dict[str, Any] = {"SubnetId": site.subnet, "DeleteOnTermination": True}
     if group is not None:
         common["Groups"] = [group]
-    if len(resolved.interfaces) == 1:  # EC2 rejects it for several; for one it would follow the subnet's default
+    if len(resolved.interfaces) == 1:  # EC2 rejects the key for several; without it, the subnet's default would apply
         common["AssociatePublicIpAddress"] = cluster.public_address
     return [
         {"NetworkCardIndex": each.card, "DeviceIndex": each.device, "InterfaceType": each.type, **common}
@@ -102,7 +102,7 @@ def interfaces(resolved: Resolved, cluster: Ec2Config, site: Site, group: str | 
 
 def market(cluster: Ec2Config) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    if cluster.market == "spot":  # no MaxPrice: a low one only brings more interruptions
+    if cluster.market == "spot":  # no MaxPrice: a low price only brings more interruptions
         spot = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
         made["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": spot}
     if cluster.market == "capacity-block":
@@ -117,13 +117,13 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
 
 
 def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
-    """Return the data that EC2 passes to each machine of a request, before encoding: the same for all, no secret."""
-    check(record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://...): machines of EC2 share no other folder")
-    is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh calls it
+    """Return a request's user data, before encoding. It is the same for all machines, and has no secret."""
+    check(record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://...): machines on EC2 share no other folder")
+    is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh runs it as a command
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
     words = ["launch.ec2.machine", record.run_dir, f"--request={request}", f"--max-run-s={max_run_s}", *flags]
-    words += [f"--job-sha256={record.job_sha256}"]  # user data is EC2's: no machine of the run can change it
+    words += [f"--job-sha256={record.job_sha256}"]  # no machine of the run can change user data
     code = {"bundle": job.code.file, "sha256": job.code.sha256}
     given = json.dumps({"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True)
     line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {base64.b64encode(given.encode()).decode()}\n"

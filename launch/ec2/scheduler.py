@@ -1,6 +1,6 @@
-"""Machines of EC2 as a scheduler: a launch resolves its settings, and then runs until the run has ended.
+"""EC2 as a scheduler: a launch resolves its settings, makes the machines, and waits until the run has ended.
 
-The plan shows the request to EC2, what it may cost, and how to undo it; with check=true EC2 is asked.
+The plan shows the request to EC2, its possible cost, and how to undo it. With check=true, the plan asks EC2.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scheduler(spec.Scheduler):
         return {"run_instances": planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
 
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
-        """Return EC2's facts about a type with NVIDIA GPUs: EC2 does not list Trainium's numbers of ranks."""
+        """Return EC2's facts about a type. Devices are NVIDIA GPUs only: EC2 does not list Trainium's rank counts."""
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
         [info] = api.ask(api.regions(cluster.regions)[0], "describe_instance_types", InstanceTypes=[name])[
@@ -66,7 +66,7 @@ class Scheduler(spec.Scheduler):
         gpus = [each for each in info.get("GpuInfo", {}).get("Gpus", ()) if each["Manufacturer"] == "NVIDIA"]
         check(
             bool(gpus) or cfg.processes_per_node is not None,
-            f"EC2 shows no NVIDIA GPU of {name}: give processes_per_node, and instance.device and instance.devices if "
+            f"EC2 lists no NVIDIA GPU for {name}: set processes_per_node, and instance.device and instance.devices if "
             "it has any",
         )
         network = info["NetworkInfo"]
@@ -87,7 +87,7 @@ class Scheduler(spec.Scheduler):
         ]
 
     def submit(self, job: Job, record: Record) -> Handle:
-        """Resolve the settings. It makes nothing: `attend` does."""
+        """Resolve the settings. The machines are made later, by `attend`."""
         cluster, api = cluster_of(job, Ec2Config), open_api(record)
         check_job(job, cluster, record)
         resolved = resolve(job, cluster, record, api)
@@ -96,19 +96,19 @@ class Scheduler(spec.Scheduler):
         there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
-            f"EC2 has machines of this run already, or may have: {', '.join(there)}; python -m launch clean "
-            f"{record.run_dir} --yes",
+            f"EC2 has, or may have, machines of this run already: {', '.join(there)}; python -m launch clean "
+            f"{record.run_dir} --yes removes them",
         )
         found = {"regions": resolved.regions, "submission": resolved.id, "resolved": asdict(resolved)}
         return {**found, "process": owner_name(os.getpid())}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        """Have the machines made, and wait for the end of the run; return its exit code."""
+        """Make the machines, wait for the end of the run, and return its exit code."""
         resolved = schema.record(Resolved, handle["resolved"])
         try:
             return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
         except KeyboardInterrupt:
-            print(printable(f"this launch ends; its machines continue to train, and end by themselves. {undo(record)}"))
+            print(printable(f"this launch ends; its machines continue to train, and then shut down. {undo(record)}"))
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
@@ -124,14 +124,14 @@ class Scheduler(spec.Scheduler):
         return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def unanswered(self, record: Record) -> State:
-        """Return that this launch has no machines: it asks EC2 for them once it is submitted. Another's may exist."""
+        """Return the state before the submission is recorded: no machines, except those of an earlier launch."""
         seen = self.state(record, {}) if calls.call_regions(record) else State(is_active=False)
         if seen.is_active:
             return seen
         return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
 
     def cancel(self, record: Record, handle: Handle) -> None:
-        """End the machines now; the record already says so. Raises Failure if EC2 may still have some that train."""
+        """End the machines, after the cancellation was recorded. Raises Failure if some may still train."""
         api, regions = open_api(record), regions_of(record, handle)
         sweep.delete(api, calls.left_over(api, record, regions))
         left = calls.left_over(api, record, regions)
@@ -144,7 +144,7 @@ class Scheduler(spec.Scheduler):
 
 
 def regions_of(record: Record, handle: Handle) -> list[str]:
-    """Return where a run may have machines: also from its calls, since its machines can write the handle's source."""
+    """Return the regions that may have machines of a run. Its calls count: its machines could change the handle."""
     return list(dict.fromkeys([*calls.call_regions(record), *texts(handle, "regions")]))
 
 
@@ -156,15 +156,15 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket"
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
-    check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=slurm does")
+    check(job.spares == 0, f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does")
     check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share no other storage")
-    tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of a tag, by which EC2 knows a run"
+    tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of the tag that marks a run on EC2"
     check(len(record.run_dir) <= MOST_TAG_CHARS, tagged)
-    check(is_type, f"instance={job.instance} is not a type of EC2: name one, as instance=trn1.32xlarge")
-    check(profile is None, f"s3.profile={profile}: machines have no ~/.aws but a role; set AWS_PROFILE here instead")
+    check(is_type, f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge")
+    check(profile is None, f"s3.profile={profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead")
     check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")
     check(bool(cluster.instance_profile), f"{no_role}; python -m launch iam prints what it needs")
-    check(not local, f"{' '.join(local)}: machines of EC2 do not see this machine's folders; copy it to S3")
+    check(not local, f"{' '.join(local)}: machines on EC2 do not see this machine's folders; copy it to S3")
 
 
 def open_api(record: Record) -> Api:
@@ -172,14 +172,14 @@ def open_api(record: Record) -> Api:
 
 
 def asks_text(record: Record, handle: Handle) -> str:
-    """Return what the launch does while it has no machines; "" if it has ended, as far as the record shows."""
+    """Say how long ago the launch asked for machines; "" if it has machines or, as far as is recorded, has ended."""
     events, kinds = record.events(), ("submitted", "requeued", "machines")
     last = next((each for each in reversed(events) if each.kind in kinds), None)
     if last is None or last.kind == "machines" or read_history(events).has_end or is_gone(text(handle, "process")):
         return ""
     asked = [call for call in calls.read_calls(record) if call.submission == handle.get("submission")]
     age_s = time.time() - max([last.time_unix_s, *(call.sent_unix_s for call in asked)])
-    if age_s > 2 * calls.LISTS_S:  # a launch asks more often
+    if age_s > 2 * calls.LISTS_S:  # a running launch asks more often
         return ""
     error = next((call.error for call in reversed(asked) if call.operation == calls.RUN), "") or "no answer yet"
     return f"its launch asks for machines ({error}, {shown_duration(max(0.0, age_s))} ago)"
@@ -189,9 +189,9 @@ def asks_text(record: Record, handle: Handle) -> str:
 
 
 def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> tuple[Resolved, dict[str, Any]]:
-    """Return the resolved settings, and the request in the first subnet, before the run's groups exist.
+    """Return the resolved settings, and the request for the first subnet, before the run's groups exist.
 
-    With check=true it raises InputError if EC2 would reject it in a subnet; otherwise EC2 is not asked.
+    With check=true, EC2 is asked, and a request that it would reject in a subnet raises InputError.
     """
     api = open_api(record) if cfg.check else None
     resolved = resolve(job, cluster, record, api) if api else assumed(job, cluster, record, cfg)
@@ -205,13 +205,13 @@ def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> 
             if api:
                 api.ask(site.region, "run_instances", DryRun=True, **requests[-1])
         except Rejected as error:
-            if error.code != "DryRunOperation":  # that code means that EC2 would do it
+            if error.code != "DryRunOperation":  # this code means that EC2 would do it
                 raise
     return resolved, requests[0]
 
 
 def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Resolved:
-    """Return the settings as far as they are known without asking."""
+    """Return the settings as far as they are known without asking EC2."""
     region = (cluster.regions or [record.s3.region or "<AWS_DEFAULT_REGION>"])[0]
     types = [INTERFACE, *([EFA, EFA_ONLY] if cfg.instance.efa_interfaces else [])]
     cards = [
@@ -233,25 +233,25 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
     resolved, request = planned(job, cluster, record, cfg)
     data = request["UserData"].encode()
     request["UserData"] = f"{len(data):,} bytes of {MOST_BYTES:,}, sha256 {sha256_bytes(data)}"
-    yield f"RunInstances in {resolved.sites[0].region}, in a subnet at a time:"
+    yield f"RunInstances in {resolved.sites[0].region}, in one subnet at a time:"
     yield from json.dumps(request, indent=1).splitlines()
     yield f"subnets, in order: {', '.join(f'{site.subnet} ({site.zone})' for site in resolved.sites)}"
     if cluster.security_group is None:
-        yield f"security group {name_of(record)} is made: all traffic among the machines, none from outside"
+        yield f"security group {name_of(record)} will be made: all traffic among the machines, none from outside"
     name, is_made = placement_name(record, cluster, resolved.sites[0], job.nodes)
     if is_made:
-        yield f"placement group {name} is made"
+        yield f"placement group {name} will be made"
     price_name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-    price, longest_s = getattr(cfg.instance, price_name), cluster.max_run_s + SPARE_S  # a timer ends the machines then
-    limit = f"{shown_duration(longest_s)} (cluster.max_run_s and {shown_duration(SPARE_S)} to save)"
+    price, longest_s = getattr(cfg.instance, price_name), cluster.max_run_s + SPARE_S  # a timer then ends the machines
+    limit = f"{shown_duration(longest_s)} (cluster.max_run_s, plus {shown_duration(SPARE_S)} to save)"
     if price is None:
-        yield f"cost: {cfg.nodes} machines for {limit} at the most; the price is not known (instance.{price_name})"
+        yield f"cost: {cfg.nodes} machines for at most {limit}; the price is unknown (instance.{price_name})"
     else:
         usd = cfg.nodes * price * longest_s / 3600
-        yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks besides"
+        yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
     yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
     yield (
-        "EC2 would do it (DryRun in each subnet; it does not know whether there is capacity)"
+        "EC2 would do it (DryRun in each subnet, which does not tell whether there is capacity)"
         if cfg.check
-        else "EC2 was not asked: values in <> or from conf/instance may differ there; check=true asks"
+        else "EC2 was not asked: values in <> or from conf/instance may differ; check=true asks it"
     )

@@ -13,7 +13,7 @@ from launch.values import shown_moment
 from train.run.command import printable
 from train.system.aws_errors import Rejected
 
-FIRST_S, MOST_S = 5.0, 60.0  # between two rounds
+FIRST_S, MOST_S = 5.0, 60.0  # pause between two rounds
 LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
 # Errors about a resource that is already removed, or can be removed once the machines are gone.
 PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
@@ -21,7 +21,7 @@ PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "Incorrect
 UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of a resource that only a record knows
 BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states in which nothing can be deleted
 GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows removed resources for a while
-KINDS = {  # how each is described: operation, key of the answer, key of the id
+KINDS = {  # how to list each kind: operation, key of the answer, key of the id
     "spot-instances-request": ("describe_spot_instance_requests", "SpotInstanceRequests", "SpotInstanceRequestId"),
     "instance": ("describe_instances", "Reservations", "InstanceId"),
     "volume": ("describe_volumes", "Volumes", "VolumeId"),
@@ -49,12 +49,12 @@ class Resource:
 
     @property
     def is_alive(self) -> bool:
-        """Of a machine: whether it can train."""
+        """True if the resource is a machine that can train."""
         return self.state in ("pending", "running")
 
 
 def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable[str]) -> list[Resource]:
-    """Return all resources that EC2 lists by filters, which name a tag; also removed ones."""
+    """Return all resources that EC2 lists for the filters `by`, including removed ones."""
     found = []
     for kind in kinds:
         operation, key, name = KINDS[kind]
@@ -69,7 +69,7 @@ def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable
 
 
 def delete(api: Api, left: Sequence[Resource]) -> None:
-    """Run one round: spot requests before they start a machine, machines, and the rest once the machines are gone."""
+    """Remove, in one round, spot requests (before they start machines), machines and, once these are gone, the rest."""
     for region in dict.fromkeys(each.region for each in left):
         here = [each for each in left if each.region == region and each.state != UNANSWERED]
         spot = [each.id for each in here if each.kind == "spot-instances-request"]
@@ -86,7 +86,7 @@ def delete(api: Api, left: Sequence[Resource]) -> None:
 
 
 def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
-    """Delete; the next round looks again at a resource that is removed already or still in use."""
+    """Call an operation that removes. Errors of a resource that is gone or in use are left to the next round."""
     try:
         api.ask(region, operation, **parameters)
     except Rejected as error:
@@ -101,7 +101,7 @@ def say(line: str) -> None:
 def sweep(
     look: Callable[[], list[Resource]], remove: Callable[[list[Resource]], None], *, looks: int = 1
 ) -> list[Resource]:
-    """Remove what `look` finds until it finds nothing `looks` times in a row; return the rest after LIMIT_S."""
+    """Remove what `look` finds until it finds nothing `looks` times in a row. After LIMIT_S, return what is left."""
     until_s, said, empty = time.time() + LIMIT_S, set[str](), 0
     for pause_s in growing(FIRST_S, MOST_S):
         left = look()

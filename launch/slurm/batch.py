@@ -1,7 +1,8 @@
-"""The program on the first node of a Slurm job: the preflight, then attempts of the run, then perhaps a requeue.
+"""The program on the first node of a Slurm job: it runs the preflight and the attempts, and may requeue the job.
 
-Slurm sends USR1 to this process alone some time before the limit; the run is asked to stop by its file STOP, since
-signals end torchrun and orphan its ranks. A requeue is asked for only after srun has ended: it would kill the step.
+Some time before the time limit, Slurm sends USR1 to this process alone. The program then asks the run to stop with the
+file STOP, since signals end torchrun and orphan its ranks. It requeues the job only after srun has ended, since a
+requeue would kill srun's step.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ from train.config import Failure, S3Config, check
 from train.run.command import STOPPED, command_parser, printable, run_flags
 from train.system import processes
 
-REQUEUED_S = 600.0  # Slurm ends this process much sooner
+REQUEUED_S = 600.0  # wait after a requeue; Slurm ends this process much sooner
 PAUSE_S = 0.2
-# srun prints this if slurmctld makes no step, as on a node that was lost and is back before its job has restarted, or
-# if a node does not answer. Output of tasks has a label before it.
+# srun prints NO_STEP if slurmctld creates no step, for example on a node that was lost and is back before its job has
+# restarted; and NO_LAUNCH if a node does not answer. Lines of tasks do not match: they begin with a label.
 NO_STEP = re.compile(rb"^srun: error: (Unable to create step for job .*)", re.MULTILINE)
 NO_LAUNCH = re.compile(rb"^srun: error: (Task launch for .* failed on node .*)", re.MULTILINE)
-STEP_S = 60  # for leftovers of an earlier step on the nodes to end; a requeue ends it too
-SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
+STEP_S = 60  # time for srun to wait until an earlier step has left the nodes; a requeue ends that step, too
+SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # srun's exit codes after a signal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Run a job within Slurm. python -m launch cluster=slurm submits it."
     parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
+    parser.add_argument("--merge", action="store_true", help="write the manifest of all prepared parts")
     add_record_flags(parser)
     return run_flags(parser, arguments, run_job)
 
 
 def run_job(options: argparse.Namespace, s3: S3Config) -> int:
-    check("SLURM_JOB_ID" in os.environ, "this is no job of Slurm; submit one with python -m launch cluster=slurm")
+    check("SLURM_JOB_ID" in os.environ, "this is not a Slurm job; submit one with python -m launch cluster=slurm")
     record = Record(options.run, s3, options.job_sha256)
     with recording_failure(record):
         batch = Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"]))
@@ -76,10 +77,10 @@ class Batch:
         self.cluster, self.slurm, self.stop = cluster_of(job, SlurmConfig), Slurm(), StopFile(record)
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
-        self.is_ending = False  # Slurm ends the job
-        self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
-        self.is_overdue = False  # the limit has come, and the run has not stopped
-        self.steps = 0  # number of steps started by srun: each has another port
+        self.is_ending = False  # Slurm is ending the job
+        self.limit_s = math.inf  # time.monotonic() at the time limit; set once the limit is near
+        self.is_overdue = False  # the limit is reached, and the run has not stopped
+        self.steps = 0  # number of srun steps so far, which determines each step's port
         self.never_began = False  # Slurm has not started the preflight, or a preparation
         self.excluded: list[str] = []  # nodes that a requeued job must not get
 
@@ -100,15 +101,15 @@ class Batch:
         retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
 
     def ask(self, number: int, _frame: FrameType | None) -> None:
-        """Have the run stop with a checkpoint.
+        """Ask the run to stop with a checkpoint.
 
-        Slurm sends USR1 before the time limit, after which the job is requeued; and TERM when it ends the job: for good
-        (scancel), or to start it again by itself (preemption, a lost node). At the limit itself, if the run did not
-        stop in time, it also sends TERM and starts nothing again.
+        Slurm sends USR1 before the time limit; the job is then requeued here. It sends TERM when it ends the job for
+        good (scancel) or restarts it (preemption, a lost node). It also sends TERM at the time limit if the run did not
+        stop in time, and then restarts nothing.
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
-            self.limit_s = now_s + self.cluster.stop_before_s  # or up to a minute later (man sbatch, --signal)
+            self.limit_s = now_s + self.cluster.stop_before_s  # the limit may be a minute later (man sbatch, --signal)
         elif now_s < self.limit_s:
             self.is_ending = True
         else:
@@ -127,7 +128,7 @@ class Batch:
         return self.on_nodes("train", self.nodes, name=attempt_name(number))
 
     def srun(self, command: Sequence[str], *, limit_s: float = math.inf, needs_all: bool = True) -> int:
-        """Run srun and return its exit code. Raises NeverBegan if Slurm does not start it; `needs_all`: everywhere."""
+        """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, not all."""
         log = self.log()
         before = log.stat().st_size if log is not None else 0
         process = processes.start(["srun", *command, *self.record.flags()], env=os.environ)
@@ -135,11 +136,11 @@ class Batch:
         said = log.read_bytes()[before:] if code and log is not None else b""
         found = NO_STEP.search(said) or (NO_LAUNCH.search(said) if needs_all else None)
         if found and self.stop.reason is None:
-            raise NeverBegan(f"Slurm has not started it: {printable(found[1].decode(errors='replace'))}")
+            raise NeverBegan(f"Slurm did not start the step: {printable(found[1].decode(errors='replace'))}")
         return code
 
     def on_nodes(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """Run a command of launch.node on nodes, at the same time; return srun's exit code."""
+        """Run a command of launch.node on all `nodes` at the same time; return srun's exit code."""
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
         self.steps += 1
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
@@ -166,11 +167,11 @@ class Batch:
         return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
 
     def preflight(self) -> Decision | None:
-        """Examine all nodes and choose those that train.
+        """Examine all nodes and choose those that train. Returns a decision if too few are fit.
 
-        Returns a decision if there are too few: try again on other nodes, once for each set of nodes that failed.
+        The job then tries other nodes, unless all nodes failed, or only nodes that already failed before.
         """
-        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # keeps answers of other jobs apart
+        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # differs from other jobs' names
         try:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
         except Interrupted:  # this says nothing about the nodes
@@ -197,16 +198,16 @@ class Batch:
         return code
 
     def requeue(self, decision: Decision) -> Decision:
-        """Ask Slurm to start the job again, or return why that was not possible.
+        """Ask Slurm to start the job again. Returns a decision if the job must end, or if Slurm does not end it.
 
-        Slurm ends this process: immediately by SIGTERM, which is ignored here, and some time later (KillWait) for good.
-        The job waits meanwhile: Slurm accepts nodes to exclude only when it is pending.
+        Slurm sends this process SIGTERM, which is ignored here, and kills it some time later (KillWait). Until then,
+        this process excludes nodes: Slurm accepts that only while the requeued job is pending.
         """
         decision = settled(decision, self.record, self.cluster, never_began=self.never_began)
         if decision.next != "requeue":
             return decision
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # The event comes first: later there is no time.
+        # Record the event first: later there may be no time.
         details = {"excluded": self.excluded, "never_began": self.never_began}
         retry(self.record.append_event, "requeued", reason=decision.reason, **details)
         retry(self.slurm.requeue, self.job_id)
@@ -217,13 +218,13 @@ class Batch:
         return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")
 
     def upload(self) -> None:
-        """Upload the output of this job to a record in S3: until then it is on this node."""
+        """Upload the output of this job if the record is in S3. Until then, the output is only on this node."""
         path = self.log()
         if self.record.is_remote and path is not None:
             self.record.folder.write(f"logs/job_{self.job_id}.txt", path.read_bytes())
 
     def log(self) -> Path | None:
-        """Return the file with the output of this process and srun."""
+        """Return the file with the output of this process and srun; None if the output is not a file."""
         path = Path(f"/proc/{os.getpid()}/fd/1").readlink()
         return path if path.is_file() else None
 
@@ -238,7 +239,7 @@ class Batch:
             decision = self.requeue(Decision("requeue", "failed", str(error)))
             self.end(decision)
             return CODES[decision.outcome]
-        if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
+        if code or merge or part is None:  # if one part fails, Slurm does not start the merge
             self.end(prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation"))
         self.upload()
         return code

@@ -1,9 +1,9 @@
-"""Slurm's commands and the parsing of their output. They are run without a shell, and none needs accounting.
+"""Slurm's commands, run without a shell, and the parsing of their output. None needs Slurm's accounting.
 
-All raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if Slurm
-rejects a request for another reason. Jobs are read in columns, and never with their name or comment, to which their
-owner could give any form. The JSON of `squeue --json` has a schema for each release (data_parser in Slurm's
-documentation); columns need one parser.
+They raise InputError if the user has to fix something, Unreachable if slurmctld does not answer, and Failure if Slurm
+rejects a request for another reason. Jobs are listed in columns, never with their names or comments, in which a user
+can write anything. The schema of `squeue --json` differs between releases (data_parser in Slurm's documentation), while
+one parser reads the columns of all releases.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from train.config import Failure, InputError, Unreachable, check
 from train.run.command import printable
 from train.system.schema import BadContent, shown
 
-# These variables lead to the cluster. Slurm's others are those of the job in which we may run, or options that no plan
-# has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.
+# The variables in KEPT name the cluster. Slurm's other variables are dropped: they belong to a surrounding job, or are
+# options that no plan has shown. SBATCH_WAIT, for example, waits for the job's end; SBATCH_ARRAY_INX submits many jobs.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
-READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # lists in full; not for sbatch, whose variables the job gets
+READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # shows lists in full; not for sbatch, whose job would inherit it
 
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
@@ -33,15 +33,15 @@ SILENT = re.compile(
     re.IGNORECASE,
 )
 UNCONFIGURED = re.compile("configuration (source|file)|cannot stat file")
-CURES = (  # sbatch's error -> the cure; the first match counts
+CURES = (  # pattern of sbatch's error, and the cure; the first match counts
     ("partition", "`sinfo --summarize` shows the partitions"),
     ("account", "`sacctmgr show associations user=$USER` shows your accounts"),
     ("qos", "`sacctmgr show associations user=$USER format=account,qos` shows what you may use"),
-    ("reservation", "`scontrol show reservations` shows those there are"),
+    ("reservation", "`scontrol show reservations` shows the existing ones"),
     ("feature", "`sinfo --format='%N %f'` shows the nodes' features"),
     ("gres", "`sinfo --format='%N %G'` shows what the nodes have"),
     ("node (configuration|name|count)", "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each"),
-    ("job array", "`scontrol show config | grep MaxArraySize` shows how many; ask for fewer parts"),
+    ("job array", "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts"),
     ("time limit", "`sinfo --format='%P %l'` shows the limits"),
     ("dependency", "the job to wait for must be known to Slurm"),
 )
@@ -49,7 +49,7 @@ HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 OVER: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
-SQUEUE = "%A|%i|%T|%r|%N"  # of squeue --format
+SQUEUE = "%A|%i|%T|%r|%N"  # the columns, for squeue --format
 JOB_LINE = re.compile(
     r"(?P<job_id>\d{1,10})\|(?P<array_id>\d{1,10})(?:_\[?(?P<task>[\d,:%.-]+)\]?)?\|(?P<state>[A-Z_]+)[^|]*\|"
     r"(?P<reason>[^|]*)\|(?P<nodes>[^|]*)",
@@ -78,15 +78,15 @@ class SlurmJob:
 
 
 def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
-    """Return the job, or all tasks of the job array, from lines in these columns.
+    """Return the job, or all tasks of the job array, from squeue's lines with the columns SQUEUE.
 
-    `expand` returns the names in a list of hosts. Raises BadContent if a line is anything else.
+    `expand` returns the names in a list of hosts. Raises BadContent if a line has another form or is another job's.
     """
     jobs = []
     for line in text.splitlines():
         match = JOB_LINE.fullmatch(line)
         if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
-            raise BadContent(f"what Slurm shows of job {job_id} cannot be read: {shown(line)}")
+            raise BadContent(f"Slurm's line about job {job_id} cannot be read: {shown(line)}")
         reason = "" if match["reason"] in UNKNOWN else match["reason"]
         nodes = () if match["nodes"] in UNKNOWN else expand(match["nodes"])
         task = (match["task"] or "").partition("%")[0] or None
@@ -96,9 +96,9 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
 
 @dataclass(frozen=True)
 class Slurm:
-    """The cluster to which SLURM_CONF, or this machine's configuration, leads."""
+    """The cluster that SLURM_CONF, or this machine's configuration, names."""
 
-    timeout_s: float = 60.0  # per command: they may wait for minutes for a missing slurmctld
+    timeout_s: float = 60.0  # per command: without slurmctld, a command may wait for minutes
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
@@ -113,11 +113,11 @@ class Slurm:
     ) -> int:
         """Submit a job and return its id.
 
-        The options are sbatch's, --job-name=`name` among them; --export would split values at commas. `known` lists
-        earlier jobs of this name.
+        `options` are sbatch's, with --job-name=`name` among them. The script gets its input as `arguments`, since
+        --export would split values at commas. `known` lists earlier jobs of this name.
         """
         out, _ = self.sbatch(["--parsable", *options], script, arguments)
-        last = out.strip().rpartition("\n")[2]  # sites print extra lines before it
+        last = out.strip().rpartition("\n")[2]  # some sites print extra lines before the id
         job_id = last.strip().partition(";")[0]  # the cluster's name may follow
         if re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
             return int(job_id)
@@ -125,15 +125,15 @@ class Slurm:
         if len(found) != 1:
             raise Failure(
                 f"sbatch printed {shown(out)}, which does not end in a job id, and squeue shows {len(found)} new jobs "
-                f"named {name}; `squeue --me` shows yours"
+                f"named {name}; `squeue --me` shows your jobs"
             )
         return found.pop()
 
     def estimate(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> str:
         """Return when and where Slurm expects the job to start. Nothing is submitted.
 
-        The form is "to start at 2026-11-22T17:50:11 using 2 processors on nodes n[1-2] in partition main". It rejects a
-        part of what `submit` rejects.
+        The answer has the form "to start at 2026-11-22T17:50:11 using 2 processors on nodes n[1-2] in partition main".
+        Some jobs that `submit` would reject are accepted here.
         """
         out, said = self.sbatch(["--test-only", *options], script, arguments)
         return re.sub(r"^Job \d+ ", "", one_line(said or out))
@@ -142,15 +142,15 @@ class Slurm:
         try:
             code, out, said = self.run("sbatch", *options, "--", str(script.absolute()), *arguments)
         except Unreachable as error:
-            raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted all the same") from error
+            raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted anyway") from error
         line = one_line(said or out)
         cure = next((f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), "")
         check(code == 0, f"Slurm rejects the job: {line}{cure}")
         return out, said
 
     def tasks(self, job_id: int) -> list[SlurmJob]:
-        """Return the tasks of a job array, where those that wait are one; or the job."""
-        # It is [] if Slurm has forgotten the job, as some minutes after its end (MinJobAge).
+        """Return a job, or the tasks of a job array; all waiting tasks are one entry."""
+        # The list is empty once Slurm has forgotten the job, some minutes after its end (MinJobAge).
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
         code, out, said = self.run("squeue", *queued)
         if "Invalid job id specified" in said + out:
@@ -160,7 +160,7 @@ class Slurm:
         return read_jobs(out, job_id, self.hostnames)
 
     def job_ids(self, name: str) -> list[int]:
-        """Return the user's jobs of this name that wait or run. An array counts once."""
+        """Return the ids of the user's waiting and running jobs with this name. An array counts once."""
         out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%F")
         return sorted({int(word) for word in out.split() if word.isdecimal()})
 
@@ -169,8 +169,8 @@ class Slurm:
         self.answer("scancel", str(job_id))
 
     def requeue(self, job_id: int) -> None:
-        """Put a job back into the queue. A running one ends immediately, so srun has to have ended before."""
-        # One that is over starts again. It waits for some two minutes (cred_expire).
+        """Put a job back into the queue. A running job ends immediately, so its srun must have ended before."""
+        # A job that is over starts again, after about two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
     def excluded(self, job_id: int) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Slurm:
         return () if said in UNKNOWN else self.hostnames(said)
 
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
-        """Keep a waiting job from these nodes alone. Slurm rejects it while the job runs, so it is requeued first."""
+        """Set the nodes that a waiting job must not get. Slurm rejects this for a running job: requeue it first."""
         self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}")
 
     # ---- nodes and partitions --------------------------------------------------------------------------------------
@@ -192,14 +192,14 @@ class Slurm:
         return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
 
     def address(self, node: str) -> str:
-        """Return the address at which the other nodes reach this one, which the site has given Slurm (NodeAddr)."""
+        """Return the address at which other nodes reach a node. The site configures it in Slurm (NodeAddr)."""
         said = self.answer("sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%o").split()
         if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):  # one line for each partition
             raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
         return said[0]
 
     def check_time_limit(self, time_limit: str, partition: str | None) -> None:
-        """Raise InputError if a time is longer than the partition's limit: such a job is accepted and never starts."""
+        """Raise InputError if a time limit exceeds the partition's. Slurm would accept the job and never start it."""
         for line in self.answer("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
             name, _, longest = line.strip().partition("|")
             is_asked_for = name.rstrip("*") == partition if partition else name.endswith("*")
@@ -221,7 +221,7 @@ class Slurm:
         return out
 
     def run(self, *command: str) -> tuple[int, str, str]:
-        """Return exit code, standard output and standard error of a command."""
+        """Run a command; return its exit code, standard output and standard error."""
         environ = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(OWN)}
         environ |= READING if command[0] != "sbatch" else {}
         options = {"stdin": subprocess.DEVNULL, "env": environ, "check": False, "timeout": self.timeout_s}
@@ -230,8 +230,8 @@ class Slurm:
             code, out, said = done.returncode, *(text.decode(errors="replace") for text in (done.stdout, done.stderr))
         except FileNotFoundError as error:
             raise NoSlurm(
-                f"{command[0]} is not on the PATH; start this on a login node of the cluster (`module load slurm`, "
-                "perhaps), or choose another way to launch"
+                f"{command[0]} is not on the PATH; start this on a login node of the cluster (it may need `module load "
+                "slurm`), or choose another cluster=..."
             ) from error
         except subprocess.TimeoutExpired as error:
             code, out, said = None, "", (error.stderr or b"").decode(errors="replace")
@@ -248,7 +248,7 @@ class Slurm:
 
 
 def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names. Raises BadContent unless each is a host's."""
+    """Return the names. Raises BadContent if one is not a host's name."""
     for name in names:
         if not re.fullmatch(HOST, name):
             raise BadContent(f"{shown(name)} is not the name of a host")
@@ -256,9 +256,9 @@ def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def job_name(run_dir: str) -> str:
-    """Return a name for the job of a run that is unique to its folder, so that its jobs can exclude each other.
+    """Return a run's job name, which is unique to the run folder, so that jobs of one run can exclude each other.
 
-    It has the last part of the folder's path with other characters as "_", and eight digits of the path's checksum.
+    It is the last part of the path, with "_" for special characters, and eight digits of the path's checksum.
     """
     path = run_dir.rstrip("/")
     last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
@@ -266,7 +266,7 @@ def job_name(run_dir: str) -> str:
 
 
 def one_line(said: str) -> str:
-    """Return the message of a Slurm command, without the names before it, each sentence once."""
+    """Return a Slurm command's message as one line, without the lines' prefixes and without repetitions."""
     lines = [re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()]
     lines = [re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines]
     return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"

@@ -9,8 +9,8 @@ from typing import ClassVar
 from launch.config import ClusterConfig
 from train.config import InputError, check, setting
 
-# The launcher sets these options of sbatch, or they would change the meaning of what it reads about the job. Some have
-# a setting instead.
+# Options of sbatch that users cannot set: the launcher sets them, or they would change output that it reads. The value
+# is the setting to use instead, if there is one.
 RESERVED = {
     "partition": "cluster.partition",
     "time": "cluster.time_limit",
@@ -25,9 +25,9 @@ RESERVED = {
 
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
-    """A Slurm site. Each site has a YAML file in conf/cluster/ with the differences from this.
+    """A Slurm site. A site's YAML file in conf/cluster/ has the values that differ from these defaults.
 
-    Values are arguments of sbatch: it examines them for the plan (`--test-only`), and only `prologue` passes through a
+    The values become arguments of sbatch, which checks them for the plan (`--test-only`). Only `prologue` is read by a
     shell.
     """
 
@@ -37,14 +37,15 @@ class SlurmConfig(ClusterConfig):
     gate: bool = True
     partition: str | None = None  # The partition; None takes the site's default.
     sbatch_args: list[str] = field(default_factory=list)  # The list of further options of sbatch (man sbatch), for
-    # example ["--gres=gpu:8","--qos=high"]; --account, --constraint, --reservation, --exclude and --chdir work too.
+    # example ["--gres=gpu:8","--qos=high"]; --account, --constraint, --reservation, --exclude and --chdir also work.
     exclusive: bool = True  # Take whole nodes.
     time_limit: str | None = None  # The limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; None is the partition's.
-    stop_before_s: int = setting(300, above=0, most=65535)  # The time before the time limit at which the run is asked
-    # to stop with a checkpoint.
-    container: str | None = None  # The image: of Apptainer if it ends in .sif or has ://, like docker://NAME; others
-    # are for pyxis, a path (.sqsh) or a registry's name.
-    container_mounts: list[str] = field(default_factory=list)  # The folders that the container sees under their names.
+    stop_before_s: int = setting(300, above=0, most=65535)  # The time before time_limit, in seconds, at which the run
+    # is asked to stop with a checkpoint.
+    container: str | None = None  # The container image; None uses none. Apptainer runs *.sif files and URLs such as
+    # docker://NAME; pyxis runs *.sqsh files and names in a registry.
+    container_mounts: list[str] = field(default_factory=list)  # The folders that are mounted into the container, at
+    # the same paths.
     prologue: list[str] = field(default_factory=list)  # The lines of bash that run first; exports reach every rank.
 
     def __post_init__(self) -> None:
@@ -57,24 +58,24 @@ class SlurmConfig(ClusterConfig):
         )
         check(
             self.container is None or re.match(r"[\w./]", self.container) is not None,
-            f"cluster.container={self.container!r} is not an image: a path or a registry's name",
+            f"cluster.container={self.container!r} is not an image: write a path, or a name in a registry",
         )
         for each in self.sbatch_args:
             check_argument(each)
         for folder in self.container_mounts:
-            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # these characters separate a list of mounts
+            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # colons and commas separate mounts
             check(ok, f"cluster.container_mounts holds {folder!r}: use absolute paths without colons and commas")
 
 
 def check_argument(argument: str) -> None:
-    """Raise InputError if a text is not one option of sbatch, or if the option belongs to the launcher."""
+    """Raise InputError if a text is not one option of sbatch, or if only the launcher may set that option."""
     match = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.*)?", argument, re.ASCII)
     if match is None:
         shape = "an option is one line, --name=value or --name, such as --qos=high"
         raise InputError(f"cluster.sbatch_args holds {argument!r}: {shape}")
     for name, key in RESERVED.items():
         taken = f"--{name} is set only by launch{f'; set {key}' if key else ''}"
-        # sbatch also accepts the beginning of a name.
+        # sbatch also accepts abbreviated names.
         check(not name.startswith(match[1]), f"cluster.sbatch_args holds {argument!r}: {taken}")
 
 

@@ -1,4 +1,4 @@
-"""Jobs of Slurm: requests to it, and its answers. Within a job launch/slurm/batch.py takes over."""
+"""Slurm as a scheduler: it submits, watches and cancels jobs. Inside a job, launch/slurm/batch.py takes over."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Scheduler(spec.Scheduler):
     def submit(self, job: Job, record: Record) -> Handle:
         slurm, asked, given = Slurm(), options(job, record), arguments(job, record)
         name = job_name(record.run_dir)
-        if there := slurm.job_ids(name):  # of a submission whose answer was lost
-            raise InputError(f"Slurm has job {there[0]} of this run, which no record knows: scancel {there[0]} ends it")
+        if there := slurm.job_ids(name):  # the answer to an earlier submission was lost
+            raise InputError(f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it")
         if not record.is_remote:
             make_alike(record.local_folder() / "logs")
         job_id = slurm.submit(asked, SCRIPT, given, name=name)
@@ -56,7 +56,7 @@ class Scheduler(spec.Scheduler):
             raise
 
     def state(self, record: Record, handle: Handle) -> State:
-        # It is the state of the first of its jobs that is not over, or that failed: the merge of parts waits for all.
+        # Parts come before their merge, which waits for them: the first job that is active or has failed decides.
         for name in ("parts_id", "job_id"):
             jobs = Slurm().tasks(number(handle, name)) if name in handle else []
             states = {job.state for job in jobs} - {"COMPLETED"}
@@ -74,7 +74,7 @@ class Scheduler(spec.Scheduler):
 
 
 def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
-    """Return the jobs of one id in Slurm's terms; of several tasks of an array the one furthest from its end."""
+    """Return the state of a job in Slurm's terms; of an array, that of the task furthest from its end."""
     if not jobs:
         return f"job {handle[name]} is no longer known to Slurm"
     job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
@@ -93,13 +93,13 @@ def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
     cluster, name, folder = cluster_of(job, SlurmConfig), job_name(record.run_dir), record.local_folder() / "logs"
     check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
-    # A percent sign in a name begins a pattern (man sbatch, "filename pattern").
+    # A percent sign in a log's name begins a pattern (man sbatch, "filename pattern").
     is_array = job.kind == "prepare" and job.parts > 1
     made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
     made += ["--open-mode=append"]  # otherwise a requeued job would begin with an empty log
     log = f"{str(folder).replace('%', '%%')}/{'part_%a' if is_array else 'job'}.txt"
-    # Nodes need not share a folder with this machine if the record is in S3: job.sh chooses a private one on the node,
-    # and the job uploads its output to the record at its end.
+    # If the record is in S3, nodes may share no folder with this machine. job.sh then writes the output to a private
+    # folder on the node, and the job uploads it at its end.
     made += [f"--output={'/dev/null' if record.is_remote else log}"]
     if job.kind == "train":
         made += ["--dependency=singleton"]  # two jobs of this name, and so of this run, never run at the same time
@@ -110,7 +110,7 @@ def options(job: Job, record: Record) -> list[str]:
     made += [f"--chdir={job.folder}"]  # a resume may come from another folder
     made += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
     made += ["--exclusive", "--mem=0"] if cluster.exclusive else []
-    return [*made, *cluster.sbatch_args]  # sbatch takes the last of several values of an option
+    return [*made, *cluster.sbatch_args]  # if an option is repeated, sbatch takes the last value
 
 
 def arguments(job: Job, record: Record) -> list[str]:

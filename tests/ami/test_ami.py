@@ -133,7 +133,7 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
     for name, version in {**read_versions().python_packages(), **read_versions().system_packages()}.items():
         assert f" {name} {version}\n" in out
     assert f"since {old} of" in out and "torch 2.8.0 -> 2.9.1" in out and f"base ami-1 -> {aws.base}" in out
-    assert "nothing was started; build=true does it" in out
+    assert "nothing was started; build=true starts it" in out
     publish(read_versions().bases["cuda-dlami"].version, aws.base)
     out = says("cuda")
     assert "g5.xlarge" in out and "nvidia-driver 580" in out and "neuronx-cc" not in out
@@ -148,11 +148,11 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
         ("has Neuron SDK 2.33, ami/versions.yaml wants 2.31", "", {"description": "Neuron SDK 2.33.0"}),
         ("has no SSM parameter /aws/service/canonical/", "base=ubuntu", {}),
         ("base=debian must be dlami, ubuntu or the id of an image", "base=debian", {}),
-        ("eu-central-1 has no trn1.2xlarge: build in a region that has", "regions=[eu-central-1]", {}),
-        ("names one twice", f"regions=[{REGION},{REGION}]", {}),
+        ("eu-central-1 has no trn1.2xlarge: build in another region", "regions=[eu-central-1]", {}),
+        ("names a region twice", f"regions=[{REGION},{REGION}]", {}),
         ("wheel=x.tar must be a file *.whl", "wheel=x.tar", {}),
         ("s3:/b/x.whl is neither a URL", "wheel=s3:/b/x.whl", {}),
-        ("instance=g5.xlarge has no device of the image neuron", "instance=g5.xlarge", {}),
+        ("instance=g5.xlarge has no device for the image neuron", "instance=g5.xlarge", {}),
         ("needs native PyTorch: start it from Neuron's DLAMI", "instance=trn2.48xlarge", {}),
         ("compile_cache=/tmp/x must be s3://bucket/prefix", "compile_cache=/tmp/x", {}),
         ("name one image, neuron or cuda", "cuda", {}),
@@ -254,7 +254,7 @@ def test_clean_finds_what_a_killed_builder_left(aws, says):
     aws.ec2.run_instances(ImageId=aws.base, TagSpecifications=tagged, **ONE)
     (left,) = aws.machines()
     out = says("clean", 1)
-    assert f"instance {left} (running, {REGION})" in out and "--yes does it" in out and aws.machines() == [left]
+    assert f"instance {left} (running, {REGION})" in out and "--yes removes it" in out and aws.machines() == [left]
     says("clean --yes")
     nothing_left(aws, says)
 
@@ -310,11 +310,11 @@ PLAIN_DISK = {"DeviceName": "/dev/sdb", "Ebs": {}}
     ("changes", "words"),
     [
         ({"State": "pending"}, "is pending: wait if its build is under way"),
-        ({"ImdsSupport": None}, "lets machines answer IMDSv1"),
+        ({"ImdsSupport": None}, "allows IMDSv1"),
         ({"BlockDeviceMappings": []}, "a snapshot that is not encrypted"),
         ({"BlockDeviceMappings": [*WHOLE["BlockDeviceMappings"], PLAIN_DISK]}, "a snapshot that is not encrypted"),
         ({"Public": True}, "is public"),
-        ({"DeprecationTime": "2020-01-01T00:00:00.000Z"}, "is deprecated since 2020-01-01"),
+        ({"DeprecationTime": "2020-01-01T00:00:00.000Z"}, "has been deprecated since 2020-01-01"),
         ({"Tags": []}, "has no tag baretrain:image"),
     ],
 )
@@ -330,7 +330,7 @@ def test_what_nobody_should_start_is_not_promoted_and_in_no_region_if_not_in_all
     assert "half built" in says("list")
     assert "has no tag baretrain:image" in says(f"promote {half} --yes", 2)
     assert "not encrypted" in says(f"promote {open_one} --yes", 2) and "not encrypted" in says(f"verify {open_one}", 1)
-    assert "is not an image's id" in says("promote x;rm --yes", 2)
+    assert "is not an image id" in says("promote x;rm --yes", 2)
     assert f"{OTHER} has no copy of baretrain-neuron-1" in says(both, 2)
     with pytest.raises(ClientError):
         value(aws)

@@ -60,7 +60,7 @@ def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build, 
     torch_neuronx = read_versions().python_packages()["torch-neuronx"]
     write_wheel(build.of_neuron, "torch-neuronx", torch_neuronx, "nki")
     write_wheel(build.public, "nki", "1.0")
-    rejects("nki is a name of Neuron, and PyPI offered it", build, NEURON)
+    rejects("nki is Neuron's, but pip found it on PyPI", build, NEURON)
     (build.of_neuron / "neuronx-cc/index.html").write_text("")
     with pytest.raises(
         Failure, match=r"cannot be resolved \(No matching distribution found for neuronx-cc==.*\); nothing"

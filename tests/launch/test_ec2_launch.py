@@ -86,8 +86,8 @@ NATIVE = read_versions().native.name
     ("instance", "changed", "line"),
     [
         ("trn1.32xlarge", {}, ""),
-        ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, the machines are neuron"),
-        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, this version of baretrain works with"),
+        ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but the machines are neuron"),
+        ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but this version of baretrain needs"),
         ("trn2.48xlarge", {"neuron-sdk": NATIVE}, ""),  # native PyTorch has an SDK of its own
         ("trn2.48xlarge", {}, f"works with {NATIVE} on trn2.48xlarge: .*cluster.image"),
     ],
@@ -114,7 +114,7 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
 @pytest.mark.parametrize(
     ("own", "line"),
     [
-        (["cluster.image=ami-0123456789abcdef0"], "InvalidAMIID.NotFound: .* images are of one region"),
+        (["cluster.image=ami-0123456789abcdef0"], "InvalidAMIID.NotFound: .* image ids differ by region"),
         (["cluster.image=null"], "python -m ami neuron.* builds and promotes"),
         (["cluster.public_address=true"], "one network interface, trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
@@ -208,8 +208,8 @@ def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch)
         '"MarketType": "spot"',
         '"Key": "baretrain:run"',
         "undo: python -m launch cancel s3://bucket/runs/mine --yes",
-        "the price is not known (instance.usd_per_hour_spot)",
-        "nothing was started; submit=true does it",
+        "the price is unknown (instance.usd_per_hour_spot)",
+        "nothing was started; submit=true starts it",
     ):
         assert text in shown, shown
 
@@ -228,7 +228,7 @@ def test_a_type_that_conf_does_not_have_is_asked_for(ec2, cli, capsys, instance,
 @pytest.mark.parametrize(
     ("own", "line"),
     [
-        (["instance=c7i.xlarge", "check=true"], "EC2 shows no NVIDIA GPU of c7i.xlarge"),
+        (["instance=c7i.xlarge", "check=true"], "EC2 lists no NVIDIA GPU for c7i.xlarge"),
         (["instance=p3.8xlarge"], "has V100s: .* Take g6.12xlarge"),
         (["instance=p3dn.24xlarge"], "has V100s"),
         (["instance=g3s.xlarge"], "has M60s"),
@@ -249,7 +249,7 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
     assert ec2.anything() == [] and not ec2.groups
     ec2.dry_run_error = "UnauthorizedOperation"
     assert cli.launch(*own) == 2
-    assert "python -m launch iam prints one that is enough" in capsys.readouterr().err
+    assert "python -m launch iam prints one that does" in capsys.readouterr().err
 
 
 def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys):
@@ -341,7 +341,7 @@ def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
     for name in cli.record.folder.names():
         cli.record.folder.remove(name)
     assert cli.launch("submit=true") == 2
-    assert "EC2 has machines of this run already" in capsys.readouterr().err
+    assert "EC2 has, or may have, machines of this run already" in capsys.readouterr().err
     assert cli.do("clean", "--yes") == 0 and ec2.anything() == []
 
 

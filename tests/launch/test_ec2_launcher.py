@@ -55,7 +55,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
     ("code", "least", "most", "words"),
     [
         ("InsufficientInstanceCapacity", 9, 15, "no capacity for .* launch resume"),  # of 2 subnets; the pauses grow
-        ("VcpuLimitExceeded", 2, 2, "no subnet can have .* launch quota"),  # each is asked once
+        ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* launch quota"),  # each is asked once
         ("UnauthorizedOperation", 1, 1, "launch iam"),
         ("ExpiredToken", 1, 1, "aws sso login"),
         ("InternalError", 2, 99, "cluster.max_wait_s"),

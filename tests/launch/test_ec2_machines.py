@@ -206,7 +206,7 @@ def test_a_machine_whose_others_do_not_come_ends_the_run(monkeypatch, tmp_path):
     own = Registration(FileName("i-00000000"), FileName("machine0"), FileName("10.0.0.1"), 0)
     assert Machine(record, job, own, 1, tmp_path).run(math.inf) == FAILED
     [ended] = record.events()
-    assert ended.details["outcome"] == "failed" and "1 of 2 machines came" in ended.details["reason"]
+    assert ended.details["outcome"] == "failed" and "1 of 2 machines registered" in ended.details["reason"]
 
 
 def test_a_machine_whose_node_program_hangs_ends(cloud, ec2):

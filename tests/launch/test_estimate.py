@@ -79,7 +79,7 @@ def test_what_is_unknown_is_left_out_and_named():
     trn2 = of(load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"), 1, 64, 128)
     assert row(trn2, 1).hours is not None and row(trn2, 1).usd_on_demand is None
     assert "the price on demand and on spot is unknown" in trn2.assumptions
-    assert any("that of the Trainium in bf16, as none is published for Trainium2" in note for note in trn2.assumptions)
+    assert any("figure in bf16, since none is published for Trainium2" in note for note in trn2.assumptions)
 
 
 def test_passes_over_unknown_data_have_no_number_of_steps():
@@ -225,7 +225,7 @@ def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: st
 
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path):
-    rejects("is no run folder: it has no metrics.jsonl", read_calibration, str(tmp_path), S3Config())
+    rejects("is no run folder: metrics.jsonl is missing", read_calibration, str(tmp_path), S3Config())
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
     rejects("the size of its model is unknown", read_calibration, where, S3Config())
     (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")

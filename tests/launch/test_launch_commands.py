@@ -209,7 +209,7 @@ def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, fake_sched
         *["==> job.txt <==", "line 4", "==> attempt_0001/n1.txt <==", "one", "half of two"],
         *["==> attempt_0002/n2.txt <==", "three", "no end"],
     ]
-    assert err == "slurmctld is silent; asked again\n"
+    assert err == "slurmctld is silent; asking again\n"
 
 
 def test_a_machine_may_be_followed_before_the_first_attempt(run, fake_scheduler, capsys):
@@ -271,7 +271,7 @@ def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake_schedul
     run.begin().trained(step=40)
     run.record.folder.write("events/00004.json", b"[]")  # which hides no job
     assert "runs/mine.launch/events/00004.json" in says("status runs/mine")
-    lost = "step 40 was reached, the newest checkpoint is of step 30: the steps between may be lost"
+    lost = "step 40 was reached, and the newest checkpoint is of step 30: later steps may be lost"
     assert lost in says("cancel runs/mine") and fake_scheduler.cancelled == []
     assert lost in says("cancel runs/mine --yes") and fake_scheduler.cancelled == [HANDLE]
     assert run.record.events()[-1].kind == "cancelled"

@@ -95,7 +95,7 @@ def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
     assert record.ended()["outcome"] == "done", record.logs()
     assert record.losses == pytest.approx(undisturbed_losses, rel=1e-5)
     if not is_known:
-        assert "Slurm has not started it: Unable to create step" in record.of_kind("requeued")[0].details["reason"]
+        assert "Slurm did not start the step: Unable to create step" in record.of_kind("requeued")[0].details["reason"]
 
 
 def test_a_run_is_preempted_stopped_and_resumed(slurm, hold, prepared, undisturbed_losses, tmp_path):
