@@ -137,7 +137,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> list[Image]:
-    """Return a region's images that may be removed: half built ones, and all but the newest `keep` of each kind."""
+    """Return a region's images that may be removed: half-built ones, and all but the newest `keep` of each kind."""
     before = f"{datetime.now(UTC) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
     old = [image for image in images if not image.kind and image.created < before]
     for kind in IMAGES:
@@ -155,7 +155,7 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
 
 
 def clean(options: argparse.Namespace) -> int:
-    """Remove resources that builds left behind, and running builds. Returns exit code 1 without --yes."""
+    """Remove resources that builds left behind, and end running builds. Returns exit code 1 if some remain."""
     api = Api(options.profile)
     regions = api.regions(options.region)
     left = [each for region in regions for each in find_left(api, region, None)]

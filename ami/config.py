@@ -14,7 +14,7 @@ IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # the smallest machine
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
 DISK_GIB = 150  # least size of the root volume; the base's counts if it is larger. EC2 bills only the part of a
 # snapshot that holds data, and a launch may set a larger size.
-DEPRECATE_DAYS = 365  # EC2 no longer offers the image after this time; EC2 itself can change an image's date
+DEPRECATE_DAYS = 365  # EC2 no longer offers the image after this time; an image's date can be changed in EC2
 MAX_MINUTES = 120  # the builder shuts down after this time: one that hangs must not cost money for ever
 
 

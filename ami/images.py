@@ -14,7 +14,7 @@ from train.config import check
 from train.system.aws_errors import Rejected
 from train.system.versions import Versions
 
-PREFIX = "baretrain-"  # of image names, in front of neuron or cuda, the time and the commit
+PREFIX = "baretrain-"  # beginning of image names, before neuron or cuda, the time and the commit
 TAG = "baretrain:"  # prefix of the tags
 MINUTES = f"{TAG}minutes"  # duration of the build
 

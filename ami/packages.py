@@ -87,7 +87,7 @@ def find_python(version: str) -> str:
 
 
 def resolve(python: str, *arguments: str) -> list[Package]:
-    """Return the packages that pip would install. pip reads no configuration file, which could name another index."""
+    """Return the packages that pip would install. It reads no configuration file, as one could name another index."""
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--ignore-installed", "--quiet"]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environment.pop("PIP_EXTRA_INDEX_URL", None)

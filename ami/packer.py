@@ -39,7 +39,7 @@ def version_of(path: str) -> tuple[int, int]:
 
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
-    """Run Packer in `folder`. Raises Failure if it fails. On Ctrl-C, or at the limit, it can remove its resources."""
+    """Run Packer in `folder`. Raises Failure if it fails. After Ctrl-C or the limit, it has STOP_S to clean up."""
     process = subprocess.Popen(command, cwd=folder, start_new_session=True)  # Packer gets Ctrl-C only from here
     try:
         code = process.wait(limit_s)
@@ -48,7 +48,7 @@ def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -
         try:
             process.wait(STOP_S)
         finally:
-            process.kill()  # if it still runs
+            process.kill()  # in case it still runs
             process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             minutes = (limit_s or 0) / 60

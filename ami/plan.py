@@ -72,7 +72,7 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
 
 
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
-    """Return the image to build from. Raises InputError if the scripts, or the builder's type, do not support it."""
+    """Return the image to build from. Raises InputError if the scripts cannot use it, or the region has no builder."""
     query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
     check(
         bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),

@@ -77,14 +77,14 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
-    """Unpack a bundle below `folder`, unless that is done; return its folder. Raises InputError if it was changed."""
+    """Unpack a bundle below `folder`, if needed; return its folder. Raises InputError if the bundle was changed."""
     matches = sha256_bytes(content) == sha256
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     return made_once(private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], lambda path: extract(content, path))
 
 
 def extract(content: bytes, folder: Path) -> None:
-    """Write the files of a bundle. Raises BadContent if a name leads out of `folder`, InputError if one is no file."""
+    """Write the files of a bundle. Raises BadContent if a name leads out of `folder`, InputError if one is a link."""
     total = 0
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for entry in archive:

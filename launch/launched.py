@@ -45,7 +45,7 @@ def last_handle(record: Record) -> dict[str, Any]:
 
 
 def job_to_start(record: Record) -> Job:
-    """Return the job of a record, and fix its checksum in the record, so that all programs of the job read this one.
+    """Return the job of a record, and pin its checksum, so that all programs of the job read the same file.
 
     Raises InputError if the record is in S3, this computer did not launch the job, and the user gave no checksum.
     """

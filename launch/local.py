@@ -142,7 +142,7 @@ def on_this_machine(record: Record, job: Job, command: str, *arguments: str, sto
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
     process = processes.start(words, env=os.environ)
     code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    processes.end_orphans(ORPHANS_S)  # while they run, they may write to the run folder
+    processes.end_orphans(ORPHANS_S)  # ranks without torchrun may write to the run folder
     return code
 
 

@@ -24,8 +24,8 @@ from train.system.folders import Folder, LocalFolder
 from train.system.schema import is_path
 
 LINES = 100  # number of last lines shown of each file
-MAX_BYTES = 2**20  # read from the end of a new file, and size of the longest line
-POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at local files, at S3, and two questions to the scheduler
+MAX_BYTES = 2**20  # bytes read from the end of a new file, and size of the longest line
+POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # seconds between looks at local files, at files in S3, at the job's state
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
 OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log")
@@ -61,7 +61,7 @@ class Log:
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         content = self.read(begin, size) if begin < size else b""
         end = content.rfind(b"\n") + 1
-        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # else it waits for its end
+        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # else part of a line waits
         self.position = begin + end
         taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
         return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))
@@ -140,7 +140,7 @@ def of_trainer(record: Record, rank: int) -> list[Log]:
 
 
 class Printer:
-    """A printer of logs, which remembers how far each was shown and prints a title where the file changes."""
+    """A printer of logs, which remembers how far each log was shown, and prints a title when the log changes."""
 
     def __init__(self, record: Record, wanted: Wanted) -> None:
         self.record, self.wanted, self.title = record, wanted, ""

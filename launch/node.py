@@ -32,7 +32,7 @@ from train.system.torchrun import REJECTION
 DOCTOR_S = 300.0  # time limit of train.doctor, which takes seconds
 LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}  # time limits: one machine must not delay all others
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux assigns to clients
-JOIN_S = 120  # time limit for machines, all of which have just answered, to join for collectives; torchrun's is 900 s
+JOIN_S = 120  # time limit to join for collectives, since all machines have just answered; torchrun's is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
 

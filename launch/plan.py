@@ -22,7 +22,7 @@ FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
-    """Return the run's overrides: those given for it, and those of the launch's instance that they do not set."""
+    """Return the run's overrides: the given ones, and the launch's instance settings that these do not set."""
     keys = {override.partition("=")[0] for override in given}
     instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
     return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
@@ -104,7 +104,7 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     """
     variables = {}
     if nodes > 1 and instance.efa_interfaces:
-        # libfabric then fails if EFA is missing, instead of using TCP. Without EFA set instance.efa_interfaces=0.
+        # With this, libfabric fails if EFA is missing, and does not use TCP. instance.efa_interfaces=0 leaves it out.
         variables["FI_PROVIDER"] = "efa"
     if instance.device == "neuron":
         # glibc's arenas grow with every thread, and 32 ranks share the host's memory. optimum-neuron sets this, too.
@@ -125,7 +125,7 @@ def safe_name(location: str) -> str:
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
-    """Raise InputError if a setting differs that never changes in a run: task, model, optimizer, data or batch."""
+    """Raise InputError if a setting that is fixed for a run has changed: task, model, optimizer, data or batch."""
     old, new = dict(flatten(before)), dict(flatten(now))
     keys = sorted(key for key in {*old, *new} if key.startswith(FIXED) or key in FIXED_KEYS)
     changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]

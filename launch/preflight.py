@@ -1,4 +1,4 @@
-"""The preflight, which chooses the machines to train on: by train.doctor on each, and collectives over the chosen."""
+"""The preflight: it tests each machine with train.doctor, chooses those to train on, and runs collectives over them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_CHARS = 300  # length of a reason
 
 
 # A function (command, nodes, *, name, group=0) that runs a command of launch.node on machines and returns 0 if all of
-# them succeed. All machines join, or with `group` only that number of neighbours.
+# them succeed. All machines join together or, with `group`, that number of neighbours at a time.
 Run = Callable[..., int]
 
 
 def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the machines to train on, and the failed machines with the reasons.
+    """Return the machines to train on, and a dict with the reason for each machine that failed.
 
     If too few machines are fit, fewer than the job needs are returned. If collectives over the chosen machines fail,
     the machines are tested alone and then in pairs. Those that fail are left out, and spares take their ranks.

@@ -248,13 +248,13 @@ class History:
     submission: Submission | None = None
     attempts: list[AttemptEntry] = field(default_factory=list)
     attempts_before: int = 0  # number of attempts of earlier submissions
-    failed_gate: dict[str, str] = field(default_factory=dict)  # node: reason
+    failed_gate: dict[str, str] = field(default_factory=dict)  # reasons by node
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
     excluded: list[str] = field(default_factory=list)  # nodes that the requeued job must not get
     ended: Ended | None = None
     faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
-    idle: int = 0  # number of the latest faults in a row that began and saved nothing new
+    idle: int = 0  # number of the latest tries in a row that began and saved nothing new
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # an attempt was made since the last requeue
     damaged: list[str] = field(default_factory=list)  # names of events that cannot be read

@@ -171,7 +171,7 @@ def supervise(
     """
     run = record.run
     while True:
-        has_stop_file = retry(run.size, STOP_FILE) is not None  # read before the events: a stop's event is older
+        has_stop_file = retry(run.size, STOP_FILE) is not None  # read before the events, which `stop` writes first
         history = retry(record.history)
         if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
@@ -192,12 +192,12 @@ def supervise(
         except NeverBegan as error:
             never_began = str(error)
         outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
-        outcome = {} if outcome == before else outcome  # an earlier attempt's
+        outcome = {} if outcome == before else outcome  # it is an earlier attempt's
         ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
         ended |= {"never_began": bool(never_began), "checkpoint": checkpoint, "step": outcome.get("step")}
         ended |= {"outcome": outcome.get("outcome", "failed")}
         history = retry(record.history)
-        rejection = history.last_attempt.reason if history.last_attempt else ""  # a machine records it
+        rejection = history.last_attempt.reason if history.last_attempt else ""  # recorded by a machine
         history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
         if never_began and decision.next == "again":

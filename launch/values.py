@@ -1,4 +1,4 @@
-"""Typed values from JSON that other programs wrote, with a default for missing or wrong ones; and their display."""
+"""Typed values from JSON that other programs wrote, with defaults for missing or wrong ones; and their display."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from train.system.schema import record
 from train.system.versions import read_versions
 
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
-KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # tags of images (ami/images.py): neuron or cuda; SDK
+KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # tags of images: neuron or cuda; the SDK
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold this account's images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 
@@ -53,7 +53,7 @@ class Resolved:
     job_id: str
     image_setting: str  # cluster.image, which determines the images
     sites: list[Site]  # in the order in which they are tried
-    interfaces: list[Interface]  # of each machine
+    interfaces: list[Interface]  # network interfaces of each machine
 
     @property
     def regions(self) -> list[str]:
@@ -155,7 +155,7 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
 
 
 def check_addresses(interfaces: int, public: Sequence[str]) -> None:
-    """Raise InputError if machines would have no way out of the `public` subnets."""
+    """Raise InputError if machines with several interfaces would need a public address, in the `public` subnets."""
     check(
         interfaces == 1 or not public,
         f"a machine with {interfaces} network interfaces gets no public address, and without one it reaches nothing "

@@ -25,7 +25,7 @@ LATER = (  # errors after which the subnet may have capacity later
     "ReservationCapacityExceeded",
 )
 NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # another subnet may work
-NO_PROFILE = "InvalidParameterValue (instance profile)"  # the profile is missing, or too new
+NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know it, or not yet
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
     **dict.fromkeys(
@@ -87,7 +87,7 @@ class Api:
         return answer
 
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation that makes a resource. It is sent only once: a lack of capacity is a status 500, too.
+        """Call an operation that makes a resource. It is sent only once: a lack of capacity also has status 500.
 
         `before_create` is called after the request was signed, and prevents the request if it raises an error. EC2
         accepts a signed request for a few minutes.

@@ -23,7 +23,7 @@ OPERATORS = (
     PLAN,
     CONFIG,
     "ec2/calls/*",
-)  # files of a record that machines must not write, since these start or end machines
+)  # files of a record that start or end machines, and that machines must not write
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
     "on-demand": re.compile(r"Running On-Demand (.+) instances"),
@@ -51,7 +51,7 @@ def clean_flags(parser: Parser) -> None:
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
-    """Remove a run's resources on EC2, and prove it. Returns FAILED, with printed ids, if any exist or may appear."""
+    """Remove a run's resources on EC2, and prove it. Returns FAILED, and prints ids, if any exist or may appear."""
     from launch.ec2 import calls
     from launch.ec2.api import Api
 
@@ -168,6 +168,6 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def covers(families: str, family: str) -> int:
-    """Return how well a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 not, 2 exactly."""
+    """Return how well a quota ("P4, P3 and P2", "Standard (A, C, ...)") names a family: 0 no, 1 by letter, 2 exact."""
     words = {word.lower() for word in re.findall(r"[A-Za-z]+\d*", families)} - {"and", "standard"}
     return 2 if family in words else 1 if family.rstrip("0123456789") in words else 0

@@ -57,7 +57,7 @@ class Launcher:
         self.is_training = False  # machines have been made, and are not known to have ended
 
     def run(self) -> int:
-        """Train, remove everything, and return the run's exit code."""
+        """Train, remove all resources, and return the run's exit code."""
         try:
             while self.is_interrupted():
                 say("asking for all machines again (cluster.again)")
@@ -138,13 +138,13 @@ class Launcher:
         request = parameters(call)
 
         def send() -> dict[str, Any]:
-            if call.answered_unix_s is not None:  # EC2 did not know the profile: another try
+            if call.answered_unix_s is not None:  # EC2 did not know the profile, so this is another try
                 call.answered_unix_s, call.sent_unix_s = None, time.time()
                 call.write(self.record)
             try:
                 return self.api.create(region, operation, **request)
             except (Cancelled, Superseded, BadCredentials):
-                if not call.error:  # no earlier try was sent
+                if not call.error:  # nothing was sent before, either
                     self.answered(call, error="not sent")
                 raise
             except Rejected as error:
@@ -174,7 +174,7 @@ class Launcher:
     def retried(
         self, act: Callable[[], Result], kind: type[Failure] = Unreachable, limit_s: float = math.inf
     ) -> Result:
-        """Call `act` until it does not raise this kind of error, for at most max_wait_s and `limit_s`."""
+        """Call `act` until it does not raise this kind of error, for at most max_wait_s or, if shorter, `limit_s`."""
         began_s, limit_s = time.time(), min(limit_s, self.cluster.max_wait_s)
         for pause_s in growing(FIRST_S, MOST_S):
             try:

@@ -38,7 +38,7 @@ from train.system.schema import BadContent, FileName
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
-POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
+POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # seconds between looks at the record, signs of life, uploads of logs
 BOOT_S = 900.0  # time for all machines to boot and register, and for the first one to write a step; both take minutes
 END_S = 60.0  # time for a process to end: the trainer may be saving
 ALIVE, LOG = "alive", "machine.txt"  # files in boot.sh's folder: ALIVE is touched when S3 has answered; LOG has output
@@ -176,7 +176,7 @@ class Machine:
         self.step(Step(END, FileName(END)))
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """Run a part of the preflight on all machines; return this machine's exit code after all answers or a limit."""
+        """Run a part of the preflight on all machines; return this machine's exit code, once all have answered."""
         answers = [PREFLIGHT.format(name, node) for node in nodes]
         result = self.step(Step(command, FileName(name), group))
         self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])

@@ -19,7 +19,7 @@ from train.system.folders import sha256_bytes, sha256_json
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
 MOST_TAG_CHARS = 256
 SCRIPT = Path(__file__).with_name("boot.sh")
-DEAD_S = 1800  # a machine ends itself after this time without a heartbeat of the node program, or an answer from S3
+DEAD_S = 1800  # a machine shuts down after this time without a heartbeat of the node program, or an answer from S3
 SPARE_S = 1800  # time after max_run_s to save and to upload logs
 MOST_BYTES = 16 * 1024  # largest user data (EC2 user guide)
 

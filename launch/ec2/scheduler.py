@@ -144,7 +144,7 @@ class Scheduler(spec.Scheduler):
 
 
 def regions_of(record: Record, handle: Handle) -> list[str]:
-    """Return the regions that may have machines of a run. Its calls count: its machines could change the handle."""
+    """Return the regions that may have machines of a run, its calls' among them: machines could change the handle."""
     return list(dict.fromkeys([*calls.call_regions(record), *texts(handle, "regions")]))
 
 

@@ -86,7 +86,7 @@ def delete(api: Api, left: Sequence[Resource]) -> None:
 
 
 def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
-    """Call an operation that removes. Errors of a resource that is gone or in use are left to the next round."""
+    """Call a removal. Errors that say that a resource is gone or in use are ignored: the next round looks again."""
     try:
         api.ask(region, operation, **parameters)
     except Rejected as error:

@@ -103,9 +103,9 @@ class Batch:
     def ask(self, number: int, _frame: FrameType | None) -> None:
         """Ask the run to stop with a checkpoint.
 
-        Slurm sends USR1 before the time limit; the job is then requeued here. It sends TERM when it ends the job for
-        good (scancel) or restarts it (preemption, a lost node). It also sends TERM at the time limit if the run did not
-        stop in time, and then restarts nothing.
+        Slurm sends USR1 before the time limit, and this program then requeues the job. Slurm sends TERM when it ends
+        the job for good (scancel) or restarts it (preemption, a lost node). It also sends TERM at the time limit if the
+        run did not stop in time, and then restarts nothing.
         """
         now_s = time.monotonic()
         if number == signal.SIGUSR1:
@@ -169,7 +169,7 @@ class Batch:
     def preflight(self) -> Decision | None:
         """Examine all nodes and choose those that train. Returns a decision if too few are fit.
 
-        The job then tries other nodes, unless all nodes failed, or only nodes that already failed before.
+        The decision is a requeue on other nodes, unless all nodes failed, or none of them failed for the first time.
         """
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # differs from other jobs' names
         try:

@@ -73,7 +73,7 @@ class SlurmJob:
 
     @property
     def is_over(self) -> bool:
-        """True if it has ended and does not restart by itself."""
+        """True if the job has ended and does not restart by itself."""
         return self.state in OVER
 
 
