@@ -55,13 +55,13 @@ def plan_and_build(cfg: AmiConfig) -> int:
     plan = make_plan(api, cfg, datetime.now(UTC))
     print("\n".join(plan_lines(plan)), flush=True)
     if not cfg.build:
-        print("nothing was started; build=true starts it")
+        print("nothing was started; build=true builds the image")
         return cli.DONE
     images = build(api, plan)
     for region, image in images.items():
         print(f"made {image} in {region}")
     regions = " ".join(f"--region {region}" for region in images)
-    print(f"launch takes it after: python -m ami promote {images[plan.variables['region']]} {regions} --yes")
+    print(f"to let launch use it: python -m ami promote {images[plan.variables['region']]} {regions} --yes")
     return cli.DONE
 
 

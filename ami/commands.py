@@ -102,7 +102,7 @@ def promote(options: argparse.Namespace) -> int:
         if options.yes and before != image.id:
             value: dict[str, Any] = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
             api.ask(image.region, "put_parameter", service="ssm", Overwrite=True, **value)
-    print("done" if options.yes else "nothing was changed: --yes changes it")
+    print("done" if options.yes else "nothing was changed: --yes promotes it")
     return DONE
 
 

@@ -136,7 +136,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
     print(*paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
     if not cfg.submit:
-        print("nothing was started; submit=true starts it")
+        print("nothing was started; submit=true starts the job")
         return cli.DONE
     for row in expected.rows if expected is not None else ():
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")

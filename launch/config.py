@@ -66,8 +66,8 @@ class LaunchConfig(Section):
         gpus = OLD_GPUS.get(self.instance.name[:2])
         check(
             is_local or gpus is None,
-            f"instance={self.instance.name} has {gpus}, which neither our image's open driver nor CUDA 13, with which "
-            "PyTorch is built today, supports; and ParallelCluster has rejected p3 since 3.9. Take g6.12xlarge, "
+            f"instance={self.instance.name} has {gpus}: our image's open driver does not support them, nor does CUDA "
+            "13, with which PyTorch is built today, and ParallelCluster has rejected p3 since 3.9. Take g6.12xlarge, "
             "g6e.12xlarge or p4d.24xlarge",
         )
         check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; Slurm is asked for every plan")

@@ -37,5 +37,5 @@ def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # t
     """Return the job's cluster settings. Raises InputError if they are not valid, or not of the class `kind`."""
     settings = record(row(job.scheduler)[0], job.cluster, "cluster")
     if not isinstance(settings, kind):
-        raise InputError(f"the job is of cluster={job.scheduler}")
+        raise InputError(f"the job is for cluster={job.scheduler}")
     return settings

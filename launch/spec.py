@@ -58,7 +58,7 @@ class Scheduler(ABC):
 
     def unanswered(self, record: Record) -> State:
         """Return the state of a job whose submission the scheduler never answered."""
-        return State(failure="it never answered the submission; look there for a job of this run")
+        return State(failure="the submission was never answered; look in the scheduler for a job of this run")
 
     @abstractmethod
     def cancel(self, record: Record, handle: Handle) -> None:

@@ -41,7 +41,7 @@ timeout 600 "$python" -m train.prepare corpus=text corpus.path=/usr/share/common
     fail "train.prepare failed: $(tail -1 prepare.log)"
 timeout 600 "$python" -m train experiment=demo backend=ddp backend.device=cpu data.path=data run_dir=run \
     max_steps=20 eval_every=20 checkpoint.every=20 >train.log 2>&1 ||
-    fail "a training on the CPU failed: $(tail -1 train.log)"
+    fail "training on the CPU failed: $(tail -1 train.log)"
 
 put 0644 /etc/baretrain/manifest.json <manifest.json
 echo "smoke test passed"

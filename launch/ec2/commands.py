@@ -45,9 +45,7 @@ def clean_flags(parser: Parser) -> None:
     run = "run_dir of a launched run: s3://bucket/prefix; its record may be gone"
     parser.add_argument("run", metavar="RUN", help=run)
     parser.add_argument("--yes", action="store_true", help="remove the resources; without --yes, only list them")
-    parser.add_argument(
-        "--regions", metavar="A,B", type=region_list, default=[], help="more regions to search than the record's"
-    )
+    parser.add_argument("--regions", metavar="A,B", type=region_list, default=[], help="further regions to search")
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:

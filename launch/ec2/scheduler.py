@@ -251,7 +251,7 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
         yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks cost extra"
     yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
     yield (
-        "EC2 would do it (DryRun in each subnet, which does not tell whether there is capacity)"
+        "EC2 would do it (DryRun in each subnet, which says nothing about capacity)"
         if cfg.check
         else "EC2 was not asked: values in <> or from conf/instance may differ; check=true asks it"
     )

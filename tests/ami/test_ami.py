@@ -133,7 +133,7 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, says):
     for name, version in {**read_versions().python_packages(), **read_versions().system_packages()}.items():
         assert f" {name} {version}\n" in out
     assert f"since {old} of" in out and "torch 2.8.0 -> 2.9.1" in out and f"base ami-1 -> {aws.base}" in out
-    assert "nothing was started; build=true starts it" in out
+    assert "nothing was started; build=true builds the image" in out
     publish(read_versions().bases["cuda-dlami"].version, aws.base)
     out = says("cuda")
     assert "g5.xlarge" in out and "nvidia-driver 580" in out and "neuronx-cc" not in out

@@ -282,6 +282,6 @@ def test_a_system_with_an_old_libc_or_driver_is_rejected(tooled):
     environment_file(root)
     fails(root, "neuron", "has glibc 2.34, torch-neuronx 2.9 needs 2.35: build from")
     environment_file(root, "cuda")
-    fails(root, "cuda", "the driver is 550.54.15, the wheels of torch need 570")
+    fails(root, "cuda", "the driver is 550.54.15, but torch's wheels need 570")
     for path in stand_ins:
         Path(path).unlink()

@@ -209,7 +209,7 @@ def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch)
         '"Key": "baretrain:run"',
         "undo: python -m launch cancel s3://bucket/runs/mine --yes",
         "the price is unknown (instance.usd_per_hour_spot)",
-        "nothing was started; submit=true starts it",
+        "nothing was started; submit=true starts the job",
     ):
         assert text in shown, shown
 
