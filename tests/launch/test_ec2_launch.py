@@ -89,7 +89,7 @@ NATIVE = read_versions().native.name
         ("trn1.32xlarge", {"image": "cuda"}, "was built for cuda, but the machines are neuron"),
         ("trn1.32xlarge", {"neuron-sdk": "2.20.0"}, "has Neuron SDK 2.20.0, but this version of baretrain needs"),
         ("trn2.48xlarge", {"neuron-sdk": NATIVE}, ""),  # native PyTorch has an SDK of its own
-        ("trn2.48xlarge", {}, f"works with {NATIVE} on trn2.48xlarge: .*cluster.image"),
+        ("trn2.48xlarge", {}, f"needs {NATIVE} on trn2.48xlarge: .*cluster.image"),
     ],
 )
 def test_an_image_is_one_for_these_machines(ec2, instance, changed, line):
@@ -120,7 +120,7 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
         (["cluster.regions=[eu-north-1]", "cluster.subnets=[]"], "is in no zone of eu-north-1"),
         ([f"cluster.capacity_reservation={RESERVATION}"], f"{RESERVATION} is in none of the regions"),
-        (["cluster.subnets=[]"], "of a default VPC: name private subnets"),
+        (["cluster.subnets=[]"], "belong to a default VPC: name private subnets"),
     ],
 )
 def test_what_would_fail_later_is_rejected_with_the_cure(resolved, own, line):
@@ -272,7 +272,7 @@ def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys)
 @pytest.mark.parametrize("command", ["cancel", "clean"])
 def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, cli, capsys, command):
     cli.acts.append(cli.kill)
-    assert cli.launch("submit=true") == 130 and "end by themselves" in capsys.readouterr().out
+    assert cli.launch("submit=true") == 130 and "and then shut down" in capsys.readouterr().out
     assert len(ec2.machines()) == 2 and cli.status()["answer"]["is_active"]
     assert cli.launch("submit=true") == 2 and "has a job" in capsys.readouterr().err
     assert cli.do("clean") == 1 and len(ec2.machines()) == 2

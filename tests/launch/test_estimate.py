@@ -87,7 +87,7 @@ def test_passes_over_unknown_data_have_no_number_of_steps():
     at = row(of(cfg, 1, 8, 128), 1)
     assert (at.steps, at.hours) == (None, None) and at.step_s is not None
     assert row(of(cfg, 1, 8, 128, rows=640), 1).steps == 20
-    assert any("max_epochs=2 is left out" in note for note in of(cfg, 1, 8, 128).assumptions)
+    assert any("max_epochs=2 is ignored" in note for note in of(cfg, 1, 8, 128).assumptions)
 
 
 def test_a_number_of_machines_that_does_not_fit_says_why():

@@ -236,7 +236,7 @@ def kinds(run):
 def test_stop_asks_the_run_once(run, fake_scheduler, says):
     run.begin().trained()
     for _ in range(2):
-        assert "was asked to stop with a checkpoint" in says("stop runs/mine")
+        assert "was asked to save a checkpoint" in says("stop runs/mine")
     assert run.record.run.size("STOP") is not None and kinds(run).count("stop_asked") == 1
     assert fake_scheduler.cancelled == []
 

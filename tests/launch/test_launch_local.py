@@ -89,7 +89,7 @@ def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     said, _ = process.communicate(timeout=300)
     assert process.returncode == STOPPED, launched.logs()
-    assert "was asked to stop with a checkpoint" in said
+    assert "was asked to save a checkpoint" in said
     assert launched.ended()["outcome"] == "stopped"
     assert read_outcome(launched.run)["outcome"] == "stopped"
 
