@@ -519,7 +519,9 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
     for name in ("training_loss.png", "report.html"):
         (tmp_path / "mine" / name).write_text("mine")
     error = rejected(capsys, run, "--output", tmp_path / "mine")
-    assert "mine holds training_loss.png, report.html that no report wrote; choose another folder with --output" in error
+    assert (
+        "mine holds training_loss.png, report.html that no report wrote; choose another folder with --output" in error
+    )
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
 

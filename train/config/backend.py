@@ -28,8 +28,8 @@ class BackendConfig(Section, prefix="backend."):
     # that it moves.
     compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The part that torch.compile turns into
     # kernels, each layer or the encoder as one graph; auto takes one of them on GPUs, in runs long enough to repay it.
-    cuda_graphs: bool | None = None  # The switch that sends a step's kernels to the GPU in one call; None does so on one
-    # rank, without --import, unless the precision is fp16, activations are recomputed, or a step waits for the GPU.
+    cuda_graphs: bool | None = None  # The switch that sends a step's kernels to the GPU in one call; None does so on
+    # one rank, without --import, unless the precision is fp16, activations are recomputed, or a step waits for the GPU.
     compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
     # and for a run that starts again, as trusted as the code itself; None keeps them on this machine's own disk only.
     timeout_s: float | None = setting(None, above=0)  # The limit of a collective; None takes 600, on Trainium 7,200.
