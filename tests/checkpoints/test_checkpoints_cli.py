@@ -195,7 +195,7 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
     identity = store_of(run_dir).manifest(3).identity
     set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
-    assert "the run's data 0123456789ab:" in rejection(capsys, run_dir, "export", out, "--step", 3)
+    assert "the run's data has 0123456789ab:" in rejection(capsys, run_dir, "export", out, "--step", 3)
     config = (run_dir / "config.yaml").read_text()
     for before, now, words in (
         ("hidden_size: 32", "hidden_size: 64", "model.hidden_size: 32 -> 64"),

@@ -203,8 +203,8 @@ HOSTILE: list[tuple[Any, str]] = [
     ({"step": 1, "samples": [SAMPLE] * 33}, "33 items instead of 0 to 32"),
     (samples_with(text="x" * 201), "201 characters"),
     (samples_with(answers=[]), "0 items instead of 1 to 8"),
-    (samples_with({"score": float("nan")}), "nan is no number"),
-    (samples_with({"guesses": [{"text": "a", "probability": 2}]}), "2 is no number"),
+    (samples_with({"score": float("nan")}), "nan is not a number"),
+    (samples_with({"guesses": [{"text": "a", "probability": 2}]}), "2 is not a number"),
     ({**samples_with(), "more": "x" * 2**20}, "bytes, more than 1,048,576"),
 ]
 
