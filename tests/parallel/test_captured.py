@@ -5,6 +5,7 @@ recorded with.
 """
 
 import warnings
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -103,17 +104,64 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_p
     assert "test_captured.py" in log(run)
 
 
-def test_a_recording_that_fails_costs_nothing_but_speed(recorded, prepared, tmp_path, monkeypatch):
-    plain = train(tmp_path / "plain", prepared, OFF)
+@pytest.mark.parametrize(("micro", "failing"), [(8, "_step"), (2, "_update")])
+def test_a_recording_that_fails_costs_nothing_but_speed(recorded, prepared, tmp_path, monkeypatch, micro, failing):
+    settings = [f"micro_batch_size={micro}"]
+    plain = train(tmp_path / "plain", prepared, *settings, OFF)
+    failed = []
 
-    def fails(self, function, inputs):
-        recorded.append(function.__name__)
-        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+    def replayed(function, inputs):
+        assert not failed  # it would draw from a generator that checkpoints do not hold
+        function(inputs)
 
-    monkeypatch.setattr(captured.Graphs, "record", fails)
-    run = train(tmp_path / "run", prepared)
-    assert recorded == ["_step"] and losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    def record(self, function, inputs):
+        if function.__name__ != failing:
+            return partial(replayed, function, inputs)
+        failed.append(failing)
+        try:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(captured.Graphs, "record", record)
+    run = train(tmp_path / "run", prepared, *settings)
+    assert failed == [failing] and losses(run) == pytest.approx(losses(plain), rel=1e-5)
     assert "cannot be recorded (RuntimeError: operation not permitted)" in log(run)
+
+
+def test_after_a_recording_that_fails_stream_and_random_numbers_are_as_before(monkeypatch):
+    cuda, now = torch.cuda, SimpleNamespace(stream="default", state="before")
+
+    @contextmanager
+    def stream(chosen):
+        before, now.stream = now.stream, chosen
+        try:
+            yield
+        finally:
+            now.stream = before
+
+    @contextmanager
+    def graph(*_, **__):  # as torch's, whose end raises before it leaves the stream
+        now.stream, now.state = "recording", "of the recording"
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    generator = SimpleNamespace(clone_state=lambda: now.state, graphsafe_set_state=partial(setattr, now, "state"))
+    for name, fake in {
+        "stream": stream,
+        "graph": graph,
+        "current_stream": lambda: now.stream,
+        "current_device": lambda: 0,
+        "default_generators": [generator],
+        "graph_pool_handle": object,
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+    }.items():
+        monkeypatch.setattr(cuda, name, fake)
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured.Graphs().record(lambda inputs: None, {})
+    assert vars(now) == {"stream": "default", "state": "before"}
 
 
 def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkeypatch):

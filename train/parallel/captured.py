@@ -117,7 +117,8 @@ class Graphs:
             try:
                 self.recorded[key] = held, self.record(function, held)
             except Exception as error:  # of any operation: a recording runs nothing, so the step can still be taken
-                cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                first = error.__context__ or error  # the recording's end fails after it
+                cause = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
                 return function(inputs)
         held, replay = self.recorded[key]
@@ -145,6 +146,7 @@ class Graphs:
 
     def turn_off(self, reason: str) -> None:
         self.is_on = False
+        self.recorded.clear()  # after a failed recording they would draw from a generator that nothing else reads
         logger.warning("backend.cuda_graphs: steps are sent kernel by kernel, as %s", reason)
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
@@ -159,7 +161,11 @@ class Graphs:
         # has seen that it does not wait. Other threads may use the GPU meanwhile: one locks pages for the next batches.
         with patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True):
             try:
-                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                # A recording that fails would leave its stream as the current one.
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+                ):
                     function(inputs)
             except Exception:
                 generator.graphsafe_set_state(before)  # otherwise it would still count for the recording
