@@ -20,6 +20,7 @@ from running import train_config
 from train import loop
 from train.config import BackendConfig
 from train.parallel import captured, ddp
+from train.parallel.data import Captured
 from train.run.stopping import StopRequest
 from train.system import imported
 
@@ -165,13 +166,13 @@ def test_after_a_recording_that_fails_stream_and_random_numbers_are_as_before(mo
 
 
 def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkeypatch):
-    engines, init = [], captured.Captured.__init__
+    engines, init = [], Captured.__init__
 
     def kept(self, *args, **options):
         init(self, *args, **options)
         engines.append(self)
 
-    monkeypatch.setattr(captured.Captured, "__init__", kept)
+    monkeypatch.setattr(Captured, "__init__", kept)
     train(tmp_path / "run", prepared)
     (engine,) = engines
     state = engine.state()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertTransformer
+from transformers.utils import import_utils
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import HeadSize, check
@@ -212,6 +215,14 @@ class Network(nn.Module):
     def finish(self, plain: PreTrainedModel) -> None:
         """Replace parts of the exported model, which has this one's weights, by the form that exports need."""
         return
+
+
+def with_usual_masks() -> AbstractContextManager[object]:
+    """Return a context in which transformers makes the masks of a recorded step as it makes those of other steps.
+
+    While a CUDA stream is captured it makes masks that hide nothing, as it may not read whether they do: that waits.
+    """
+    return patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True)
 
 
 def is_norm(module: nn.Module) -> bool:

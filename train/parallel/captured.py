@@ -12,21 +12,13 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from train.config import check
-from train.parallel.data import DataParallel
-from train.parallel.optimizers import set_learning_rate
-
-if TYPE_CHECKING:
-    from train.data.batches.loader import Batch
-    from train.parallel.ddp import DDP
-    from train.parallel.engine import State
-    from train.parallel.pieces import Tensors
+from train.config import BackendConfig, check
+from train.system import imported
 
 logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
@@ -35,63 +27,19 @@ MOST_GRAPHS = 64  # batches of further shapes run kernel by kernel
 WAITS = "called a synchronizing CUDA operation"  # PyTorch's warning
 
 
-class Captured(DataParallel):
-    """Data parallelism of a single rank whose steps are CUDA graphs.
+def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
+    """Return whether the steps of parallel=data run as CUDA graphs.
 
-    With one micro batch a step, the whole step is one graph, which `forward_backward` runs. Otherwise there is one for
-    a micro batch and one for the update. Weights, moments, counts and the learning rate stay where they are in memory.
+    Raises InputError if cfg asks for it and they cannot.
     """
-
-    backend: DDP
-
-    def __init__(self, *args: Any, accumulation: int, **options: Any) -> None:
-        super().__init__(*args, accumulation=accumulation, **options)
-        check(
-            all(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups),
-            "backend.cuda_graphs=true: the rate of this optimizer is no tensor on the device; leave it out",
-        )
-        self.is_whole = accumulation == 1
-        self.graphs = Graphs()
-        self.norm = torch.zeros((), device=self.backend.device)
-        self.sync.begin(0.0)
-
-    def begin_step(self, count: float, lr: float) -> None:
-        set_learning_rate(self.optimizer, lr)
-        self.sync.count.copy_(torch.tensor([float(count)]), non_blocking=True)
-
-    def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
-        self.backend.try_graphs(lambda: self._gradients(batch))
-        with self.backend.work.timed():
-            self.graphs.run(self._step if self.is_whole else self._micro_batch, batch["inputs"])
-
-    def reduce_and_clip(self) -> Tensor:
-        if not self.is_whole:
-            self.graphs.run(self._update, {})
-        return self.norm
-
-    def optimizer_step(self, norm: Tensor) -> None:
-        self.backend.end_step()  # the update is done
-
-    def _step(self, inputs: Inputs) -> None:
-        self.optimizer.zero_grad(set_to_none=True)  # a recording that failed leaves some
-        self._micro_batch(inputs)
-        self._update({})
-
-    def _micro_batch(self, inputs: Inputs) -> None:
-        with self.backend.autocast():
-            loss_sum = self.loss(self.model, inputs)
-        loss_sum.backward()
-        self.loss_sum += loss_sum.detach()
-
-    def _update(self, _: Inputs) -> None:
-        norm = self.clip(self.sync.reduce())
-        self.norm.copy_(norm)
-        # Graphs of micro batches add to the same gradients, which therefore stay where they are.
-        self.backend.update(self.optimizer, norm, keeps_gradients=not self.is_whole)
-
-    def load(self, model: Tensors, optimizer: State) -> None:
-        super().load(model, optimizer)
-        self.graphs = Graphs()  # the moments may have moved
+    wanted = cfg.cuda_graphs is True
+    check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
+    check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true is for one rank, not {num_ranks}; leave it out")
+    is_scaled = precision == "fp16"
+    check(not (is_scaled and wanted), "backend.cuda_graphs=true is not for backend.precision=fp16; leave it out")
+    is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
+    # Numbers of Python that change from step to step would stay as they were recorded: users' code may have some.
+    return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
 
 
 class Graphs:
@@ -151,15 +99,14 @@ class Graphs:
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
         """Return a function that runs `function(inputs)` in one call."""
-        from transformers.utils import import_utils  # late: it takes a second
+        from train.models.network import with_usual_masks  # late: it imports transformers
 
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
-        # While a stream is captured, transformers makes masks that hide nothing, lest it waits for the GPU. `try_out`
-        # has seen that it does not wait. Other threads may use the GPU meanwhile: one locks pages for the next batches.
-        with patch.object(import_utils, "is_cuda_stream_capturing", lambda: False, create=True):
+        # Other threads may use the GPU meanwhile: one locks pages for the next batches.
+        with with_usual_masks():
             try:
                 # A recording that fails would leave its stream as the current one.
                 with (

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
 from train.parallel.backend import split_like
+from train.parallel.captured import Graphs, Inputs
 from train.parallel.engine import Engine
-from train.parallel.optimizers import build_optimizer, parameter_groups, part_of, roles
+from train.parallel.optimizers import build_optimizer, parameter_groups, part_of, roles, set_learning_rate
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backends import Backend
+    from train.parallel.ddp import DDP
     from train.parallel.engine import LossFunction, State, Statistics
     from train.parallel.grad_sync import GradSync
     from train.parallel.optimizer_spec import Roles
@@ -38,8 +40,6 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
         check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
         return ShardedOptimizer(optim, backend, *args, **options)
     if backend.captures:
-        from train.parallel.captured import Captured  # late: it imports this module
-
         return Captured(optim, backend, *args, **options)
     return DataParallel(optim, backend, *args, **options)
 
@@ -98,6 +98,66 @@ class DataParallel(Engine):
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
         with self.backend.autocast():  # a new context for each batch: casts that outlive it would change the next graph
             return statistics(self.model, inputs)
+
+
+class Captured(DataParallel):
+    """Data parallelism of a single rank whose steps are CUDA graphs.
+
+    With one micro batch a step, the whole step is one graph, which `forward_backward` runs. Otherwise there is one for
+    a micro batch and one for the update. Weights, moments, counts and the learning rate stay where they are in memory.
+    """
+
+    backend: DDP
+
+    def __init__(self, optim: OptimConfig, *args: Any, accumulation: int, **options: Any) -> None:
+        super().__init__(optim, *args, accumulation=accumulation, **options)
+        check(
+            all(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups),
+            f"optim.name={optim.name}: its rate is a number, which a CUDA graph would repeat; set "
+            "backend.cuda_graphs=false",
+        )
+        self.is_whole = accumulation == 1
+        self.graphs = Graphs()
+        self.norm = torch.zeros((), device=self.backend.device)
+        self.sync.begin(0.0)
+
+    def begin_step(self, count: float, lr: float) -> None:
+        set_learning_rate(self.optimizer, lr)
+        self.sync.count.copy_(torch.tensor([float(count)]), non_blocking=True)
+
+    def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
+        self.backend.try_graphs(lambda: self._gradients(batch))
+        with self.backend.work.timed():
+            self.graphs.run(self._step if self.is_whole else self._micro_batch, batch["inputs"])
+
+    def reduce_and_clip(self) -> Tensor:
+        if not self.is_whole:
+            self.graphs.run(self._update, {})
+        return self.norm
+
+    def optimizer_step(self, norm: Tensor) -> None:
+        self.backend.end_step()  # the update is done
+
+    def _step(self, inputs: Inputs) -> None:
+        self.optimizer.zero_grad(set_to_none=True)  # a recording that failed leaves some
+        self._micro_batch(inputs)
+        self._update({})
+
+    def _micro_batch(self, inputs: Inputs) -> None:
+        with self.backend.autocast():
+            loss_sum = self.loss(self.model, inputs)
+        loss_sum.backward()
+        self.loss_sum += loss_sum.detach()
+
+    def _update(self, _: Inputs) -> None:
+        norm = self.clip(self.sync.reduce())
+        self.norm.copy_(norm)
+        # Graphs of micro batches add to the same gradients, which therefore stay where they are.
+        self.backend.update(self.optimizer, norm, keeps_gradients=not self.is_whole)
+
+    def load(self, model: Tensors, optimizer: State) -> None:
+        super().load(model, optimizer)
+        self.graphs = Graphs()  # the moments may have moved
 
 
 class ShardedOptimizer(DataParallel):

@@ -24,11 +24,12 @@ from train.config.backend import DEFAULT_TIMEOUT_S
 from train.parallel import auto_compile, guards, nonfinite
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
+from train.parallel.captured import captures_steps
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
 from train.parallel.precision import AUTOCAST, norms_of, pick_precision
 from train.parallel.rendezvous import join
-from train.system import caches, imported, machine, rank_setup
+from train.system import caches, machine, rank_setup
 from train.system.console import without_stdout
 from train.system.folders import is_s3, local_path
 
@@ -324,18 +325,6 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
         f"start torchrun with --nproc-per-node={count}",
     )
     return torch.device("cuda", local_rank)
-
-
-def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
-    """Return whether steps run as CUDA graphs, see `captured`. Raises InputError if cfg asks for it and they cannot."""
-    wanted = cfg.cuda_graphs is True
-    check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
-    check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true is for one rank, not {num_ranks}; leave it out")
-    is_scaled = precision == "fp16"
-    check(not (is_scaled and wanted), "backend.cuda_graphs=true is not for backend.precision=fp16; leave it out")
-    is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
-    # Numbers of Python that change from step to step would stay as they were recorded: users' code may have some.
-    return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
 
 
 def pci_address(device: torch.device) -> str | None:
