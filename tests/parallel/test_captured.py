@@ -16,11 +16,13 @@ from forks import DEVICE
 from rejections import rejects
 from run_results import assert_same_run, losses
 from running import train_config
+from toy import Line
 
 from train import loop
-from train.config import BackendConfig
+from train.config import BackendConfig, DataParallelConfig, FSDPConfig, OptimConfig
 from train.parallel import captured, ddp
 from train.parallel.data import Captured
+from train.parallel.engines import build_engine
 from train.run.stopping import StopRequest
 from train.system import imported
 
@@ -205,3 +207,25 @@ def test_who_captures(monkeypatch, settings, device, precision, ranks, captures)
     monkeypatch.setitem(imported.IMPORTED, "focal.py", SimpleNamespace())  # numbers there may change from step to step
     assert ddp.captures_steps(*asked) is False
     assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16", 1)
+
+
+def test_precompile_compiles_the_parts_that_the_run_does(monkeypatch):
+    monkeypatch.setattr(ddp, "captures_steps", lambda *_: True)
+    made = []
+    compiler = SimpleNamespace(compile=lambda _, **how: made.append(how["one_graph"]), expect=int, what="layers")
+    monkeypatch.setattr(ddp.DDP, "open_compiler", lambda *_, **__: compiler)
+    for collects in (False, True):
+        backend = ddp.DDP(BackendConfig(device="cpu", compile="layers"), collects=collects)
+        assert backend.captures is not collects
+        backend.setup_model(torch.nn.Linear(2, 2))
+    assert made == [False, False]
+
+
+@pytest.mark.parametrize("parallel", [DataParallelConfig(), FSDPConfig()])
+def test_a_single_rank_records_unless_the_rate_of_its_optimizer_is_a_number(monkeypatch, parallel):
+    monkeypatch.setattr(ddp, "captures_steps", lambda *_: True)
+    backend = ddp.DDP(BackendConfig(device="cpu"))
+    build = partial(build_engine, parallel, OptimConfig(), backend, Line(), None, accumulation=1)
+    assert type(build()) is Captured
+    backend.adamw = {"fused": True}
+    rejects("optim.name=adamw: its rate is a number, which a CUDA graph would repeat", build)

@@ -49,6 +49,7 @@ class DDP(Backend):
     norms: torch.dtype | None = None  # type that norms return; None: autocast's choice
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
     compiler: TorchCompiler | None = None
+    one_graph = False  # whether backend.compile=auto may make one graph of an encoder of small layers
 
     def __init__(
         self,
@@ -73,7 +74,9 @@ class DDP(Backend):
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
         self.workload = work or Workload()
-        self.captures = captures_steps(cfg, self.device, self.precision, world.size) and not collects
+        captures = captures_steps(cfg, self.device, self.precision, world.size)
+        self.captures = captures and not collects
+        self.one_graph = world.num_machines == 1 and not captures  # train.precompile compiles what the run does
         if self.captures:
             self.adamw = {"fused": True, "capturable": True}
         chooses = auto_compile.is_wanted(cfg.compile, self.device.type, self.workload)
@@ -135,8 +138,7 @@ class DDP(Backend):
             widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
             if self.device.type == "cuda":
                 model.join_projections()
-            relieves = self.world.num_machines == 1 and not self.captures
-            self.compiler.compile(model, one_graph=relieves, norms=self.norms, widens=widens)
+            self.compiler.compile(model, one_graph=self.one_graph, norms=self.norms, widens=widens)
             self.compiler.expect(lengths)
             self.compiles = self.compiler.what
         if self.recomputes:

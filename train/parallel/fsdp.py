@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
-from train.parallel import guards
+from train.parallel import data, guards
 from train.parallel.data import DataParallel, scale
 from train.parallel.grad_sync import GradSync
 from train.parallel.pieces import Tensors, piece
@@ -36,7 +36,7 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
     assert isinstance(cfg, FSDPConfig)
     check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
     if backend.world.size == 1:
-        return DataParallel(optim, backend, *args, **options)  # a single part is the whole model
+        return data.build(cfg, optim, backend, *args, **options)  # a single part is the whole model
     return FSDP(optim, backend, *args, cfg=cfg, **options)
 
 
