@@ -179,8 +179,10 @@ def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkey
     (engine,) = engines
     state = engine.state()
     assert engine.graphs.recorded
+    engine.graphs.is_on = False
     engine.load(state["model"], state["optimizer"])
-    assert not engine.graphs.recorded
+    assert not engine.graphs.recorded and engine.graphs.pool is None
+    assert not engine.graphs.is_on  # what could not be recorded is not tried again after a rollback
 
 
 @pytest.mark.parametrize(

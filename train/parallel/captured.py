@@ -92,6 +92,12 @@ class Graphs:
         if waits:
             self.turn_off(f"they wait for the GPU at {waits[0].filename}:{waits[0].lineno}")
 
+    def forget(self) -> None:
+        """Drop what is recorded: tensors that it uses have moved."""
+        self.calls.clear()
+        self.recorded.clear()
+        self.pool = None  # PyTorch gives it up with the last graph
+
     def turn_off(self, reason: str) -> None:
         self.is_on = False
         self.recorded.clear()  # after a failed recording they would draw from a generator that nothing else reads

@@ -157,7 +157,7 @@ class Captured(DataParallel):
 
     def load(self, model: Tensors, optimizer: State) -> None:
         super().load(model, optimizer)
-        self.graphs = Graphs()  # the moments may have moved
+        self.graphs.forget()  # the moments may have moved
 
 
 class ShardedOptimizer(DataParallel):
