@@ -23,6 +23,7 @@ from train.config import BackendConfig, DataParallelConfig, FSDPConfig, OptimCon
 from train.parallel import captured, ddp
 from train.parallel.data import Captured
 from train.parallel.engines import build_engine
+from train.parallel.grad_sync import sent
 from train.run.stopping import StopRequest
 from train.system import imported
 
@@ -231,3 +232,12 @@ def test_a_single_rank_records_unless_the_rate_of_its_optimizer_is_a_number(monk
     assert type(build()) is Captured
     backend.adamw = {"fused": True}
     rejects("optim.name=adamw: its rate is a number, which a CUDA graph would repeat", build)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("neuron", True), ("xla", True)])
+def test_only_cuda_is_sent_a_count_without_a_wait(device, waits):
+    """CUDA alone takes the bytes before the call returns, after which the host's tensor is freed."""
+    calls = []
+    value = SimpleNamespace(to=lambda device, **how: calls.append(how))
+    sent(value, SimpleNamespace(type=device))
+    assert calls == [{"non_blocking": not waits}]

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from train.config.backend import CUDA
+
 
 class GradSync:
     """The reduction of gradients, once a step. This one is for a single rank."""
@@ -34,8 +36,7 @@ class GradSync:
 
     def begin(self, count: float) -> None:
         """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
-        # A blocking copy would wait for the previous step.
-        self.count = torch.tensor([float(count)]).to(self.device, non_blocking=True)
+        self.count = sent(torch.tensor([float(count)]), self.device)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro batch, forward and backward. `is_last`: it is the last of this step."""
@@ -44,3 +45,9 @@ class GradSync:
     def reduce(self) -> Tensor:
         """Reduce the rest. Returns the divisor [1] that makes sums means over the labels of all ranks; 0: no labels."""
         return self.count
+
+
+def sent(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a tensor on a device. On CUDA the copy does not wait for the previous step."""
+    # CUDA takes the bytes before the call returns. Other devices may read the host's memory later, when it is freed.
+    return value.to(device, non_blocking=device.type == CUDA)

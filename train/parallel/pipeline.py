@@ -24,7 +24,7 @@ from train.models.chain import Chain
 from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
-from train.parallel.grad_sync import GradSync
+from train.parallel.grad_sync import GradSync, sent
 from train.parallel.optimizers import build_optimizer, roles
 from train.parallel.parts import Part, PipelineState, hold
 
@@ -201,8 +201,7 @@ class PipelineSync(GradSync):
     def begin(self, count: float) -> None:
         # All ranks of a pipeline have the same rows. The count is float64, like the norms by which gradients are
         # clipped.
-        count = count if self.counts else 0.0
-        self.count = torch.tensor([count], dtype=torch.float64).to(self.device, non_blocking=True)
+        self.count = sent(torch.tensor([count if self.counts else 0.0], dtype=torch.float64), self.device)
         self.adding = dist.all_reduce(self.count, async_op=True)
 
     @torch.no_grad()
