@@ -96,7 +96,7 @@ class Graphs:
         """Drop what is recorded: tensors that it uses have moved."""
         self.calls.clear()
         self.recorded.clear()
-        self.pool = None  # PyTorch gives it up with the last graph
+        self.pool = None  # PyTorch frees it with the last graph
 
     def turn_off(self, reason: str) -> None:
         self.is_on = False
