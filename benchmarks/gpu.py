@@ -41,16 +41,16 @@ import transformers
 
 from benchmarks.peers.bare_encoder import BareEncoder, bare_step
 
-SKIPPED, TIMED = 20, 60  # steps of a candidate: graphs and caches fill in the first ones
+SKIPPED, TIMED = 20, 60  # steps of a candidate; the skipped ones compile and fill caches
 LONG_RUN = 100_000  # steps of the run that a measurement stands for: backend.compile=auto asks for its length
 TOGETHER = 8  # candidates that compile at the same time
-COMPILING_SHARE = 1 / 3  # of the budget at most
-LEAST_S, MOST_S = 15, 90  # budget left that a candidate needs to begin; limit for one candidate
-MASKED = 0.15  # share of the tokens that is predicted
+COMPILING_SHARE = 1 / 3  # largest share of the budget for compiling
+LEAST_S, MOST_S = 15, 90  # least seconds left for a candidate to start; most seconds for one candidate
+MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
 COPIED_BYTES = 2**30
-WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # of MNLI's pairs, about: mean and deviation of the logarithm, least, most
-ROWS = 4096  # of fine-tuning
+WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words of a text, about MNLI's: mean and deviation of the logarithm, least, most
+ROWS = 4096  # texts to fine-tune on
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Work:
     batch: int
     seq_len: int
     vocab_size: int = 30522
-    embedding: int | None = None  # of ALBERT
-    classifies: bool = False  # texts of all lengths, instead of masked tokens
+    embedding: int | None = None  # width of ALBERT's embeddings
+    classifies: bool = False  # classify texts of varying length, instead of predicting masked tokens
 
     @property
     def heads(self) -> int:
