@@ -3,9 +3,9 @@
 logs/job.txt                                        the scheduler's script and the supervisor
 logs/attempt_0001/HOST.txt                          torchrun on a machine, and its first rank
 logs/attempt_0001/HOST/.../attempt_0/3/stderr.log   a rank, numbered within its machine
-log/rank_0003.txt                                   in the run folder: messages of a rank's trainer, of all attempts
+log/rank_0003.txt                                   in the run folder: messages of a rank's trainer during all attempts
 
-If the run is in S3, each machine keeps its logs until an attempt ends. Those of this machine are read locally.
+If the run is in S3, a machine may upload its logs only when an attempt ends. This machine's logs are read locally.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.run.command import printable
 from train.system.folders import Folder, LocalFolder
 from train.system.schema import is_path
 
-LINES = 100  # number of last lines shown of each file
+LINES = 100  # number of lines shown from the end of each file
 MAX_BYTES = 2**20  # bytes read from the end of a new file, and size of the longest line
 POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # seconds between looks at local files, at files in S3, at the job's state
 LOGS = "logs/"
@@ -61,7 +61,7 @@ class Log:
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
         content = self.read(begin, size) if begin < size else b""
         end = content.rfind(b"\n") + 1
-        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # else part of a line waits
+        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # otherwise an unfinished line waits
         self.position = begin + end
         taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
         return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))

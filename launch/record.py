@@ -75,7 +75,7 @@ class Job:
 
     @classmethod
     def from_json(cls, content: bytes) -> Job:
-        """Parse a job. Raises BadContent if the content is no job, InputError if it has another version's format."""
+        """Parse a job. Raises BadContent if the content is not a job, InputError if its format is another version's."""
         values = read_object(content)
         check(
             values.get("format") == FORMAT,
@@ -134,18 +134,18 @@ class Record:
         return self.folder.size(JOB) is not None
 
     def job(self) -> Job:
-        """Return the job of the last submission. Raises InputError if job.json is missing, damaged or was changed."""
+        """Return the job of the last submission. Raises InputError if job.json is missing, damaged or changed."""
         try:
             content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
                 f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows the "
-                "runs that were"
+                "launched runs"
             ) from None
         found = sha256_bytes(content)
         check(
             self.job_sha256 in ("", found),
-            f"{self.location}/{JOB} was changed: its sha256 is {found}, that of the launched job is "
+            f"{self.location}/{JOB} was changed: its sha256 is {found}, but the launched job had "
             f"{self.job_sha256}; launch the run again",
         )
         try:
@@ -254,7 +254,7 @@ class History:
     excluded: list[str] = field(default_factory=list)  # nodes that the requeued job must not get
     ended: Ended | None = None
     faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
-    idle: int = 0  # number of the latest tries in a row that began and saved nothing new
+    idle: int = 0  # number of consecutive tries until now that began but saved nothing new
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # an attempt was made since the last requeue
     damaged: list[str] = field(default_factory=list)  # names of events that cannot be read

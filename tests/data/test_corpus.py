@@ -265,7 +265,7 @@ def test_a_document_belongs_to_the_part_in_which_it_begins(tmp_path, monkeypatch
 def test_a_mistake_in_a_part_is_named_with_the_byte_that_reading_began_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 9 + "[]\n")
-    with pytest.raises(InputError, match=r"a\.jsonl, line 5 from byte 78 on: not a JSON object"):
+    with pytest.raises(InputError, match=r"a\.jsonl, line 5 after byte 78: not a JSON object"):
         list(files("jsonl", path).documents(CorpusPart(1, 2)))
 
 

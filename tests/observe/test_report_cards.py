@@ -56,7 +56,7 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
     tuned = made(tmp_path / "tuned", whole_run(), model={"architecture": "albert", "init_from": "runs/demo"})
     assert (tuned["Model"].value, tuned["Model"].notes) == ("runs/demo", shape[1:] + lead["Model"].notes[-1:])
     counted = made(tmp_path / "counted", [*whole_run()[:-1], summary_line(40, 40, neighbour_accuracy=0.26)])
-    assert counted["Final quality"].notes[-1].startswith("a table of neighbours is right in 26%")
+    assert counted["Final quality"].notes[-1].startswith("a lookup table of neighbouring tokens predicts 26%")
     ordered = [train_line(10), eval_line(10, mlm_loss=6.0), summary_line(10, 10, unigram_entropy=5.0)]
     quality = made(tmp_path / "sop", ordered)["Final quality"]  # the loss of the tokens, without that of the order
     assert (quality.title, quality.value) == ("Validation mlm loss", "6.000")

@@ -202,8 +202,8 @@ def convolving():
     ("model", "message"),
     [
         (built("label", config("bert", num_layers=2)), "cuts the model into 3 parts, but it has 2 layers"),
-        (convolving(), "does not cut a deberta-v2 with conv_kernel_size=3"),
-        (built("label", config("mpnet")), "parallel=pipeline knows the layers of albert, bert, .*, not those of mpnet"),
+        (convolving(), "cannot cut a deberta-v2 with conv_kernel_size=3"),
+        (built("label", config("mpnet")), "parallel=pipeline supports albert, bert, .*, but not mpnet"),
         (torch.nn.Linear(2, 2), "parallel=pipeline splits transformers' encoders, not a Linear"),
     ],
     ids=["too_few_layers", "convolution", "unknown_layers", "no_encoder"],

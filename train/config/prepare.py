@@ -98,7 +98,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # The vocabulary size of a new tokenizer.
     lowercase: bool = True  # Convert all text to lower case.
     strip_accents: bool = False  # Remove accents and other marks, and replace compatibility characters and LaTeX quotes
-    # by plain forms, as ALBERT does; leave it off for languages in which accents matter, such as French.
+    # with plain forms, as ALBERT does; leave it off for languages in which accents matter, such as French.
     add_tokens: list[str] = field(default_factory=list)  # The tokens to add to tokenizer.pretrained, which are also
     # found inside words; training adds a row to the embeddings for each.
     train_bytes: int = setting(256 * 2**20, above=0)  # The maximum number of bytes of text to train a new tokenizer on,

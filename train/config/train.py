@@ -48,11 +48,11 @@ class HubConfig:
 class TrainConfig(Section):
     """All settings of a training run: `python -m train --cfg job` prints them."""
 
-    run_dir: str = MISSING  # The folder, on disk or in S3, for all that the run writes; a second start with it resumes
-    # the run.
+    run_dir: str = MISSING  # The folder for all files of the run, on disk or in S3; starting again with the same folder
+    # resumes the run.
     seed: int = setting(0, least=0)  # The seed of the initial weights, the order of the data, masking and dropout.
     seq_len: int | None = setting(None, least=8)  # The longest sequence in tokens; None takes the sequence length of
-    # shards, or the longest row of records, at most 512 and at most what the model can read.
+    # the shards, or the longest row of the records, up to 512 or the model's limit, whichever is lower.
     global_batch_size: int | None = setting(None, above=0)  # The number of sequences per optimizer step, over all
     # ranks; None takes micro_batch_size times the number of ranks.
     micro_batch_size: int | None = setting(None, above=0)  # The number of sequences per forward pass of a rank; None
@@ -68,7 +68,7 @@ class TrainConfig(Section):
     # only.
     eval_at_start: bool = False  # Evaluate a new run before its first step, too, as the baseline at step 0 of the
     # curves.
-    eval_examples: int | None = setting(None, above=0)  # The number of validation sequences, drawn by the seed; None
+    eval_examples: int | None = setting(None, above=0)  # The number of validation sequences, drawn with the seed; None
     # uses all.
     eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)  # The number of sequences per evaluation
     # batch of a rank, to which the last batch is padded; None takes micro_batch_size.

@@ -36,14 +36,13 @@ class Chain:
         base, config = network.base_model, network.config
         check(
             config.model_type in KNOWN,
-            f"parallel=pipeline knows the layers of {', '.join(KNOWN)}, not those of {config.model_type}; set "
-            "parallel=data",
+            f"parallel=pipeline supports {', '.join(KNOWN)}, but not {config.model_type}; set parallel=data",
         )
         width = getattr(config, "conv_kernel_size", 0)
         check(
             not width,
-            f"parallel=pipeline does not cut a {config.model_type} with conv_kernel_size={width}, a convolution "
-            "beside its first layer; set parallel=data",
+            f"parallel=pipeline cannot cut a {config.model_type} with conv_kernel_size={width}: the convolution runs "
+            "in parallel with the first layer; set parallel=data",
         )
         self.gives_pairs = config.model_type in CHOOSING  # Its layers return hidden states and attention weights.
         groups = repeated_layers(base)
@@ -84,7 +83,7 @@ class Chain:
         costs = [products([layer]) for layer in self.layers]
         costs[0], costs[-1] = costs[0] + before, costs[-1] + after
         depth = len(costs)
-        best = {0: (0.0, [0])}  # from a count of layers to the cost of their most expensive part, and the parts' ends
+        best = {0: (0.0, [0])}  # best[n]: cost of the most expensive part of the first n layers, and the parts' ends
         for number in range(1, num_parts + 1):
             best = {
                 end: min(
@@ -107,7 +106,7 @@ class Chain:
             layer.forward = self._layer(layer.forward)
 
     def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
-        """Run `part` by `call`, which calls the model. Return the hidden states [B, S, H] after the part's last layer.
+        """Run `part`; `call` must call the model. Return the hidden states [B, S, H] after the part's last layer.
 
         If the part has the network's last layer, return the result of `call` instead. `received` has the hidden states
         before the part's first layer; None if that is the network's first.

@@ -1,4 +1,4 @@
-"""Sizes, parameters and training FLOPs of an encoder, computed from its configuration. It imports no torch.
+"""Sizes, parameters and training FLOPs of an encoder, computed from its configuration. It does not import torch.
 
 Architectures' default sizes are from transformers, published models' sizes from their config.json on the Hub (2026-11).
 """
@@ -12,7 +12,7 @@ from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
 from train.system.folders import Folder, LocalFolder, is_s3, local_path
 from train.system.schema import BadContent, of_type, read_object
 
-NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have a rate each; leave it out"
+NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
 MAX_CONFIG_BYTES = 2**20
 CONFIGS = ("config.json", "export/config.json", "model/config.json")  # in a transformers folder, or in a run folder
@@ -30,7 +30,7 @@ class Shape:
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # number of segment types; 0 without segments
     embedding_size: int = 0  # width of ALBERT's factorised embedding; not used for other architectures
-    num_hidden_groups: int = 1  # number of ALBERT's groups of layers, each with one set of weights; else not used
+    num_hidden_groups: int = 1  # number of ALBERT's groups of layers, each with one set of weights; otherwise unused
 
     @property
     def is_albert(self) -> bool:
@@ -166,7 +166,7 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 def check_layers(cfg: TrainConfig) -> None:
     """Raise InputError if a model of known sizes has fewer layers than the pipeline has parts.
 
-    Raises it also if optim.layer_decay is set and the layers share their weights.
+    The same error is raised if optim.layer_decay is set and the layers share their weights.
     """
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
     shape = find_shape(cfg.model) if is_cut or has_rates else None

@@ -23,7 +23,7 @@ logger = logging.getLogger("train")
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # matches the final name plus 38 bytes
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of rename() if the new name is taken
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # errors of link() on SMB, exFAT and gcsfuse
-UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders there
+UNSYNCED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # errors of fsync() on folders of such disks
 said = set[object]()  # keys of the warnings that this process has logged
 
 

@@ -1,6 +1,6 @@
 """The right to write a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
 
-lease/00000007.json   one file per owner, see lease.py; the highest number, the fencing number, is the current owner's
+lease/00000007.json   one file per owner, see lease.py; the current owner has the highest number, called fencing number
 
 A job takes the folder by creating the file with the next number, which only one of several jobs can do. When it ends,
 it removes all but the two newest files. The owner rewrites its file regularly, each time with a higher count of
@@ -45,11 +45,11 @@ from train.system.processes import is_alive
 from train.system.schema import Head
 
 logger = logging.getLogger("train")
-HEARTBEATS, LOOKS = 6, 12  # per `ttl_s`: heartbeats by an owner, and looks by a job that watches for them
+HEARTBEATS, LOOKS = 6, 12  # heartbeats by an owner per `ttl_s`, and looks for them by a waiting job
 
 
 class LeaseLost(Failure):
-    """An error because another job owns the run folder now: nothing more may be written there."""
+    """An error raised when another job owns the run folder: nothing more may be written there."""
 
 
 class Ownership:

@@ -1,17 +1,17 @@
 """The command `python -m train.precompile key=value ...`, which compiles the graphs of a run before it starts.
 
 It takes the settings of `python -m train`, and runs on each machine of the run. On Trainium, neuron_parallel_compile
-runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs, and every number in them is 0. The
-tool then compiles the graphs in parallel. With backend.compile the same short run fills backend.compile_cache, without
-Neuron's tool.
+runs a few steps with NEURON_EXTRACT_GRAPHS_ONLY=1. These steps collect the graphs without executing them, so all
+results are 0. The tool then compiles the graphs in parallel. With backend.compile the same short run fills
+backend.compile_cache, without Neuron's tool.
 
-Not run on hardware. The facts about the tool are from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
+Not tested on hardware. Facts about the tool come from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
 
 - It reads the list of graphs from the run's output, so this output must not be redirected.
-- It writes its results to the current folder, so it starts in a separate one, which the run leaves by `env --chdir`.
+- It writes its results to the current folder, so it starts in a separate folder; `env --chdir` moves the run back.
 - Its exit status is the number of failed graphs, or 1 if the run failed. The results distinguish the two.
-- `--command compile` compiles every waiting graph of the cache, including other runs'. Only this run's count here.
+- `--command compile` compiles every waiting graph of the cache, including other runs', which are ignored here.
   With --retry_failed_compilation it may compile failed graphs again, but no source says that it always does. So a graph
   counts as failed until the results or the files of the cache say otherwise.
 """
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # Only a run creates the folder.
+    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # A dry run does not create it.
     short_run = build_short_run(options, os.environ, work=work)
     describe(short_run)
     if options.dry_run:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
-    place_graphs(environ, is_native=False)  # The tool uses the cache before the ranks, which check it too.
+    place_graphs(environ, is_native=False)  # The tool uses the cache before any rank checks it.
     return precompile(short_run, environ, retries=options.retries, clear_locks=options.clear_locks)
 
 
@@ -106,7 +106,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-rank", type=int, metavar="R", help="index of this machine, from 0 [SLURM_NODEID]")
     parser.add_argument("--master-addr", metavar="HOST", help="host name of machine 0 [the first in Slurm's list]")
     parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="port of machine 0 [29500]")
-    parser.add_argument("--retries", type=int, default=1, metavar="N", help="how often to retry failed graphs [1]")
+    parser.add_argument("--retries", type=int, default=1, metavar="N", help="retries of failed graphs [1]")
     parser.add_argument("--clear-locks", action="store_true", help="first remove locks; nothing else may use the cache")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its variables, and stop")
     return parser.parse_intermixed_args(arguments)
@@ -129,7 +129,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     )
     num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
-    check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or a type such as instance=trn1.32xlarge")
+    check(ranks > 0, f"ranks of this machine: {ranks}; set --nproc-per-node, or for example instance=trn1.32xlarge")
     world = ranks * num_nodes
     check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
     lengths = 1
@@ -139,7 +139,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
     cli.load_config(TrainConfig, overrides)
     # The data is not opened here: assume more rows than any plan needs. cfg.seq_len may be None.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
-    # With backend.compile=auto, a backend.compile_cache says that torch.compile will make the graphs.
+    # With backend.compile=auto, setting backend.compile_cache means that torch.compile makes the graphs.
     is_inductor = cfg.backend.compile in ("layers", "model") or cfg.backend.compile_cache is not None
     if is_inductor:
         added, cache = {}, cfg.backend.compile_cache
@@ -258,7 +258,7 @@ def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, cl
     if graphs:
         print(f"{len(graphs)} graphs compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
-        return fail("the short run succeeded, but no graph was collected; is the backend one for Trainium?", short_run)
+        return fail("the short run succeeded, but no graph was collected; does this backend use Trainium?", short_run)
     else:
         print(f"no new graph ({took}): the cache has all graphs, unless another machine is compiling them now")
     return finish(advice(short_run), short_run)
@@ -282,7 +282,7 @@ def fail(message: str, short_run: ShortRun) -> int:
 
 
 def read_results(folder: Path) -> dict[str, bool] | None:
-    """Return, by the path of its HLO file, whether each graph is compiled; None if there are no readable results."""
+    """Map the path of each graph's HLO file to whether the graph is compiled; None without readable results."""
     compiled: dict[str, bool] | None = None
     for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # sorted by the time in their names
         try:

@@ -67,7 +67,7 @@ from train.system.schema import BadContent, of_type, read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_PARTS = 256  # enough for any machine's processes; from 75 GB of text every part fills shards of full size
+MOST_PARTS = 256  # enough for any machine's processes; with 75 GB of text or more, every part fills whole shards
 SAMPLED_PARTS = 64  # number of places from which the tokenizer's text is taken if the corpus is larger
 SPLIT_RULE = 2  # version of the rule by which text is held out; a preparation must end with the version it began with
 FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
@@ -106,7 +106,8 @@ def run(cfg: PrepareConfig) -> int:
         f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
         f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, "
-        f"a table of neighbours predicts {manifest.counts['neighbour_accuracy']:.1%} of tokens, id {manifest.id[:12]}"
+        f"a lookup table of neighbouring tokens predicts "
+        f"{manifest.counts['neighbour_accuracy']:.1%} of tokens, id {manifest.id[:12]}"
     )
     unknown, tokens = (manifest.counts.get(name, 0) for name in ("unknown_tokens", "tokens"))
     print(unknown_share(unknown, tokens, "the tokenizer reads the corpus"))
@@ -259,9 +260,9 @@ def difference(old: Any, new: Any, key: str = "") -> str:
 
 
 def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
-    """Remove what a failed preparation wrote, if it is of no use, so that other settings can use the folder.
+    """Remove the files of a failed preparation if they are useless, so that the folder can be used again.
 
-    It is of no use if `everything`, or if no part has written anything and no other job is about to.
+    They are useless if `everything` is set, or if no part has written anything and no other job is about to.
     """
     names = folder.names()
     begun = any(name.startswith(STATE_NAMES) for name in names)
@@ -306,7 +307,7 @@ def check_coverage(cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts
     """Warn if the tokenizer drops characters of the corpus. Raises InputError if it cannot read the corpus."""
     source = cfg.tokenizer.pretrained
     reads = f"{'the new tokenizer' if source is None else f'tokenizer.pretrained={source}'} reads the corpus"
-    unknown_share(*unknown_of(tokenizer, texts), reads)  # This share is of a sample; the end prints the exact one.
+    unknown_share(*unknown_of(tokenizer, texts), reads)  # A sample's share; the exact one is printed at the end.
     for loss, setting in losses_of(tokenizer.backend_tokenizer, texts):
         cure = (
             f"tokenizer.{setting}=false keeps them" if source is None else "another tokenizer.pretrained may keep them"

@@ -40,7 +40,8 @@ from train.system.folders import sha256_json
 
 PART_BYTES = 16 * 2**20  # text that one process prepares at a time, a few seconds of work
 MAX_DOCUMENT_CHARS = 2**24  # text without separators is cut at the first line end after this, to limit memory
-STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # Parquet's
+# Prefixes of the Arrow types of text columns.
+STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 BLANK = r"^\s*$"  # the default separator, which str.isspace tests faster
 ENCODING = "corpus.encoding"
 DECODING = f"{ENCODING} or corpus.errors=replace"  # the settings to change if a byte does not decode
@@ -87,7 +88,7 @@ class FilesCorpus(ABC):
         return max(1, (self.total_bytes + len(self.pieces)) // max(PART_BYTES, *sizes))
 
     def read_at_once(self, path: Path) -> int:
-        """Return the bytes of a file's longest range that can only be read from its start; 0 if there is none."""
+        """Return the length in bytes of the longest unit of a file that must be read from its start; 0 if none must."""
         return 0 if self.can_seek(path) else self.sizes[path] + 1
 
     def fingerprint(self) -> str:
@@ -151,8 +152,8 @@ class FilesCorpus(ABC):
 
 
 def line_name(path: Path, first: int, number: int) -> str:
-    """Return the name of a line for errors. `number`: counts lines from byte `first`."""
-    return f"{path}, line {number} from byte {first} on" if first else f"{path}:{number}"
+    """Return the name of a line for errors. `number` counts lines from byte `first`."""
+    return f"{path}, line {number} after byte {first}" if first else f"{path}:{number}"
 
 
 def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Iterator[tuple[str, int]]:
@@ -176,7 +177,7 @@ class TextFiles(FilesCorpus):
     suffixes = (".txt", ".text", ".md", ".rst")
 
     def __init__(self, cfg: FilesCorpusConfig) -> None:
-        with naming(f"corpus.separator={cfg.separator} is no regular expression", (re.error,)):
+        with naming(f"corpus.separator={cfg.separator} is not a regular expression", (re.error,)):
             self.separator = None if cfg.separator is None else re.compile(cfg.separator)
         self.begins = str.isspace if cfg.separator == BLANK else self.matches
         super().__init__(cfg)
@@ -206,7 +207,7 @@ class TextFiles(FilesCorpus):
                 yield from takewhile(lambda line: not self.begins(line), self.checked(text, path, last))
 
     def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
-        """Yield lines, very long ones in stretches. Raises InputError if a line has characters that no text has."""
+        """Yield lines, very long ones in stretches. Raises InputError on NUL and undecodable bytes."""
         number, is_whole, num_chars = 0, True, 0
         for line in stretches(text):
             number += is_whole
@@ -226,7 +227,7 @@ class JsonLines(FilesCorpus):
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path, first, last) as (text, position):
-            lines = bounded_lines(text, str(path) if first == 0 else f"{path}, from byte {first} on")
+            lines = bounded_lines(text, str(path) if first == 0 else f"{path}, after byte {first}")
             for number, row in json_rows(lines, self.cfg.encoding, DECODING):
                 where = line_name(path, first, number)
                 if isinstance(row, BadRow):
@@ -257,7 +258,7 @@ class Csv(FilesCorpus):
 
 
 class Parquet(FilesCorpus):
-    """Parquet files. A file's size is its column's before compression, from the footer. A null is an empty document."""
+    """Parquet files. The size of a file is its column's uncompressed size. A null is an empty document."""
 
     suffixes = (".parquet",)
 
@@ -288,7 +289,7 @@ class Parquet(FilesCorpus):
         return self.largest_groups[path]
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        # Rows count as equally long: row i of n begins at byte size * i // n.
+        # Rows are treated as equally long: row i of n begins at byte size * i // n.
         with open_parquet(path) as file:
             size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
             first_row, last_row = (min(num_rows, -(-byte * num_rows // size)) for byte in (first, last))

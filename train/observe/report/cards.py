@@ -111,7 +111,7 @@ def quality(run: Run) -> Card:
     notes.append(", ".join(f"{run.metric(each).title} {figure(scores[each]['last'][0])}" for each in others))
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
     if "masked_accuracy" in scores and (table := summary["neighbour_accuracy"]) is not None:
-        notes.append(f"a table of neighbours is right in {table:.0%} of the tokens")
+        notes.append(f"a lookup table of neighbouring tokens predicts {table:.0%} of the tokens")
     metric = run.metric(name)
     title = f"Validation {metric.title}"
     if value is None:

@@ -1,4 +1,4 @@
-"""Numbers for a text or a pair of texts: features, loss, metrics and predictions.
+"""Regression of numbers from a text or a pair of texts: features, loss, metrics and predictions.
 
 Targets are standardised when they are read, so that loss and head work on numbers around 0. The export rescales the
 head's last layer to the units of the data.
@@ -50,7 +50,7 @@ def number_of(value: Any, name: str) -> float:
     is_text = isinstance(value, str)
     ok = NUMBER.fullmatch(value.strip()) if is_text else isinstance(value, int | float | Decimal)
     if not ok or isinstance(value, bool):
-        hint = "; decimals have a point" if is_text and NUMBER.fullmatch(value.strip().replace(",", ".", 1)) else ""
+        hint = "; write a decimal point" if is_text and NUMBER.fullmatch(value.strip().replace(",", ".", 1)) else ""
         what = ", a list: each number needs a column" if isinstance(value, list) else ", not a number"
         raise BadRow(f"{name} holds {value!r:.40}{what}{hint}")
     if not abs(value := float(value)) <= MOST:  # rejects NaN too
@@ -85,7 +85,7 @@ def regress_rows(names: Sequence[str]) -> RowKind:
 
 
 class RegressFeaturizer(ClassifyFeaturizer):
-    """Texts as tokens, as for a classifier, with numbers as labels."""
+    """A featurizer that tokenizes texts like a classifier's; labels are numbers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, targets: Sequence[str]) -> None:
         super().__init__(tokenizer, seq_len=seq_len, targets=list(targets))
@@ -100,7 +100,7 @@ class RegressFeaturizer(ClassifyFeaturizer):
 
 
 class Regression(TextTask):
-    """Numbers for a text. A prediction has "id", "label" (if known), "prediction": numbers, or {target: number}."""
+    """Regression. A prediction has "id", "label" (if known) and "prediction": a number, or {target: number}."""
 
     columns = {"labels": "label"}
     metric_names = ("loss", *NAMES)
@@ -130,7 +130,7 @@ class Regression(TextTask):
             not (cfg.data.labels or cfg.data.label_map),
             "data.labels and data.label_map name classes; task=regress learns numbers: leave them out",
         )
-        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # the trained model names its number
+        if cfg.data.train == NO_ROWS and self.sizes.config.num_labels == 1:  # the model's config names the target
             names = names_of_head(self.sizes.config)
         self.use_targets(names if isinstance(names, list) else [names])
         super().open(cfg)
@@ -187,7 +187,7 @@ class Regression(TextTask):
         return {name: float(values.mean()) for name, values in each.items()}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # One line per text, truth and prediction of some rows and, if there are several targets, each target's metrics.
+        # A line per text, pairs of truth and prediction for some rows, and each target's metrics if there are several.
         truth, predicted = self.truth(examples, features), self.numbers(statistics)
         rows = zip(examples_of(examples, features)["id"], truth.tolist(), strict=True)
         lines = self.predictions([{"id": name, "label": numbers} for name, numbers in rows], features, statistics)
