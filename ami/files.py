@@ -49,7 +49,7 @@ def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, 
 
 
 def image_constraints(image: str, versions: Versions) -> str:
-    """Return the tested version of every package. For Trainium, Neuron's versions replace those of its packages."""
+    """Return the tested version of every package. For Trainium, Neuron's own versions of its packages are used."""
     # numpy is not pinned for Trainium: the version that neuronx-cc requires was not available here.
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":

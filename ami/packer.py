@@ -48,7 +48,7 @@ def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -
         try:
             process.wait(STOP_S)
         finally:
-            process.kill()  # in case it still runs
+            process.kill()  # in case it is still running
             process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             minutes = (limit_s or 0) / 60

@@ -22,8 +22,8 @@ from train.system.environment import commit
 from train.system.folders import sha256_bytes
 from train.system.schema import FileName, RelativePath, Sha256
 
-PACKAGES = ["train", "conf", "launch", "ami"]  # in one parent folder; train.system.versions reads ami/versions.yaml
-START = "start.py"  # in the bundle's root, from which Python then imports first, before the working folder
+PACKAGES = ["train", "conf", "launch", "ami"]  # packages in one folder; train.system.versions reads ami/versions.yaml
+START = "start.py"  # file in the bundle's root, from which Python then imports before the working folder
 IMPORTS = "imports"  # folder of the bundle with the files of `launch --import`
 START_CODE = b"""import os, runpy, sys
 from pathlib import Path

@@ -14,7 +14,7 @@ from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 from train.system.launched import Launched, check_launch
 
-MANY_ROWS = 2**50  # more than any run reads, so that the data is no limit
+MANY_ROWS = 2**50  # more than any run reads, so that the data is not a limit
 COUNTS = (1, 2, 4, 8, 16)
 NETWORK_HOP_S = 50e-6  # assumed time per message between two machines, software included
 DEVICE_HOP_S = 10e-6  # assumed time per message between two devices of a machine
@@ -31,8 +31,8 @@ class ClusterSize:
     micro_batch_size: int | None = None
     accumulation: int | None = None
     steps: int | None = None
-    compute_s: float | None = None  # per step
-    allreduce_s: float | None = None  # per step
+    compute_s: float | None = None  # seconds per step
+    allreduce_s: float | None = None  # seconds per step
     step_s: float | None = None
     sequences_per_s: float | None = None
     tokens_per_s: float | None = None

@@ -97,7 +97,7 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
 def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
     """Return the environment variables of every process of a job. A variable that the user sets has precedence.
 
-    Some are left out. `python -m train` sets those of network cards, huge pages, open files and processors
+    Some are left out. `python -m train` sets the variables of network cards, huge pages, open files and processors
     (train.system.rank_setup), and of Neuron's runtime and compiler (train.system.machine), before the ranks join.
     FI_EFA_FORK_SAFE is only for kernels before 5.15, for which train.doctor checks. Others are PyTorch's defaults
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).

@@ -43,7 +43,7 @@ def run_preflight(
 
 
 def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> dict[str, str]:
-    """Return the machines whose collectives fail alone; if none do, those of failing pairs; if no pair fails, all."""
+    """Return the machines whose collectives fail alone, else the machines of failing pairs, else all machines."""
     for group, which in ((1, "alone"), (2, "in pairs")):
         if group < len(nodes):
             attempt = f"{name}_{group}"

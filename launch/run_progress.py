@@ -16,7 +16,7 @@ from train.system.schema import BadContent, read_object
 
 TAIL_BYTES = 2**22  # read from the end of metrics.jsonl: about 10,000 lines, which should include an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
-NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # numbers of an eval line that are no scores
+NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # fields of an eval line that are not scores
 MAX_SCORES = 6
 
 
@@ -52,8 +52,8 @@ def read_progress(run: Folder) -> RunProgress:
         planned = count(table(read_object(run.read(ENVIRONMENT)), "plan"), "total_steps") or None
     except (FileNotFoundError, BadContent):
         planned = None
-    # The step is that of the last line that is no fault, since a fault may come before any step; or the lease's, which
-    # is newer and exists for a run in S3.
+    # The step comes from the last line that is not a fault, since a fault may precede any step. For a run in S3 it
+    # comes from the lease, which is newer.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]

@@ -105,7 +105,7 @@ def predict(
         try:
             done("train.predict", arguments)
         except (InputError, Failure) as error:
-            raise type(error)(str(error).replace(f"{folder}/", "")) from None  # the caller knows no such file
+            raise type(error)(str(error).replace(f"{folder}/", "")) from None  # the caller does not know that folder
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 

@@ -62,7 +62,7 @@ def attempt(cfg: TrainConfig, *, collects: bool = False) -> int:
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     if launch.rank == 0:
         ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
-        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # before torch, which takes seconds to import
+        print(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)  # Importing torch takes seconds more.
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable transformers imports accelerate, if installed, and accelerate imports torch_xla. That wastes

@@ -182,7 +182,7 @@ def train(
         for number, batch in enumerate(batches, start=1):
             watch.heartbeat()
             engine.forward_backward(batch, is_last=number == len(batches))
-        grad_norm = engine.reduce_and_clip()  # on the device, like the losses
+        grad_norm = engine.reduce_and_clip()  # a tensor on the device, like the losses
         engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
 
         watch.phase("agree", step=progress.step, is_start=metrics.is_first)

@@ -29,7 +29,7 @@ AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 @dataclass(frozen=True)
 class Interface:
     card: int
-    device: int  # its index on the card
+    device: int  # device index on the card
     type: str  # interface | efa | efa-only
 
 

@@ -75,7 +75,7 @@ class Call:
         """Return when EC2 lists all resources of the call; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
-        stopped_unix_s, is_submitted = None, False  # since the call's launch began
+        stopped_unix_s, is_submitted = None, False  # state since the call's launch began
         for event in events:
             if event.kind == "submitting" and not is_submitted:  # it begins this launch, or an earlier one
                 stopped_unix_s = None

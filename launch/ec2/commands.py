@@ -34,7 +34,7 @@ QUOTAS = {
 def region_list(text: str) -> list[str]:
     regions = text.split(",")
     for each in regions:
-        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is no region such as us-east-1")
+        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", each) is not None, f"{each!r} is not a region like us-east-1")
     return regions
 
 

@@ -21,8 +21,8 @@ class Ec2Config(ClusterConfig):
     kind: str = "ec2"
     gate: bool = True
     regions: list[str] = field(default_factory=list)  # The regions, tried in order; [] is s3.region or the profile's.
-    subnets: list[str] = field(default_factory=list)  # The subnets, tried in this order; [] takes those of the default
-    # VPC.
+    subnets: list[str] = field(default_factory=list)  # The subnets, tried in this order; [] takes the default VPC's
+    # subnets.
     security_group: str | None = None  # The id of a security group; None makes one for the run and removes it later.
     instance_profile: str | None = None  # The machines' role; `python -m launch iam` prints the policy it needs.
     image: str | None = None  # The image, ami-... or an SSM parameter with its id; None takes baretrain's own.
@@ -35,7 +35,7 @@ class Ec2Config(ClusterConfig):
     max_wait_s: int = setting(3600, above=0)  # The seconds to wait for capacity, or until AWS answers again.
     max_run_s: int = setting(86400, above=0)  # The seconds after which the run is asked to stop. Each machine shuts
     # down half an hour later.
-    again: bool = False  # Ask for all machines again after an interruption, until max_run_s is over.
+    again: bool = False  # Ask for all machines again after an interruption, until max_run_s has passed.
 
     def interpreter(self) -> str:
         return self.python
@@ -50,5 +50,5 @@ class Ec2Config(ClusterConfig):
         )
         check(
             self.market != "spot" or self.capacity_reservation is None,
-            "cluster.market=spot takes no reservation: leave out cluster.capacity_reservation",
+            "cluster.market=spot cannot use a reservation: leave out cluster.capacity_reservation",
         )

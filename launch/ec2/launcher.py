@@ -32,14 +32,14 @@ from train.system.schema import read_object, read_yaml
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # pause between rounds over all subnets, and between attempts at an unanswered call
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
-PROFILE_S = 120.0  # longest wait until EC2 knows a new instance profile, which usually takes seconds
-VISIBLE_S = 10.0  # time until EC2 knows a new group
+PROFILE_S = 120.0  # longest wait for EC2 to recognise a new instance profile; usually it takes seconds
+VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
 Result = TypeVar("Result")
 
 
 class NotYet(Failure):
-    """An error because EC2 does not know the instance profile yet."""
+    """An error raised while EC2 does not recognise the instance profile yet."""
 
 
 class NoCapacity(Failure):
@@ -95,7 +95,7 @@ class Launcher:
             return False
         calls.check(self.record, self.resolved.id)
         if time.time() >= self.ends_unix_s:
-            self.record.append_event("ended", outcome="stopped", reason="cluster.max_run_s is over")
+            self.record.append_event("ended", outcome="stopped", reason="cluster.max_run_s has passed")
             return False
         return True
 
@@ -138,7 +138,7 @@ class Launcher:
         request = parameters(call)
 
         def send() -> dict[str, Any]:
-            if call.answered_unix_s is not None:  # EC2 did not know the profile, so this is another try
+            if call.answered_unix_s is not None:  # EC2 did not recognise the profile; try again
                 call.answered_unix_s, call.sent_unix_s = None, time.time()
                 call.write(self.record)
             try:
@@ -153,7 +153,7 @@ class Launcher:
                     raise NotYet(str(error)) from error
                 raise
             except Unreachable as error:
-                call.error, call.sent_unix_s = str(error), time.time()  # for the status command
+                call.error, call.sent_unix_s = str(error), time.time()  # shown by the status command
                 call.write(self.record)
                 raise
 

@@ -60,7 +60,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.command not in (*LIMITS_S, "train", END):
-            raise BadContent(f"{self.command!r} is no step of a run")
+            raise BadContent(f"{self.command!r} is not a step of a run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,7 +212,7 @@ class Machine:
     def do(self, step: Step) -> int:
         """Run a step's command. It is ended at its time limit, or once the first machine has written the next step."""
         hosts, addresses = [each.host for each in self.all], [each.address for each in self.all]
-        start = str(Path(launch.__file__).parents[1] / code.START)  # in the code that runs now
+        start = str(Path(launch.__file__).parents[1] / code.START)  # start.py of the running code
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir]
         command += join_flags(hosts, addresses, job=self.request, step=self.number, name=step.name, group=step.group)
         processes.adopt_orphans()
@@ -238,9 +238,9 @@ class Machine:
         self.sign_s = now_s
         try:
             if now_s > self.stops_s:
-                self.record.append_event("stop_asked", reason="cluster.max_run_s is over")
+                self.record.append_event("stop_asked", reason="cluster.max_run_s has passed")
                 self.stops_s = math.inf
-                self.stop.ask("cluster.max_run_s is over")
+                self.stop.ask("cluster.max_run_s has passed")
             self.stop.write()
             self.record.exists()
             (self.state / ALIVE).touch()

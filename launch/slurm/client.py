@@ -98,7 +98,7 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
 class Slurm:
     """The cluster that SLURM_CONF, or this machine's configuration, names."""
 
-    timeout_s: float = 60.0  # per command: without slurmctld, a command may wait for minutes
+    timeout_s: float = 60.0  # seconds per command: without slurmctld, it may wait for minutes
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
@@ -165,12 +165,12 @@ class Slurm:
         return sorted({int(word) for word in out.split() if word.isdecimal()})
 
     def cancel(self, job_id: int) -> None:
-        """End a job. Nothing happens if it is over, or if Slurm has forgotten it."""
+        """End a job. Nothing happens if it has already ended, or if Slurm has forgotten it."""
         self.answer("scancel", str(job_id))
 
     def requeue(self, job_id: int) -> None:
         """Put a job back into the queue. A running job ends immediately, so its srun must have ended before."""
-        # A job that is over starts again, after about two minutes (cred_expire).
+        # A job that has ended starts again after about two minutes (cred_expire).
         self.answer("scontrol", "requeue", str(job_id))
 
     def excluded(self, job_id: int) -> tuple[str, ...]:
@@ -238,7 +238,7 @@ class Slurm:
         if code != 0 and UNCONFIGURED.search(said):
             source = f"SLURM_CONF={os.environ['SLURM_CONF']}" if "SLURM_CONF" in os.environ else "no SLURM_CONF is set"
             raise NoSlurm(
-                f"this machine has no configuration of Slurm ({printable(source)}); start this on a login node of the "
+                f"this machine has no Slurm configuration ({printable(source)}); start this on a login node of the "
                 "cluster"
             )
         if code is None or (code and SILENT.search(said + out)):

@@ -74,7 +74,7 @@ class Scheduler(spec.Scheduler):
 
 
 def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
-    """Return the state of a job in Slurm's terms; of an array, that of the task furthest from its end."""
+    """Return the state of a job in Slurm's terms; for an array, the state of the task furthest from its end."""
     if not jobs:
         return f"job {handle[name]} is no longer known to Slurm"
     job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
@@ -85,7 +85,7 @@ def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
 
 def number(handle: Handle, name: str) -> int:
     found = count(handle, name) or 0
-    check(found > 0, f"the record names no job of Slurm: {handle.get(name)!r}")
+    check(found > 0, f"the record names no Slurm job: {handle.get(name)!r}")
     return found
 
 

@@ -202,7 +202,7 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
         (
             Fault("status", "large", code=403, error="InvalidAccessKeyId"),
             Unreachable,
-            "does not know these credentials",
+            "does not recognise these credentials",
         ),
         (Fault("stall", "large"), Unreachable, r"nothing came within 0.5 s \(data.attempt_s\)"),
         (Fault("flip", "large", after=900), InputError, "it has sha256 .*, the manifest says .* 3 times"),

@@ -182,4 +182,4 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
 def test_a_step_that_is_none_is_rejected(tmp_path):
     record = Record(str(tmp_path / "run"), S3Config())
     record.folder.write("step.json", b'{"command": "dance", "name": "x"}')
-    rejects("step.json cannot be read: 'dance' is no step", record.read, Step, "step.json")
+    rejects("step.json cannot be read: 'dance' is not a step", record.read, Step, "step.json")

@@ -152,7 +152,7 @@ def test_the_nodes_that_a_job_shall_not_get_are_known(slurm, tmp_path):
 
 def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
-    said = "no configuration of Slurm .SLURM_CONF=/nowhere/slurm.conf.; start this on"
+    said = "no Slurm configuration .SLURM_CONF=/nowhere/slurm.conf.; start this on"
     rejects(said, Slurm(timeout_s=3).job_ids, "x")
 
 

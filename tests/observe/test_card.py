@@ -62,9 +62,9 @@ def test_the_results_are_of_the_weights_that_are_there(tmp_path, exports_best, m
         (run / "export" / MARK).write_text(mark)
     head, body = made(run)
     if step is None:
-        assert "The weights here are those of step 15, which was not evaluated." in body and "model-index" not in head
+        assert "These are the weights of step 15, which was not evaluated." in body and "model-index" not in head
         return
-    assert f"The weights here are those of step {step}." in body
+    assert f"These are the weights of step {step}." in body
     metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
     assert metrics["f1_macro"] == {10: 0.5, 20: 0.75, 30: 0.7}[step]
 

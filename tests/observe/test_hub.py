@@ -214,7 +214,7 @@ NOBODY_THERE = {"ENDPOINT": f"http://127.0.0.1:{free_port()}"}
 REJECTED = [
     ({}, "mary/tweets", "belongs to jane, who is neither mary"),
     (NO_TOKEN, TO, "no token of the Hugging Face Hub"),
-    ({"HF_TOKEN": "hf_wrong"}, TO, "does not know the token"),
+    ({"HF_TOKEN": "hf_wrong"}, TO, "rejects the token"),
     ({"HF_TOKEN": READ_TOKEN}, TO, "may only read, not write"),
     (OFFLINE, TO, "the Hub cannot be reached"),
     (NOBODY_THERE, TO, "the Hub cannot be reached"),

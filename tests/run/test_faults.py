@@ -309,7 +309,10 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
 
 @pytest.mark.parametrize(
     ("options", "said", "kind"),
-    [({}, "the file STOP in the run folder", "stop_file"), ({"max_run_s": 0.5}, "max_run_s=0.5 is over", "max_run_s")],
+    [
+        ({}, "the file STOP in the run folder", "stop_file"),
+        ({"max_run_s": 0.5}, "max_run_s=0.5 has passed", "max_run_s"),
+    ],
     ids=["stop file", "max_run_s"],
 )
 def test_a_stop_file_and_max_run_s_end_a_run_with_a_checkpoint(toy, options, said, kind):

@@ -264,7 +264,7 @@ def test_the_run_leaves_before_max_run_s_in_time_to_save(stop):
     assert stop.reason is None
     stop.save_s = 3600
     notices.look_at_clock()
-    assert (stop.reason, stop.kind) == ("max_run_s=7200 is over", "max_run_s")
+    assert (stop.reason, stop.kind) == ("max_run_s=7200 has passed", "max_run_s")
 
 
 def test_the_run_leaves_a_capacity_block_in_time_and_takes_none_without_time_left(stop, wall_clock):

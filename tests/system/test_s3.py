@@ -319,7 +319,7 @@ def test_a_body_that_is_damaged_on_the_way_up_is_sent_again(bucket):
 
 
 KEY, SECRET = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
-UNKNOWN = "s3://.*/a: S3 does not know these credentials "
+UNKNOWN = "s3://.*/a: S3 does not recognise these credentials "
 UNUSABLE = [  # environment (None: not set), settings, and what is said of them
     ({KEY: None, SECRET: None}, {}, "s3://.*/a: no AWS credentials on this machine; attach a role"),
     ({SECRET: None}, {}, f"S3 cannot be used .*: Partial .* in env, missing: {SECRET}$"),
@@ -390,9 +390,9 @@ def test_credentials_renewed_in_a_file_are_taken_up(bucket, monkeypatch, tmp_pat
         file.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = old\n")
         folder = in_s3(bucket)
         acts = [partial(at_once, folder), *(act for _verb, act in everything(folder))]
-        rejects("does not know these credentials", folder.write, "b", b"x")
+        rejects("does not recognise these credentials", folder.write, "b", b"x")
         file.write_text("[default]\naws_access_key_id = half\n")  # as another program writes it
-        rejects("does not know these credentials", folder.write, "b", b"x")
+        rejects("does not recognise these credentials", folder.write, "b", b"x")
         file.write_text(f"[default]\naws_access_key_id = {server.key}\naws_secret_access_key = {server.secret}\n")
         acts[number]()
 

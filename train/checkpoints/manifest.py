@@ -16,7 +16,7 @@ from train.system.folders import canonical_json
 from train.system.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
-FORMAT_OF_PARTS = 5  # for files of ranks other than rank 0; versions that know only FORMAT would leave these files out
+FORMAT_OF_PARTS = 5  # format with files of several ranks; versions that read only FORMAT would leave these files out
 FILE = "manifest.json"
 LATEST = "LATEST"
 PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank other than rank 0 wrote
@@ -90,7 +90,7 @@ class Manifest:
     metric: float | None  # best.metric in an evaluation of this step, negated if higher is better
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    folder: FileName | None = None  # in S3: the folder of the files, below the step
+    folder: FileName | None = None  # folder of the files below the step, in S3 only
 
     @property
     def num_bytes(self) -> int:

@@ -211,7 +211,7 @@ class AsyncSaver:
         try:
             num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
             if self.world.rank == 0:
-                self.folder.ownership.check()  # before older checkpoints are removed
+                self.folder.ownership.check()  # the last check before older checkpoints are removed
                 if self.failures:
                     with suppress(NotPermitted):
                         self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))

@@ -1,6 +1,6 @@
 """The protocol for checkpoints on disk or in S3, and its implementation on disk.
 
-All ranks must see the disk. On disk, a step is a folder that gets its name by a rename. This module imports no torch.
+All ranks must see the disk. On disk, a step is a folder that gets its name by a rename. It does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train.system.checksums import fault_of
 from train.system.folders import LocalFolder, at_once, check_space
 from train.system.schema import FileName
 
-Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # by step
+Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # checkpoints by step
 TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
 
 
@@ -140,7 +140,7 @@ class LocalStore(Store):
 
     def join(self, name: str, num_bytes: int) -> Path:
         check_space(self.path / name, num_bytes)
-        return self.path / name  # not made here: a new owner of the run folder may have removed it
+        return self.path / name  # The folder is not made here: a new owner of the run folder may have removed it
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         # If a new owner of the run folder has removed `scratch`, this fails and changes nothing.

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from train.config.checks import Section, check, setting, shortlist
 
 MOST_LENGTHS = 255  # each row stores the index of its length in one byte; one more length is always added
-MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
+MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
 MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
 

@@ -13,7 +13,7 @@ from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MOST_READINGS = 1000  # maximum for a corpus: a model memorises text that it sees more often
-MAX_PREPARING_PROCESSES = 1024  # per machine: no machine has more processors; each process holds a tokenizer
+MAX_PREPARING_PROCESSES = 1024  # maximum per machine: none has more processors; each process holds a tokenizer
 
 
 @dataclass(kw_only=True)

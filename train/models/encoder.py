@@ -50,7 +50,7 @@ SUPPORTS = {
 }
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 logger = logging.getLogger("train")
-ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # from architecture to transformers' name
+ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # transformers' names by architecture
 
 
 class MaskedLM(Network):
@@ -239,7 +239,7 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         defaults = AutoConfig.for_model(cfg.architecture)
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
-        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # in its usual tokenizer
+        tokens = ((name, getattr(defaults, name, None)) for name in SPECIAL_IDS)  # ids of its usual tokenizer
         outside = [name for name, token in tokens if isinstance(token, int) and token >= sizes["vocab_size"]]
         sizes |= dict.fromkeys(outside)
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # It may derive other fields from these sizes.

@@ -1,4 +1,4 @@
-"""An estimate of the bytes of device memory per rank, from the model's sizes and the settings. It imports no torch.
+"""An estimate of device memory per rank in bytes, from the model's sizes and the settings. It does not import torch.
 
 Model states are counted as in ZeRO (https://arxiv.org/abs/1910.02054, section 3.1), for autocast. A parameter has 4
 bytes for its weight, 4 for its gradient, 8 for the two moments of AdamW and LAMB, and a 16-bit copy for products.
@@ -27,7 +27,7 @@ STATE_BYTES = 4  # bytes of an fp32 weight, gradient or moment
 WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # a bf16 weight alone, or with its fp32 master copy
 PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # bytes of an operand of a product; 2 in the other precisions
 AUTOCAST = ("bf16", "fp16")
-MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # per layer, token and hidden unit
+MASK_BYTES, AUTOCAST_BYTES, ATTENTION_VALUES = 2, 8, 8  # counts per layer, token and hidden unit
 # The next three, for runs on CPUs, reproduce the peaks of seven runs (five are in benchmarks/notes.md) within 7 %.
 CPU_PROCESS_BYTES = int(0.85 * GIB)  # bytes of a process that has imported torch and transformers but has no model
 CPU_ACTIVATIONS = 1.25  # factor of the kept activations, for temporary memory of the backward pass
@@ -90,7 +90,7 @@ def memory_of(
         "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
         "model": here,
     }
-    # If ranks divide the moments by whole tensors, one rank holds at least those of the largest, the embedding.
+    # If ranks divide the moments by whole tensors, one rank holds at least the moments of the largest, the embedding.
     largest = 0 if model.freeze_embeddings or not held.whole_tensors else shape.vocab_size * shape.embedding_width
     moments = max(trained * held.moments, largest)
     sums = trained if held.sums_whole and accumulation > 1 else 0

@@ -140,8 +140,8 @@ def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> 
 def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
     """Return the tokenizer that resolved settings name, without truncation and padding.
 
-    Raises InputError if it cannot be loaded, is not a fast tokenizer, lacks a special token, or if its vocabulary is
-    not that of the weights.
+    Raises InputError if it cannot be loaded, is not a fast tokenizer, lacks a special token, or if its vocabulary
+    differs from the weights'.
     """
     source = cfg.tokenizer or cfg.pretrained
     if source is None:

@@ -123,8 +123,8 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
 def exported_evaluation(run: Run) -> Line | None:
     """Return the evaluation of the exported weights; None if there was none.
 
-    An export that does not state its step has the weights of the best evaluation if best.export is set, else those of
-    the last evaluation.
+    An export that does not state its step has the weights of the best evaluation if best.export is set, otherwise
+    of the last evaluation.
     """
     lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
     if run.exported_step is not None:
@@ -198,9 +198,9 @@ def results(run: Run, records: Records) -> Iterator[str]:
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
     if line is None:
-        yield f"The weights here are those of step {run.exported_step:,}, which was not evaluated."
+        yield f"These are the weights of step {run.exported_step:,}, which was not evaluated."
     else:
-        yield f"The weights here are those of step {line['step']:,}."
+        yield f"These are the weights of step {line['step']:,}."
     of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
     tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
     if records.step is not None and tables:

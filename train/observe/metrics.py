@@ -44,8 +44,8 @@ class Window:
     """Sums since the last metrics line. Checkpoints contain them, so that a resumed run writes the same lines."""
 
     steps: int = 0
-    count: float = 0.0  # labels of this rank; after the sum for a line, those of all ranks
-    tokens: float = 0.0  # tokens of this rank without padding; after the sum for a line, those of all ranks
+    count: float = 0.0  # labels of this rank, or of all ranks after the sum for a line
+    tokens: float = 0.0  # tokens of this rank without padding, or of all ranks after the sum for a line
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
@@ -113,7 +113,7 @@ class Recorder:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for text in self.monitor.alarms():  # only those of this machine: the other ranks may be gone
+        for text in self.monitor.alarms():  # only this machine's: the other ranks may be gone
             self.alarm(text)
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
@@ -270,7 +270,7 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
-        self.fault(text)  # before the warning: this also writes and logs the lines of earlier steps
+        self.fault(text)  # This precedes the warning: it also writes and logs the lines of earlier steps.
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:

@@ -36,7 +36,7 @@ FAILED = {
     "failed_to_queue": "executions that could not be queued",
 }
 
-Totals = dict[str, tuple[float, float]]  # by name: a sum, and the number of devices or machines in it
+Totals = dict[str, tuple[float, float]]  # a sum, and the number of devices or machines in it, by name
 
 
 @dataclass

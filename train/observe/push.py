@@ -92,7 +92,7 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
-    numbers = (  # without texts, which may name hosts and paths
+    numbers = (  # Texts are left out, since they may name hosts and paths.
         {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
         for line in read_lines(LocalFolder(run))
         if line["kind"] in NUMBERS_OF
@@ -218,7 +218,7 @@ def asking(what: str, silence_s: float) -> Iterator[None]:
         text, token = f"{type(cause).__name__}: {cause}", get_token() or "\0"
         text = " ".join(text.replace(token, "(token)").replace(repr(token)[1:-1], "(token)").split())
         if status == 401:
-            raise InputError(f"{what}: the Hub does not know the token; run hf auth login, or fix HF_TOKEN") from None
+            raise InputError(f"{what}: the Hub rejects the token; run hf auth login, or fix HF_TOKEN") from None
         if status == 403:
             raise InputError(f"{what}: the Hub's token has no permission ({text})") from None
         kind = InputError if isinstance(cause, OfflineModeIsEnabled) else Unreachable

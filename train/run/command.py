@@ -157,7 +157,7 @@ def guarded(
     started torchrun. `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as on standard error: the C locale has only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # standard error does so anyway; the C locale has only ASCII
     line, code = "", DONE
     use_console("stderr")
     try:

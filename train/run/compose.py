@@ -57,7 +57,7 @@ from train.tasks import TASKS, spec_of
 __all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
 
 Schema = tuple[str, str, type]  # (group, name, dataclass) of a group's options
-SCHEMAS: list[Schema] = [  # `schemas` adds those of tasks and optimizers
+SCHEMAS: list[Schema] = [  # `schemas` adds the schemas of tasks and optimizers
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
@@ -209,7 +209,7 @@ def spelling(key: str, equals: str, value: str) -> str:
 
 
 def preferred(schema: type, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that the overrides imply, to replace those of a recipe; see `train.run.precedence`."""
+    """Return the settings that the overrides imply, to replace a recipe's; see `train.run.precedence`."""
     parse = OverridesParser.create().parse_override
     given = {override.partition("=")[0]: parse(override).value() for override in overrides}
     return over_recipe(dict(flatten(given)), groups(CONFIGS[schema]))

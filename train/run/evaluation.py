@@ -1,7 +1,7 @@
 """Evaluations, whose metrics are the same on any number of ranks, since each example is counted once.
 
 Ranks compute statistics for each row. Rank 0 puts the rows in the order of the data and computes the metrics in float64
-(`eval_metrics` of the task). A masked language model masks the same tokens at every step, those of the epoch EVAL_EPOCH
+(`eval_metrics` of the task). A masked language model masks the same tokens at every step, as in epoch EVAL_EPOCH
 (train/data/batches/loader.py). Metrics are bit-identical only for the same eval_batch_size: at a different batch size
 matrix products may add in a different order. The default is the micro batch size, which may depend on the number of
 ranks (train/config/plan.py).

@@ -1,4 +1,4 @@
-"""The cost of a run's faults and saves, and how often to save, computed from metrics.jsonl. It imports no torch."""
+"""The cost of a run's faults and saves, and how often to save, from metrics.jsonl. It does not import torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def facts(
         "steps_lost": sum(line["steps_lost"] for line in faults),
         "recover_s": sum(line["recover_s"] for line in faults),
         "wall_s": wall_s,
-        "stall_s": stall_s,  # per save, on average
+        "stall_s": stall_s,  # seconds per save, on average
         "mttf_s": mttf_s,
         "suggested_interval_s": interval_s,
         "suggested_every": max(1, round(interval_s / step_s)) if step_s else None,
@@ -72,7 +72,7 @@ def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: fl
     """Return the seconds between two saves: sqrt(2 * stall * mean time to failure).
 
     This is the first-order formula in J. T. Daly, "A higher order estimate of the optimum checkpoint interval", FGCS 22
-    (2006), after J. W. Young, CACM 17 (1974). The result is at most `max_loss_s`, also if there was no fault so far
+    (2006), after J. W. Young, CACM 17 (1974). The result is at most `max_loss_s`, even if there was no fault so far
     (`mttf_s` None), and at least `save_s`.
     """
     best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)

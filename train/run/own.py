@@ -1,6 +1,6 @@
 """The user's own tasks, optimizers and schedules: a file named by `--import` adds its tables to the program's tables.
 
-This module imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # may be typed together with the setting t
 
 
 def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, Any]:
-    """Return further settings that the given ones imply, to replace those of a recipe.
+    """Return further settings that the given ones imply, to replace a recipe's.
 
     The values of a given option replace the recipe's, and a given setting resets those that REPLACED lists for it.
     Raises InputError if two given settings choose the same thing.

@@ -1,4 +1,4 @@
-"""The configuration in a run folder, which anybody may have written. It imports no torch."""
+"""The configuration in a run folder, which anybody may have written. It does not import torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@
 A second signal skips 2 to 4: `handle` raises SystemExit(128 + the signal's number), and `train.entry` exits immediately
 with that code. If the main thread is in a call that runs no Python handler, the thread of `listen` exits with that code
 after GRACE_S: on a second signal or, inside `nothing_to_save` (a library opens a device or joins ranks), on the first.
-When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). This module imports no torch.
+When torchrun itself dies, the kernel sends its ranks SIGTERM (train/system/torchrun.py). Torch is not imported here.
 
 EC2 publishes notices in its instance metadata, which answers 404 while there is no notice (EC2 user guide):
 
@@ -52,7 +52,7 @@ logger = logging.getLogger("train")
 GRACE_S = 5.0  # seconds after a second signal in which the main thread may still exit
 REPEAT_S = 2.0  # seconds in which a signal counts as the same request: torchrun repeats the terminal's Ctrl-C
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
-BLOCK_MARGIN_S = 60  # seconds besides the save, for the steps in which the ranks agree, and for clocks that differ
+BLOCK_MARGIN_S = 60  # seconds added to the save, for the steps until all ranks agree and for clock differences
 EVENT_LEAD_S = 120  # seconds before a scheduled stop at which the run leaves; equal to the time after a spot notice
 FOR_GOOD = ("instance-stop", "instance-retirement")
 POLL_S = 5.0  # seconds between requests, as AWS recommends; a spot notice comes two minutes before the end
@@ -199,7 +199,7 @@ class Notices:
 
     def look_at_clock(self) -> None:
         if self.max_run_s is not None and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s:
-            self.stop.ask(f"max_run_s={self.max_run_s:g} is over", kind="max_run_s")
+            self.stop.ask(f"max_run_s={self.max_run_s:g} has passed", kind="max_run_s")
         if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
             ends = f"the capacity block ends at {as_text(self.block_end)}, its instances 30 minutes before"
             self.stop.ask(ends, kind="capacity_block")

@@ -1,1 +1,1 @@
-"""Facts about the machine and the start of this process, and access to files on disk and in S3. It imports no torch."""
+"""Facts about the machine and this process's start, and access to files on disk and in S3. It does not import torch."""

@@ -5,7 +5,7 @@
 When NAME grows beyond PART_BYTES, its older lines move to a part, which never changes. NAME then begins with a line
 that counts the parts. NAME is written after the parts, so a reader finds each line exactly once at any time. A part
 that is not counted comes from a job that was killed between the two writes, or that has lost the folder: NAME has its
-lines too. This module imports no torch.
+lines too. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ WHOSE = "aws sts get-caller-identity shows the user"
 ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error classes, the problem, and the cure
     (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
     (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
-    (UNKNOWN, "{service} does not know these credentials ({code})", f"{WHOSE}, aws configure sets others"),
+    (UNKNOWN, "{service} does not recognise these credentials ({code})", f"{WHOSE}, aws configure sets others"),
     (NOT_ALLOWED, "no permission ({code}): {text}", f"the role or user needs it in its policy; {WHOSE}"),
     (["RequestTimeTooSkewed"], "this machine's clock is wrong: {service} rejects its signature", "set it (chrony)"),
     (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),

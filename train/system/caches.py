@@ -16,7 +16,7 @@ from train.system import machine
 from train.system.atomic_io import made_once
 
 KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # on an image built with compile_cache (ami/provision); root's
+IMAGE_GRAPHS = Path("/opt/baretrain/graphs")  # owned by root, on an image built with compile_cache (ami/provision)
 NOBODY = 65534  # the owner of root's files, as a container with mapped users shows it (user_namespaces(7))
 
 

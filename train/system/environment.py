@@ -1,4 +1,4 @@
-"""The versions, commit and machine of a process, for environment.json. It imports no torch."""
+"""The versions, commit and machine of a process, for environment.json. It does not import torch."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def empty_folders_removed(*paths: Path) -> Iterator[None]:
-    """If the run is rejected in the block, remove those of `paths` and their parents that are new and empty.
+    """If the run is rejected in the block, remove all new and empty folders among `paths` and their parents.
 
     The ranks that torchrun started on this machine make these folders together. The last rank to leave removes them.
     """

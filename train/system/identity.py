@@ -1,7 +1,7 @@
 """The identity of a run: the settings that a resume must keep, and the files that mark a run folder.
 
 A run folder has environment.json, which describes the run, or a lease. An empty folder may become a run folder. This
-module imports no torch.
+module does not import torch.
 """
 
 from __future__ import annotations

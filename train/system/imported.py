@@ -1,7 +1,7 @@
 """Files of user code that `--import` names. Each file is run once, and is identified by its name and checksum.
 
 Only the command line can name these files. No setting can, so that nothing in a run folder runs code. This module
-imports no torch.
+does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Imported:
     module: ModuleType
 
 
-IMPORTED: dict[str, Imported] = {}  # by file name
+IMPORTED: dict[str, Imported] = {}  # imported files by name
 
 
 def load(given: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The lease files, one for each owner of a run folder. ownership.py has the rules. This module imports no torch.
+"""The lease files, one for each owner of a run folder. ownership.py has the rules. This module does not import torch.
 
 lease/00000007.json   see KINDS; the highest number is the current owner's
 """

@@ -1,4 +1,4 @@
-"""Facts about a machine and its environment that can be read without opening a device. It imports no torch.
+"""Facts about a machine and its environment that can be read without opening a device. It does not import torch.
 
 Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching) in
 SDK 2.31, the last one with PyTorch/XLA.
@@ -55,7 +55,7 @@ KNOBS = (
 
 
 def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
-    """Return those of KNOBS that are set to anything but an empty text or 0."""
+    """Return the KNOBS that are set to anything but an empty text or 0."""
     return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
 
 

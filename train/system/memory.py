@@ -10,7 +10,7 @@ from pathlib import Path
 
 def own_peak_bytes() -> int:
     """Return the peak memory of this process in bytes, without its loader workers."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux, see getrusage(2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # ru_maxrss is in KiB on Linux, see getrusage(2)
 
 
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")

@@ -1,4 +1,4 @@
-"""The setup of a rank before the ranks join: network card, open files, EFA, processors. It imports no torch.
+"""The setup of a rank before the ranks join: network card, open files, EFA, processors. It does not import torch.
 
 Settings of the user or the launcher are kept. This module has not been run on EFA or Neuron hardware, nor on several
 GPUs.

@@ -59,6 +59,6 @@ def variables(endpoint: str, session: Any) -> dict[str, str | None]:
         user, at, host = parts.netloc.rpartition("@")
         is_plain = not re.search("[@/?]", unquote(user))  # the connector does not decode user and password
         check(is_plain, f"the proxy {host}: shards cannot be fetched if its user or password contains @, / or ?")
-        port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector knows no default port
+        port = "" if parts.port else f":{PORTS[parts.scheme]}"  # the connector has no default port
         proxy = f"{parts.scheme}://{unquote(user)}{at}{host.rstrip(':')}{port}"
     return {**dict.fromkeys(PROXIES, proxy), AUTHORITIES: authorities(session)}

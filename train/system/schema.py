@@ -171,7 +171,7 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, FileName | RelativePath | Sha256):
         return checked(hint, value, where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    kinds = {  # by type: whether the value has this type, and the type's name in an error
+    kinds = {  # whether the value has each type, and the type's name in an error
         int: (is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT, "a count"),
         float: (is_number, "a number"),
         bool: (isinstance(value, bool), "true or false"),

@@ -27,7 +27,7 @@ class Sdk:
     """Versions that one release of the Neuron SDK ships together."""
 
     name: str
-    torch_neuronx: str  # without the leading torch release
+    torch_neuronx: str  # version without the leading torch release
     neuronx_cc: str
     libneuronxla: str
     runtime: str

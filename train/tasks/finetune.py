@@ -70,7 +70,7 @@ class Split:
     name: str  # the name of its tables
     prefix: str  # the prefix of its metrics; "" for "validation"
     features: Dataset
-    first: int  # its first row in the statistics of an evaluation
+    first: int  # index of the first row in the statistics of an evaluation
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         return rows[self.first : self.first + len(self.features)]

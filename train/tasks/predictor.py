@@ -48,7 +48,7 @@ class Predictor:
         most = None if run is None else MOST_TOKENS  # the run cuts texts at this length too
         sizes = Sizes.read(ModelConfig(pretrained=source, tokenizer=source), seq_len, most=most)
         names = ", ".join(sizes.config.architectures or ["none"])
-        only_number = "regression" if sizes.config.num_labels == 1 else None  # as transformers does with one output
+        only_number = "regression" if sizes.config.num_labels == 1 else None  # transformers assumes this for one output
         task = task or default_task(source, names, getattr(sizes.config, "problem_type", None) or only_number)
         self.spec = spec = spec_of(task)
         check(spec.head in names, f"{source}: the run's task is {task.kind}, but the model is a {names}")

@@ -105,7 +105,7 @@ class Featurizer(ABC):
         self._notes.setdefault(split, Counter()).update(numbers)
 
     def notes(self, split: str) -> dict[str, float]:
-        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and those of the task."""
+        """Return the counts of a split: truncated, tokens_cut, unknown_tokens, text_tokens, and the task's."""
         return {name: float(number) for name, number in self._notes.get(split, Counter()).items()}
 
 

@@ -36,8 +36,8 @@ from train.system.processes import is_gone, owner_name
 
 SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb is set
 # For each lane the cache needs space for the previous window (its files are deleted, but readers still map them), the
-# current window, the rows of a global batch, and the windows in which three groups of batches end: those of this step,
-# those of the next step, and those drawn together with them.
+# current window, the rows of a global batch, and the windows in which three groups of batches end: this step's, the
+# next step's, and the batches drawn together with them.
 WINDOWS_HELD = 6
 POLL_S = 0.05
 TELL_EVERY_S = 1.0  # least seconds between two notices to readers that bytes have arrived

@@ -33,7 +33,7 @@ SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")  # the dtypes of tokens
 MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
 MAPPED_SHARDS = 8192  # per ShardSet, one map each: a process may have 65,530 maps unless vm.max_map_count is raised
-MAX_HEADER_BYTES = 1024  # per shard file; three tensors take about 250
+MAX_HEADER_BYTES = 1024  # maximum per shard file; three tensors take about 250
 STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' names of dtypes, and numpy's
 TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
 
@@ -287,7 +287,7 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
 
     This function parses the header itself: safetensors would map the file, and the kernel would read ahead in that map.
     """
-    import torch  # its maps need no open file, unlike Python's mmap
+    import torch  # torch's maps need no open file, unlike Python's mmap
 
     with path.open("rb", buffering=0) as file:
         head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size

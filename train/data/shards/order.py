@@ -135,7 +135,7 @@ class EpochOrder:
         return (self.lanes.piece_firsts[self.pieces[piece]] + shuffled - self.piece_starts[piece]).reshape(places.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards of the windows that these lanes read in `step`, and those of later windows, in order."""
+        """Return the shards of the windows that these lanes read in `step`, and the later windows' shards, in order."""
         begins = self.window_starts - self.lanes.starts[self.window_lanes]  # rows before the window in its lane
         is_left = np.isin(self.window_lanes, lanes) & (
             self.window_ends - self.lanes.starts[self.window_lanes] > step * self.each
@@ -175,7 +175,7 @@ class ShardSampler:
         """
         self.shard_rows, self.seed, self.global_batch_size = list(shard_rows), seed, global_batch_size
         self.rows, self.world_size = sum(shard_rows), world_size
-        self.steps = self.rows // global_batch_size  # per epoch
+        self.steps = self.rows // global_batch_size  # steps per epoch
         self.consumed_rows, self.eval_shards = consumed_rows, eval_shards
         self.lanes = Lanes(self.shard_rows, lanes or lanes_of(global_batch_size, len(self.shard_rows)), seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
@@ -193,7 +193,7 @@ class ShardSampler:
         return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
 
     def fetched_more(self, machines: Sequence[Sequence[int]]) -> str | None:
-        """Return a message on how often machines with these ranks together fetch the data; None if about once."""
+        """Return a message on how many times machines with these ranks fetch the data in all; None if about once."""
         parts = [self.lanes.shards_of(self.lanes_of(ranks)) for ranks in machines]
         times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
         if times <= MOST_FETCHED:
@@ -235,7 +235,7 @@ class ShardSampler:
             epoch, start = epoch + 1, 0
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards that this machine reads now, and then those until the end of the next epoch, in order."""
+        """Return the shards that this machine reads now, and later ones until the end of the next epoch, in order."""
         epoch, step = self.position
         now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)

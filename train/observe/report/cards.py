@@ -218,7 +218,7 @@ def faults(run: Run) -> Card | None:
     return Card("unknown" if goodput is None else f"{goodput:.1%}", notes, goodput)
 
 
-CARDS = {  # by name, in the order of the page
+CARDS = {  # cards by name, in the page's order
     "Outcome": outcome,
     "Model": model,
     "Final quality": quality,

@@ -197,7 +197,7 @@ def repaid_text(run: Run, baseline: Run) -> str:
     known = [each[key] for each in (ours, theirs) for key in ("train_s", "steps", "compile_s")]
     if None in known or not all((ours["steps"], theirs["steps"])) or ours["examples"] != theirs["examples"]:
         return ""
-    saved_s = theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]  # in each step
+    saved_s = theirs["train_s"] / theirs["steps"] - ours["train_s"] / ours["steps"]  # seconds per step
     spent_s = ours["compile_s"] - theirs["compile_s"]
     return f", which {spent_s / saved_s:,.0f} steps repaid" if saved_s > 0 and spent_s > 0 else ""
 

@@ -66,7 +66,7 @@ class Evaluated:
     labels: list[str] = field(default_factory=list)
     per_class: dict[str, Numbers] = field(default_factory=dict)  # precision, recall, f1 and support by label
     confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
-    pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # by target: (truth, prediction) of some rows
+    pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # (truth, prediction) of some rows, by target
 
     def __post_init__(self) -> None:
         is_square = all(len(row) == len(self.confusion) for row in self.confusion)

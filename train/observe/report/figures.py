@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: safe for colour-blind eyes
 DASHES = ("-", "--", ":", "-.")  # runs 7 to 12 are dashed, and so on
-MAX_POINTS = 200  # per curve: at 600 px, more points are noise and make PNGs large
+MAX_POINTS = 200  # points per curve: at 600 px, more are noise and make PNGs large
 MARK: Any = {"linestyle": (0, (6, 3)), "lw": 1.2, "color": "#555555"}  # style of a line that is not a curve
 DPI = 200
 WIDTH = 4.5  # inches: in one of three columns, or on a phone, the texts are as large as those around the figure
@@ -137,7 +137,7 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
         has_points |= bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
-    # With sentence-order prediction, the loss is not that of the tokens alone.
+    # With sentence-order prediction, the loss is not only about tokens.
     of_tokens = [all("sop_loss" not in line for line in run.evaluations) for run in runs]
     entropies = [run.summary["unigram_entropy"] if of else None for run, of in zip(runs, of_tokens, strict=True)]
     add_marks(axes, entropies, "unigram entropy")
@@ -204,7 +204,7 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
         names = [f"{shortened(run.label)}{how}" for run, how in zip(runs, ends, strict=True)]
     figure, axes = axes_of(panel.title, xlabel=X_LABELS[x], ylabel=panel.unit)
     for index, (name, each) in enumerate(zip(names, curves, strict=True)):
-        label = f" {name}"  # with a space: Matplotlib leaves a name that begins with "_" out of the legend
+        label = f" {name}"  # The space matters: Matplotlib omits names that begin with "_" from the legend.
         curve(axes, *each, band=len(runs) == 1, label=label, **look(index))
     if panel.name == LOSS.name:
         add_validation(axes, runs, x)
@@ -215,7 +215,7 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     finish(axes, panel, values, end)
     handles, named = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        widths = [len(name) + 7 for name in named]  # in letters; about 60 fit in a row
+        widths = [len(name) + 7 for name in named]  # widths in letters; about 60 fit in a row
         columns = len(widths) if sum(widths) <= 60 else max(1, 60 // max(widths))
         figure.legend(loc="outside lower center", ncols=columns)
         figure.set_figheight(3.0 + 0.19 * math.ceil(len(handles) / columns))  # a long legend must not squeeze the axes

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from train.config.checks import LARGEST_FLOAT
 
 Line = dict[str, Any]
-MAX_LINES = 1000  # per kind, five for each point of a curve; at twice this number, lines are thinned out
+MAX_LINES = 1000  # lines per kind, five for each point of a curve; twice as many are thinned out
 
 
 def number(line: Line, key: str) -> float | None:
@@ -105,7 +105,7 @@ def joined(lines: list[Line]) -> Line:
 
 @dataclass
 class Attempt:
-    """Facts of an attempt from all its lines, including those of steps that were redone."""
+    """Facts of an attempt from all its lines, including lines of redone steps."""
 
     last: Line  # its newest line
     step: int = 0  # the last step, from the newest line or a checkpoint committed after it

@@ -38,9 +38,9 @@ logger = logging.getLogger("train")
 @dataclass
 class Run:
     folder: Folder
-    config: dict[str, Any]  # by flat key: "optim.lr"
-    environment: dict[str, Any]  # by flat key
-    attempts: list[Attempt] = field(default_factory=list)  # for times and costs, with redone steps
+    config: dict[str, Any]  # settings by flat key, such as "optim.lr"
+    environment: dict[str, Any]  # facts by flat key
+    attempts: list[Attempt] = field(default_factory=list)  # attempts with redone steps, for times and costs
     train: list[Line] = field(default_factory=list)  # train lines for the curves, without superseded ones
     evaluations: list[Line] = field(default_factory=list)  # eval lines, without superseded ones
     summaries: list[Line] = field(default_factory=list)
@@ -204,7 +204,7 @@ def speed(run: Run) -> Summary:
         examples += batch * max(0, steps - run.train[-1]["step"])
     once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
-    is_cpu = str(environment.get("device")).startswith("cpu")  # also with XLA; the device's memory is the host's
+    is_cpu = str(environment.get("device")).startswith("cpu")  # XLA on a CPU too; device memory is host memory
     of_ranks = end.get("peak_bytes_of_ranks")
     of_ranks = of_ranks if isinstance(of_ranks, list) else []
     peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]

@@ -155,7 +155,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
     """Return the weights of errors, [C] float32; None if all are equal. `counts` [C] has the training rows per label.
 
-    Balanced weights are those of scikit-learn's "balanced": rows / (labels * rows of the label).
+    Balanced weights are computed like scikit-learn's "balanced": rows / (labels * rows of the label).
     """
     given = cfg.class_weights
     if given is None:
@@ -188,7 +188,7 @@ def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[s
     """Return accuracy, F1 and Matthews' correlation.
 
     F1 is averaged over the labels that occur in truth or predictions, as in scikit-learn. A label that is never
-    predicted has an F1 of 0. With two labels, `f1` is that of the second. Matthews' correlation is 0 if only one label
+    predicted has an F1 of 0. With two labels, `f1` is the second label's. Matthews' correlation is 0 if only one label
     is predicted.
     """
     # Imported here, since scikit-learn and scipy take a second, for which the first step should not wait.

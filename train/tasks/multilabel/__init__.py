@@ -22,7 +22,7 @@ class MultiLabelConfig(TaskConfig):
     kind: str = "multilabel"
     positive_weights: Any = None  # The weights of labels that a text has, one for each label in order; labels that it
     # lacks weigh 1. With balanced these are rows without the label / rows with it in the training data; None takes 1.
-    threshold: Any = 0.5  # The probability from which a label is predicted, or a list with one for each label in order;
+    threshold: Any = 0.5  # The lowest probability at which a label is predicted, or a list with one for each label;
     # best (one for all, by micro F1) and best_per_label choose it on the validation data. The export keeps it.
 
     def __post_init__(self) -> None:

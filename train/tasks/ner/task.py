@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-BIOES = {"L": "E", "U": "S"}  # prefixes of BILOU, which seqeval does not know, to those of BIOES
+BIOES = {"L": "E", "U": "S"}  # from BILOU's prefixes, which seqeval lacks, to those of BIOES
 NAMES = ("precision", "recall", "f1", "accuracy")
-Tags = Sequence[list[str]]  # for each sentence, the tags of its words
+Tags = Sequence[list[str]]  # tags of the words of each sentence
 
 
 # ---- words to tokens -----------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def ner_rows(scheme: str) -> RowKind:
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",
         tokens={
-            "labels": NUMBERS,  # for each token the tag of its word, or IGNORE_INDEX after the word's first token
+            "labels": NUMBERS,  # the tag of each token's word, or IGNORE_INDEX after the word's first token
             "words": NUMBERS,  # the indices of the words that have a label
         },
     )

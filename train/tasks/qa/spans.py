@@ -150,7 +150,7 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
     since no threshold can separate them, and if it is best to answer no question, the threshold is below all odds
     instead of 0.
 
-    `scores` [questions] are those of the best spans, 0 to 1. For a question without an answer, having no span scores 1.
+    `scores` [questions] has the best spans' scores, 0 to 1. For a question without an answer, having no span scores 1.
     """
     order = np.argsort(null_odds, kind="stable")
     odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer

@@ -53,7 +53,7 @@ def qa_rows(task: QAConfig) -> RowKind:
             "start": NUMBER,  # first and last token of the answer; 0, which is [CLS], if there is none
             "end": NUMBER,
             "context_first": NUMBER,  # first token of the context in this window
-            "context_end": NUMBER,  # one past its last token
+            "context_end": NUMBER,  # index after the context's last token
             "offsets": NUMBERS,  # begin and end of each context token, in characters of the context
         },
     )
@@ -107,7 +107,7 @@ class QAFeaturizer(Featurizer):
         return {**self.columns(split, encoded.encodings, [indices[owner] for owner in owners]), **own}
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
-        sequences = encoding.sequence_ids  # not token_type_ids: RoBERTa has none
+        sequences = encoding.sequence_ids  # RoBERTa has no token_type_ids
         first = sequences.index(1) if 1 in sequences else 0
         end = first + sequences.count(1)
         offsets = np.array(encoding.offsets[first:end], np.int32).reshape(-1, 2)

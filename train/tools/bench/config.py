@@ -1,4 +1,4 @@
-"""Settings of `train.bench`: those of a run, the number of steps to measure, and those of a sweep."""
+"""Settings of `train.bench`: a run's settings, the number of steps to measure, and a sweep's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a measurement: speeds with their spread, MFU, waits, memory and cost. It imports no torch."""
+"""The figures of a measurement: speeds with their spread, MFU, waits, memory and cost. It does not import torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from train.tools.doctor.probe import Finding, Probe, bad, numbers, ok, skip, war
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
-NEEDED_GLIBC = (2, 35)  # for torch-neuronx 2.9's wheel; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
+NEEDED_GLIBC = (2, 35)  # torch-neuronx 2.9's wheel needs it; Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
 
 
 def python(probe: Probe) -> Finding:

@@ -58,7 +58,7 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # from "a - b" to bytes/s in each direction, while both directions are used
+    links: dict[str, float]  # bytes/s in each direction by "a - b", while both directions are used
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
