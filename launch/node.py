@@ -68,7 +68,7 @@ def join_flags(
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # torchrun inherits this; else they would end it and orphan its ranks
+        signal.signal(number, signal.SIG_IGN)  # torchrun inherits this; a signal would orphan its ranks
     record = Record(options.run, s3, options.job_sha256)
     try:
         return COMMANDS[options.command](Node(record, record.job(), options))

@@ -42,7 +42,9 @@ class Calibration:
 def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. Raises InputError if it has none."""
     folder = open_folder(location, s3)
-    check(folder.size("metrics.jsonl") is not None, f"calibrate={location} is not a run folder, without metrics.jsonl")
+    check(
+        folder.size("metrics.jsonl") is not None, f"calibrate={location} is not a run folder: metrics.jsonl is missing"
+    )
     cfg = read_config(folder)
     try:
         return measured(cfg, folder)

@@ -45,7 +45,7 @@ def retrying(kinds: type[Exception] | tuple[type[Exception], ...], limit_s: floa
 
 
 class NeverBegan(Failure):
-    """An error because the scheduler did not start a step of a job on its machines. The message is the scheduler's."""
+    """An error raised because the scheduler did not start a step of a job. The message is the scheduler's."""
 
 
 @dataclass(frozen=True)

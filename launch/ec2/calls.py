@@ -41,11 +41,11 @@ LISTS_S = 300.0  # the time after which EC2 lists new resources (EC2 API referen
 
 
 class Cancelled(Failure):
-    """An error because the record says that this launch must make nothing more."""
+    """An error raised because the record says that this launch must make nothing more."""
 
 
 class Superseded(Failure):
-    """An error because another launch of the run has begun, to which the run's resources now belong."""
+    """An error raised because another launch of the run has begun, to which the run's resources now belong."""
 
 
 @dataclass

@@ -43,7 +43,7 @@ class NotYet(Failure):
 
 
 class NoCapacity(Failure):
-    """An error because no subnet has capacity for the machines now."""
+    """An error raised because no subnet has capacity for the machines now."""
 
 
 class Launcher:

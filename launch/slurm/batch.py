@@ -68,7 +68,7 @@ def run_job(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 class Interrupted(Exception):
-    """An error because Slurm has ended the preflight."""
+    """An error raised because Slurm has ended the preflight."""
 
 
 class Batch:

@@ -58,7 +58,7 @@ JOB_LINE = re.compile(
 
 
 class NoSlurm(InputError):
-    """An error because this machine belongs to no Slurm cluster."""
+    """An error raised because this machine belongs to no Slurm cluster."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SlurmJob:
 def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
     """Return the job, or all tasks of the job array, from squeue's lines with the columns SQUEUE.
 
-    `expand` returns the names in a list of hosts. Raises BadContent if a line has another form or is another job's.
+    `expand` returns the names in a list of hosts. Raises BadContent if a line has a different form or is another job's.
     """
     jobs = []
     for line in text.splitlines():

@@ -225,7 +225,7 @@ def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: st
 
 
 def test_a_folder_that_is_no_run_is_rejected(tmp_path):
-    rejects("is not a run folder, without metrics.jsonl", read_calibration, str(tmp_path), S3Config())
+    rejects("is not a run folder: metrics.jsonl is missing", read_calibration, str(tmp_path), S3Config())
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
     rejects("the size of its model is unknown", read_calibration, where, S3Config())
     (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")

@@ -29,7 +29,7 @@ def open_store(folder: Folder, scratch: Path) -> Store:
         from train.checkpoints.store import LocalStore
 
         return LocalStore(folder.path / "checkpoints")
-    from train.checkpoints.store_s3 import S3Store  # late: boto3 takes long to import
+    from train.checkpoints.store_s3 import S3Store  # late: boto3 is slow to import
     from train.system.s3 import S3Folder
 
     assert isinstance(folder, S3Folder)

@@ -23,19 +23,19 @@ PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")  # a file that a rank oth
 
 
 class Damaged(RuntimeError):
-    """An error because a checkpoint does not match its manifest, or has no readable manifest."""
+    """An error raised because a checkpoint does not match its manifest, or has no readable manifest."""
 
 
 class NoneValid(Failure):
-    """An error because checkpoints exist but none is valid."""
+    """An error raised because checkpoints exist but none is valid."""
 
 
 class Untrusted(Failure):
-    """An error because a checkpoint contains more than tensors and plain containers."""
+    """An error raised because a checkpoint contains more than tensors and plain containers."""
 
 
 class OtherVersion(Failure):
-    """An error because another version wrote a checkpoint, in another format. The checkpoint is left as it is."""
+    """An error raised because another version wrote a checkpoint in another format. The checkpoint is not changed."""
 
 
 @dataclass

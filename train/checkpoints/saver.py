@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class SavesFail(Failure):
-    """An error because checkpoints cannot be written: further training would put more and more work at risk."""
+    """An error raised because checkpoints cannot be written: further training would put more and more work at risk."""
 
 
 @dataclass(frozen=True)

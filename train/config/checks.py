@@ -26,11 +26,11 @@ class InputError(Exception):
 
 
 class NotPermitted(InputError):
-    """An error because the role or user may not delete objects. A run needs every permission but this one."""
+    """An error raised because the role or user may not delete objects. A run needs every permission but this one."""
 
 
 class Unset(InputError):
-    """An error because a required setting is missing."""
+    """An error raised because a required setting is missing."""
 
 
 class Failure(RuntimeError):

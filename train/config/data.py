@@ -80,7 +80,7 @@ class RecordsConfig(DataConfig):
     # {mismatched: dev_mm.tsv}.
     validation_fraction: float = setting(0.1, above=0, below=1)  # The share of the rows to hold out for validation,
     # chosen by a hash of their text, if data.validation is None.
-    max_train_examples: int | None = setting(None, above=0)  # The maximum number of training examples, drawn by the
+    max_train_examples: int | None = setting(None, above=0)  # The maximum number of training examples, drawn with the
     # seed; None uses all.
     max_validation_examples: int | None = setting(None, above=0)  # The maximum number of examples of each validation
     # split; None uses all.

@@ -40,7 +40,7 @@ def hash_uniform(*coordinates: int | np.ndarray, state: np.ndarray | int = 0) ->
 
 
 def draw_rows(num_rows: int, most: int, *coordinates: int) -> np.ndarray:
-    """Return `most` distinct row indices below `num_rows`, ascending, drawn by the coordinates; at most all."""
+    """Return `most` distinct row indices below `num_rows`, in ascending order, drawn at the coordinates."""
     if most >= num_rows:
         return np.arange(num_rows)
     order = np.argsort(hash_uniform(*coordinates, np.arange(num_rows)), kind="stable")

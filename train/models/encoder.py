@@ -30,7 +30,7 @@ from train.models.pretrained import add_rows, read_model_config, read_weights
 from train.system.memory import total_memory_bytes
 from train.system.model_folder import ENCODERS
 
-# From our name of a size to its attribute in transformers' configurations; the first that exists is used.
+# The attributes of our sizes in transformers' configurations. The first attribute that exists is used.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
@@ -42,7 +42,7 @@ SIZES = {
     "hidden_dropout": ("hidden_dropout_prob", "dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
-# From the name of an attention other than eager to the class attribute with which a transformers model supports it.
+# The class attribute by which a transformers model says that it supports an attention other than eager.
 SUPPORTS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",

@@ -156,7 +156,7 @@ def default_names(number: int) -> list[str]:
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """Raise InputError if a checkpoint's head is for other labels, or for another order of them.
+    """Raise InputError if a checkpoint's head has other labels, or has them in a different order.
 
     A head with transformers' default names is accepted, and a warning says which label each of its outputs becomes.
     """

@@ -198,7 +198,7 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
 
 @contextmanager
 def asking(what: str, silence_s: float) -> Iterator[None]:
-    """Turn errors of the Hub into errors of one line without the token.
+    """Turn the Hub's errors into one-line errors without the token.
 
     A request fails after `silence_s` without an answer, and huggingface_hub retries it. The new error has no cause,
     since a traceback would print it, and some errors of httpx quote the request's headers, which contain the token.

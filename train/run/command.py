@@ -178,7 +178,7 @@ def guarded(
         drop_unwritten()
     except Exception as error:
         if str(error).lstrip().startswith("Invalid log settings"):  # torch raises this while it is imported
-            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no log of torch; unset it", REJECTED
+            line, code = f"error: TORCH_LOGS={os.environ.get('TORCH_LOGS')} names no torch log; unset it", REJECTED
         else:
             traceback.print_exc()
             whose = imported.blamed(error) or "this is a bug, please report it"

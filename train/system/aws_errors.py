@@ -61,7 +61,7 @@ TABLE = {code: (problem, cure) for codes, problem, cure in ROWS for code in code
 
 
 class Rejected(InputError):
-    """An error because AWS rejected a request, with the code of AWS's answer."""
+    """An error raised because AWS rejected a request, with the code of AWS's answer."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Rejected(InputError):
 
 
 class BadCredentials(Rejected):
-    """An error because credentials are absent, expired or unknown, so that no request can succeed."""
+    """An error raised because credentials are absent, expired or unknown, so that no request can succeed."""
 
 
 def one_line(error: object) -> str:

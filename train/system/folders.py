@@ -92,7 +92,7 @@ def open_folder(location: str, s3: S3Config) -> Folder:
     """Return the folder at a path or a file:// or s3:// URL; it need not exist. Raises InputError on other URLs."""
     check_place(location)
     if is_s3(location):
-        from train.system.s3 import S3Folder  # late: boto3 takes long to import
+        from train.system.s3 import S3Folder  # late: boto3 is slow to import
 
         return S3Folder(location, s3)
     return LocalFolder(local_path(location))

@@ -1,4 +1,4 @@
-"""Progress lines on standard error for work that takes long."""
+"""Progress lines on standard error for slow work."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # seconds until the first warning, 
 
 
 class NotAnswered(BotoCoreError):
-    """An error because no attempt of a request got a response."""
+    """An error raised because no attempt of a request got a response."""
 
     fmt = "{error} ({attempts} attempts in {seconds:.0f} s; s3.timeout_s={timeout_s:g})"
 

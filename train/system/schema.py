@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class BadContent(InputError, ValueError):
-    """An error because a file from elsewhere has invalid content. The message is one line.
+    """An error raised because a file from elsewhere has invalid content. The message is one line.
 
     It is also a ValueError, so that code around a parser treats it as damage.
     """
@@ -136,7 +136,7 @@ def read_yaml(content: bytes) -> Any:
 def record(kind: type[T], values: object, where: str = "") -> T:
     """Make a dataclass or a TypedDict from parsed JSON.
 
-    Raises BadContent at the first field that is missing, unknown or of another type. A field of type `int` must be a
+    Raises BadContent at the first field that is missing, unknown or of the wrong type. A field of type `int` must be a
     count, 0 or more. A field of type `float` may be any number.
     """
     if not isinstance(values, dict):

@@ -183,7 +183,7 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
 
 
 def diff(folder: Folder, options: argparse.Namespace) -> int:
-    from train.checkpoints.compare import compare  # torch takes long to import
+    from train.checkpoints.compare import compare  # torch is slow to import
 
     with opened(folder, options.cache_dir) as first, opened(folder, options.cache_dir) as second:
         paths = [fetch(store, step) for store, step in zip((first, second), options.steps, strict=True)]

@@ -117,7 +117,7 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
     names = folder.names_here()
     if "config.yaml" not in names or "config.json" in names:
         return None
-    from train.run.saved import read_config  # Hydra takes long to import
+    from train.run.saved import read_config  # Hydra is slow to import
 
     return read_config(folder), folder
 

@@ -17,7 +17,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadRow(Exception):
-    """An error because one row cannot be used. Its message has the reason, and does not name the row."""
+    """An error raised because one row cannot be used. Its message has the reason, and does not name the row."""
 
 
 def listed(columns: Iterable[str], wanted: str) -> str:
@@ -30,7 +30,7 @@ def listed(columns: Iterable[str], wanted: str) -> str:
 
 @contextmanager
 def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> Iterator[None]:
-    """Turn one of the `errors` of a library into an InputError of one line that says `what` failed."""
+    """Turn one of the `errors` of a library into a one-line InputError that says `what` failed."""
     try:
         yield
     except BadContent as error:

@@ -176,7 +176,7 @@ def only_one(location: str, key: str, names: list[str]) -> str:
 
 
 def s3_folder(location: str, s3: S3Config) -> S3Folder:
-    from train.system.s3 import S3Folder  # imported here because boto3 takes long to import
+    from train.system.s3 import S3Folder  # imported here because boto3 is slow to import
 
     return S3Folder(location, s3)
 

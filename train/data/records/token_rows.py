@@ -56,7 +56,7 @@ def is_list(kind: DataType) -> bool:
 def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
     """Return the dtype of the input made from a column: int64 for integers and booleans, a float dtype unchanged.
 
-    Raises InputError if the column has another type, or null values.
+    Raises InputError if the column has a different type, or null values.
     """
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}

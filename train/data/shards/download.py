@@ -53,11 +53,11 @@ CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
 
 
 class Doubtful(RuntimeError):
-    """An error because the bucket is missing, or the object does not match the manifest: a few retries may help."""
+    """An error raised because the bucket is missing, or an object does not match the manifest. Retries may help."""
 
 
 class Silent(Unreachable):
-    """An error because nothing arrived for data.attempt_s, so that the attempt was ended."""
+    """An error raised because nothing arrived for data.attempt_s, so that the attempt was ended."""
 
 
 class Client:

@@ -243,7 +243,7 @@ class ShardSampler:
 
 
 def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
-    """Return the rows that are evaluated, ascending: `most` of them, drawn by the seed; None: all."""
+    """Return the rows that are evaluated, ascending: `most` of them, drawn with the seed; None: all."""
     return draw_rows(rows, most or rows, seed, EVAL_STREAM)
 
 

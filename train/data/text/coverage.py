@@ -25,7 +25,7 @@ UNUSUAL = "\U00012000" * 4  # a cuneiform sign
 
 
 class UnusableText(InputError):
-    """An error because these settings cannot make a data set of the text. Neither a retry nor another part helps."""
+    """An error raised because these settings cannot turn the text into a data set. No retry or other part helps."""
 
 
 class Sample:

@@ -286,7 +286,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' tables and progress bars. Our errors, of one line, contain their important parts."""
+    """Silence transformers' tables and progress bars. Our one-line errors contain their important parts."""
     level, had_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
     their_logging.set_verbosity_error()
     their_logging.disable_progress_bar()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from train.config.checks import LARGEST_FLOAT
 
 Line = dict[str, Any]
-MAX_LINES = 1000  # lines per kind, five for each point of a curve; twice as many are thinned out
+MAX_LINES = 1000  # lines per kind, five for each point of a curve; lines are thinned out at twice this number
 
 
 def number(line: Line, key: str) -> float | None:

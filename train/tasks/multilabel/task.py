@@ -45,7 +45,7 @@ MULTILABEL_ROWS = RowKind(
 
 
 class MultiLabelFeaturizer(ClassifyFeaturizer):
-    """Texts as tokens, as for a classifier, and labels as 1 (the text has it) or 0."""
+    """A featurizer that tokenizes texts like a classifier's; a label is 1 if the text has it, otherwise 0."""
 
     kind = MULTILABEL_ROWS
 

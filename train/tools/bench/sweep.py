@@ -33,7 +33,7 @@ from train.tasks import build_task
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import GIB
 
-GROWTH = 1.02  # factor from which a speed counts as faster; a smaller one is noise
+GROWTH = 1.02  # smallest factor that counts as faster; less is noise
 MOST_SLOWER = 2  # number of larger micro batches in a row without a faster speed, after which the sweep ends
 FIRST = 8  # first micro batch size to try, if micro_batch_size is not set
 HOST_SHARE = 0.9  # share of the available memory that the ranks of a try on CPUs may allocate

@@ -86,7 +86,7 @@ def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
 
 
 def counted(probe: Probe, number: int, text: str, unit: str, cure: str) -> Finding:
-    """Return the finding for `number` devices: an error if the instance type has another number of them."""
+    """Return the finding for `number` devices: an error if the instance type has a different number."""
     if probe.instance and probe.num_devices not in (None, number):
         return bad(f"{text}; {probe.instance.name} has {probe.num_devices}{unit}", cure=cure)
     return ok(text)

@@ -1,4 +1,4 @@
-"""Checks of a bucket with one HEAD request. Not run against S3 itself. This module imports boto3, which takes long."""
+"""Checks of a bucket with one HEAD request. Not run against S3 itself. This module imports boto3, which is slow."""
 
 from __future__ import annotations
 

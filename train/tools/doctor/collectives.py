@@ -263,7 +263,7 @@ def links_finding(links: Mapping[str, float], should_be: float | None, instance:
 
 
 def graded(text: str, share: float, cure: str, *, can_fail: bool) -> Finding:
-    """Return the finding on a speed, by its share of the expected one. Without `can_fail` it is at most a warning."""
+    """Return the finding on a speed, given its share of the expected speed: at most a warning without `can_fail`."""
     state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
     return Finding(state, text, "" if state == "ok" else cure)
 
