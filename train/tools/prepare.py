@@ -1,6 +1,6 @@
 """The command `python -m train.prepare`, which turns text into token shards.
 
-The same text, settings, seed and number of parts make the same bytes. A part that was killed resumes
+The same text, settings, seed and number of parts produce the same bytes. A part that was killed resumes
 after its last complete shard. `manifest.json` is written last, so a folder with it is complete. These are the steps of
 a preparation and the files that they write:
 
