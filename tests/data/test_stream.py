@@ -342,7 +342,7 @@ def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
             {"http_proxy": "socks5://u:secret@h:1"},
             "http_proxy=socks5://h:1: S3 is reached through a proxy http://HOST:",
         ),
-        ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h: shards .* whose user or password holds @, / or ?"),
+        ({"http_proxy": "http://u:p%40secret@h"}, "the proxy h: shards .* if its user or password contains @, / or ?"),
         ({"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"}, "there is no file nosuch.pem of certificates"),
     ],
 )
