@@ -198,7 +198,7 @@ def test_a_state_of_other_frozen_parts_is_rejected():
     state = saved(build_optimizer(OptimConfig(), model.parameters(), head=head))
     frozen = build_optimizer(OptimConfig(), head, head=head)
     assert [len(group["params"]) for group in frozen.param_groups] == [1, 1]
-    rejects("optimizer has 6 parameters, but this run trains 2: other parts are frozen", load_state, frozen, state)
+    rejects("optimizer has 6 parameters, but this run trains 2: other weights are frozen", load_state, frozen, state)
 
 
 @pytest.mark.parametrize("name", ENCODERS.split())

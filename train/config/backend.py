@@ -6,33 +6,35 @@ from dataclasses import dataclass
 
 from train.config.checks import Section, check, check_choice, setting
 
-DEVICES = CUDA, NEURON = "cuda", "neuron"  # that a machine may have
-DEFAULT_TIMEOUT_S = 600.0  # of a collective operation
-JOIN_TIMEOUT_S = 600.0  # of ranks that join: machines of a job start within minutes, or not at all
-NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for each other's compilers
+DEVICES = CUDA, NEURON = "cuda", "neuron"  # accelerators that a machine may have
+DEFAULT_TIMEOUT_S = 600.0  # seconds that a collective may take
+JOIN_TIMEOUT_S = 600.0  # seconds to wait for ranks to join: machines of a job start within minutes, or not at all
+NEURON_TIMEOUT_S = 7200.0  # seconds for a collective on Trainium, where ranks also wait for each other's compilers
 
 
 @dataclass(kw_only=True)
 class BackendConfig(Section, prefix="backend."):
     name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto takes xla on Trainium 1,
     # else ddp.
-    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto takes this machine's best.
-    precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto, which takes bf16 if the hardware
-    # multiplies it natively, fp16 on GPUs that have only that, or else fp32. bf16 and fp16 are autocast, fp16 with a
-    # scaled loss; tf32 is fp32 of which CUDA rounds the factors of products to 10 bits.
-    grad_compression: str = setting("none", among=("none", "bf16"))  # The form in which ranks of backend=ddp send their
-    # gradients; bf16 halves the bytes.
-    activation_checkpointing: bool = False  # Keep each layer's input only; backward computes the layer again.
-    norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The precision in which norms, computed in fp32,
-    # return to layers in bf16; auto takes bf16 on GPUs where the model is compiled, which saves a third of the memory
-    # that it moves.
-    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The part that torch.compile turns into
-    # kernels, each layer or the encoder as one graph; auto takes one of them on GPUs, in runs long enough to repay it.
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto takes the best of this machine.
+    precision: str = "auto"  # The precision: fp32, tf32, bf16, fp16 or auto. bf16 and fp16 use autocast, and fp16
+    # scales the loss. tf32 is fp32, but CUDA rounds the factors of matrix products to 10 bits; auto takes bf16 if the
+    # hardware multiplies it natively, fp16 on GPUs that have only fp16, else fp32.
+    grad_compression: str = setting("none", among=("none", "bf16"))  # The dtype to which backend=ddp rounds gradients
+    # before it sends them; bf16 halves the bytes.
+    activation_checkpointing: bool = False  # Keep only the input of each layer, and recompute the layer in backward.
+    norms: str = setting("auto", among=("auto", "fp32", "bf16"))  # The dtype that norms return if the precision is
+    # bf16. They are computed in fp32; auto takes bf16 if the model is compiled on a GPU, which saves a third of its
+    # memory traffic.
+    compile: str = setting("auto", among=("auto", "none", "layers", "model"))  # The part that torch.compile compiles:
+    # each layer, or the model's encoder as one graph; auto takes one of them on GPUs if the run is long enough to repay
+    # it.
     cuda_graphs: bool | None = None  # The switch that sends a step's kernels to the GPU in one call; None does so on
     # one rank, without --import, unless the precision is fp16, activations are recomputed, or a step waits for the GPU.
     compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
-    # and for a run that starts again, as trusted as the code itself; None keeps them on this machine's own disk only.
-    timeout_s: float | None = setting(None, above=0)  # The limit of a collective; None takes 600, on Trainium 7,200.
+    # and for restarts. Its files are code, so trust it like code; None keeps graphs only on this machine's disk.
+    timeout_s: float | None = setting(None, above=0)  # The most seconds of a collective; None takes 600, on Trainium
+    # 7,200.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,14 +66,15 @@ class BackendConfig(Section, prefix="backend."):
 class XLAConfig(BackendConfig):
     """PyTorch/XLA, on Trainium 1 or the CPU.
 
-    It has two more precisions: bf16_master (everything in bf16, computed from fp32 weights that the optimizer keeps)
-    and bf16_stochastic (bf16 weights, updated in fp32 and rounded stochastically by the hardware, at 2 bytes a weight;
-    the CPU rounds to nearest). bf16_stochastic adds the gradients of micro batches up in bf16 too: fp32 sums would need
-    4 bytes more a weight, nearly the memory of bf16_master, whose sums are fp32.
+    It has two more precisions. With bf16_master the optimizer keeps fp32 weights, and all passes compute with bf16
+    copies of them. With bf16_stochastic the weights are bf16, at 2 bytes each. Updates are computed in fp32, and the
+    hardware rounds the new weights stochastically; the CPU rounds to nearest. bf16_stochastic also sums the gradients
+    of micro batches in bf16. Sums in fp32, which bf16_master has, would need 4 more bytes per weight: nearly as much
+    memory as bf16_master.
     """
 
     name: str = "xla"
-    batches_per_execution: int = setting(1, above=0)  # The micro batches in one graph, at most those of a step.
+    batches_per_execution: int = setting(1, above=0)  # The number of micro batches in one graph, at most a step's.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +104,7 @@ class NeuronConfig(BackendConfig):
 
 
 def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
-    """Raise InputError if a reduction of gradients is one that only backend=ddp has."""
+    """Raise InputError if the settings want gradient compression, which only backend=ddp has."""
     check(
         cfg.grad_compression == "none",
         f"backend.grad_compression={cfg.grad_compression} is for backend=ddp; leave it out with backend={name}",
@@ -112,23 +115,26 @@ def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
 class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; results that need them (MFU, cost) are left out, never guessed."""
 
-    name: str = "local"  # The name of the machine type, as EC2 has it; local is this machine.
-    device: str | None = setting(None, among=DEVICES)  # The device that a run here needs; None takes any.
-    accelerator: str | None = None  # The name of the chip, as A100.
+    name: str = "local"  # The name of the machine type on EC2; local is this machine.
+    device: str | None = setting(None, among=DEVICES)  # The device that runs on it need; None takes any.
+    accelerator: str | None = None  # The name of the chip, such as A100.
     devices: int | None = setting(None, above=0)  # The number of ranks that fill one machine.
-    rank_counts: list[int] | None = None  # The numbers of ranks that one machine can run; None allows any.
-    micro_batch_tokens: int | None = setting(None, above=0)  # The most tokens of a rank at a time; more are split.
+    rank_counts: list[int] | None = None  # The numbers of ranks that can run on one machine; None allows any.
+    micro_batch_tokens: int | None = setting(None, above=0)  # The most tokens in a micro batch of one
+    # rank; larger batches are split.
     device_memory_gib: float | None = setting(None, above=0)  # The memory of one rank's device.
-    device_tflops_bf16: float | None = setting(None, above=0)  # The dense peak of a rank's device, of fp16 as well.
-    device_tflops_fp32: float | None = setting(None, above=0)  # The dense peak of a rank's device in fp32.
-    vcpus: int | None = setting(None, above=0)  # The vCPUs of a machine; on x86 two of them, threads, share a core.
+    device_tflops_bf16: float | None = setting(None, above=0)  # The dense peak of one rank's device in bf16 and fp16.
+    device_tflops_fp32: float | None = setting(None, above=0)  # The dense peak of one rank's device in fp32.
+    vcpus: int | None = setting(None, above=0)  # The number of vCPUs of one machine. On x86, two of them share a core.
     network_cards: int | None = setting(None, above=0)  # The number of network cards of one machine.
-    efa_interfaces: int | None = setting(None, least=0)  # The most EFA interfaces of a machine; 0 is none.
-    network_gbit_per_s: float | None = setting(None, above=0)  # The speed of all cards of a machine, in each direction.
-    device_link_gbyte_per_s: float | None = setting(None, above=0)  # The speed from a device to others, each direction.
-    usd_per_hour: float | None = setting(None, above=0)  # The price of one machine on demand.
-    usd_per_hour_spot: float | None = setting(None, above=0)  # The price of one machine on spot, which changes by the
-    # hour and the zone, so that the catalogue has none; aws ec2 describe-spot-price-history tells it.
+    efa_interfaces: int | None = setting(None, least=0)  # The most EFA interfaces of one machine; 0 is none.
+    network_gbit_per_s: float | None = setting(None, above=0)  # The speed of all network cards of one machine, in
+    # each direction.
+    device_link_gbyte_per_s: float | None = setting(None, above=0)  # The speed between one device and the others, in
+    # each direction.
+    usd_per_hour: float | None = setting(None, above=0)  # The on-demand price of one machine.
+    usd_per_hour_spot: float | None = setting(None, above=0)  # The spot price of one machine. It varies by hour and
+    # zone, so the catalogue has none. The command aws ec2 describe-spot-price-history prints it.
     price_date: str | None = None  # The date of the prices, such as 2026-11-09.
     source: str | None = None  # The origin and the date of the figures.
 
@@ -139,9 +145,10 @@ class InstanceConfig(Section, prefix="instance."):
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
 
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """Return the peak of one rank's device; None if it is unknown."""
+        """Return the peak of one rank's device in FLOP/s; None if it is unknown."""
         tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
-        # NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; on the H100 SXM 989 and 1,979, both with sparsity.
+        # TF32 reaches half the speed of bf16 in NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; 989 and 1,979 on
+        # the H100 SXM, where both figures are with sparsity.
         share = 0.5 if precision == "tf32" else 1.0
         return None if tflops is None else tflops * share * 1e12
 

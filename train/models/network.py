@@ -1,4 +1,4 @@
-"""A model of transformers with the operations of backends and tasks, for every architecture and head."""
+"""A transformers model with the operations that backends and tasks need, for every architecture and head."""
 
 from __future__ import annotations
 
@@ -23,44 +23,46 @@ from transformers.utils.logging import disable_progress_bar
 from train.config import HeadSize, check
 from train.models.model_sizes import NO_RATES, shape_of
 
-Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
-HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
-MOST_POSITIONS = 1024  # of models whose attention may be by products: 2 bytes a head and pair of tokens, in each layer
-# These architectures use a mask [B, 1, 1, S] unchanged: some add it to the scores, others read 0 and 1 from it. All
-# others get the plain [B, S].
+Checkpoint = Callable[
+    ..., Any
+]  # checkpoint(function, *tensors) returns function(*tensors), and recomputes it in backward
+HIDDEN = -1e4  # added to the scores of padding: its exp() is 0 in every precision, and no sum with it overflows
+# The most positions of a model that may compute attention by matrix products. These keep 2 bytes per layer, head and
+# pair of tokens.
+MOST_POSITIONS = 1024
+# These architectures use a mask [B, 1, 1, S] unchanged. ADDING ones add it to the scores, CHOOSING ones read 0 and 1
+# from it. All other architectures get the plain mask [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
-OWN_MASKS = ("flash_attention_2", "flex_attention")  # for these transformers makes masks of a special form
-ENCODERS = ("encoder", "transformer")  # the module of all layers, by architecture
-WHOLE_GRAPHS = 2  # training and evaluation
-PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")  # of ALBERT's and ELECTRA's embeddings to the width
+OWN_MASKS = ("flash_attention_2", "flex_attention")  # attention for which transformers makes special masks
+ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
+WHOLE_GRAPHS = 2  # one for training and one for evaluation
+# The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
+PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")
 
 
 class Network(nn.Module):
-    """A model of transformers, with the operations that backends and tasks need whatever its head."""
+    """A transformers model with the operations that backends and tasks need, whatever its head."""
 
-    head_share = 0.0  # of a sequence's positions that the head reads: about none, if it reads one token
+    head_share = 0.0  # fraction of a sequence's positions that the head reads; about 0 if it reads one token
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
-        """Take a model; `new` has the names of the parameters that a checkpoint did not have.
-
-        `attention` is model.attention.
-        """
+        """Take a model. `new` names the parameters that the checkpoint lacked; `attention` is model.attention."""
         super().__init__()
         self.attention = attention
         self.network, self.new = network.train(), new  # transformers returns pretrained models without dropout
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
-        self.mask_dtype: torch.dtype | None = None  # that of scores; None: that of the weights
+        self.mask_dtype: torch.dtype | None = None  # dtype of attention scores; None: that of the weights
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
-        """Return the segments as an argument, for architectures that distinguish them."""
+        """Return the segments as a keyword argument; {} if the architecture does not distinguish segments."""
         return {"token_type_ids": token_type_ids} if self.has_segments else {}
 
     def mask(self, real: Tensor) -> Tensor:
         """Return the attention mask in the architecture's form; `real` [B, S] is 1 at tokens and 0 at padding.
 
-        transformers reads a [B, S] mask at every forward pass, to drop it if it hides nothing. That stops an XLA device
-        and makes two graphs. A mask of four dimensions is used unchanged.
+        transformers reads a mask [B, S] at every forward pass, and drops it if it hides nothing. That stops an XLA
+        device and makes two graphs. A mask of four dimensions is used unchanged.
         """
         if self.attention in OWN_MASKS:
             return real
@@ -70,16 +72,16 @@ class Network(nn.Module):
         return real[:, None, None].to(dtype) if kind in CHOOSING else real
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters outside the encoder, and those in it (its pooler) that a checkpoint did not have."""
+        """Return trained parameters outside the encoder, and those in it (its pooler) that the checkpoint lacked."""
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
 
     def distances(self) -> dict[nn.Parameter, int]:
-        """Return the distance of the encoder's parameters to the head: 1 in the last layer, the most in embeddings.
+        """Return the distance of each encoder parameter to the head: 1 in the last layer, most in the embeddings.
 
-        Parameters that are in no layer and no embedding are left out. Raises InputError if the layers share their
-        weights, or are not known.
+        Parameters outside layers and embeddings are left out. Raises InputError if the layers share their weights, or
+        are not known.
         """
         base, depth = self.network.base_model, self.network.config.num_hidden_layers
         stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -87,12 +89,12 @@ class Network(nn.Module):
         why = NO_RATES if hasattr(self.network.config, "num_hidden_groups") else unknown
         check(bool(stacks), why.format(self.network.config.model_type))
         result = {weight: depth + 1 for name, weight in base.named_parameters() if "emb" in name}
-        for stack in reversed(stacks):  # a list inside of a layer may be as long as that of the layers, which wins
+        for stack in reversed(stacks):  # a list inside a layer may be as long as the list of layers; the latter wins
             result |= {weight: depth - index for index, layer in enumerate(stack) for weight in layer.parameters()}
         return result
 
     def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
-        """Return the FLOPs to train on one sequence of `seq_len` tokens; None without a known formula."""
+        """Return the FLOPs to train on one sequence of `seq_len` tokens; None if no formula is known."""
         shape = shape_of(self.network.config.to_dict())
         if shape is None:
             return None
@@ -101,10 +103,10 @@ class Network(nn.Module):
         return shape.train_flops(head, seq_len=seq_len, frozen=frozen)
 
     def attend_by_products(self, dtype: torch.dtype) -> None:
-        """Compute attention by plain products in `dtype`, which keep its scores for the backward pass, instead of SDPA.
+        """Compute attention by matrix products in `dtype` instead of SDPA. The scores are kept for the backward pass.
 
-        It leaves a model unchanged whose model.attention is sdpa, or that is for long sequences, whose scores would
-        fill the memory.
+        Nothing changes if model.attention is sdpa, or if it is auto and the model is for long sequences, whose scores
+        would fill the memory.
         """
         positions = getattr(self.network.config, "max_position_embeddings", None) or 0
         if self.attention == "eager" or (self.attention == "auto" and positions <= MOST_POSITIONS):
@@ -114,7 +116,7 @@ class Network(nn.Module):
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
         """Keep only the input of each layer for the backward pass. Raises InputError if no layer is known.
 
-        The switch of transformers ignores ALBERT, and its default recomputation is not the one that XLA needs.
+        The option of transformers for this ignores ALBERT, and its default implementation does not suit XLA.
         """
         for layer in self.known_layers():
             layer.forward = recomputed(layer.forward, checkpoint, layer)
@@ -122,17 +124,16 @@ class Network(nn.Module):
     def narrow_norms(self, dtype: torch.dtype) -> None:
         """Make each norm, which autocast computes in fp32, return `dtype`.
 
-        The sums of its results with those of products, which pass from layer to layer, then take half of the memory.
-        Weights and gradients are kept in fp32.
+        The hidden states that pass from layer to layer then take half the memory. Weights and gradients remain fp32.
         """
         for module in self.network.modules():
             if is_norm(module):
                 module.register_forward_hook(partial(_returned_in, dtype))
 
     def join_projections(self) -> None:
-        """Compute queries, keys and values of a layer by one product, which fills a GPU better than three.
+        """Compute a layer's queries, keys and values by one matrix product, which uses a GPU better than three.
 
-        The weights are joined in each pass and stay three parameters. Only architectures of `ADDING` have such layers.
+        The weights are concatenated in each pass and remain three parameters. This is done only for `ADDING`.
         """
         for module in self.network.modules() if self.network.config.model_type in ADDING else ():
             for names in (("query", "key", "value"), ("q_lin", "k_lin", "v_lin")):
@@ -141,14 +142,14 @@ class Network(nn.Module):
                     _join(*parts)  # type: ignore[arg-type]
 
     def compile_layers(self, optimised: Callable[[Any], Any], *, widens: bool = False) -> int:
-        """Run each layer by `optimised(forward)`. Returns the number of graphs for inputs of one shape.
+        """Replace each layer's forward by `optimised(forward)`. Returns the number of graphs per input shape.
 
-        There is one in training and one in evaluation for each kind of layer. `widens`: norms return fp32 while
+        Each kind of layer has one graph for training and one for evaluation. `widens`: norms return fp32 while matrix
         products return 16 bits. Raises InputError if no layer is known.
         """
         first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
         layers = self.known_layers()
-        if widens:  # a product before the layers gets the type of norms, so that the first layer's graph is the same
+        if widens:  # a projection before the layers then returns the norms' dtype, so that all layers have one graph
             for name, module in self.network.named_modules():
                 if name.endswith(PROJECTIONS):
                     module.register_forward_hook(partial(_returned_in, torch.float32))
@@ -157,18 +158,18 @@ class Network(nn.Module):
             weights = list(layer.parameters())
             kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
             evaluation.add(kind)
-            # After frozen layers, the input of the first trained one needs no gradient.
+            # After frozen layers, the input of the first trained layer needs no gradient.
             training.add((kind, any(weight is first for weight in weights)))
             layer.forward = optimised(layer.forward)
         return len(training) + len(evaluation)
 
     def compile_encoder(self, optimised: Callable[[Any], Any]) -> int:
-        """Run all layers as one `optimised(forward)`, or the whole model if no module holds just the layers.
+        """Replace the forward of the module of all layers, or else of the whole model, by `optimised(forward)`.
 
-        Returns the number of graphs for inputs of one shape.
+        Returns the number of graphs per input shape.
 
-        The embeddings are left outside: the kernels that a compiler makes add their gradients up in any order. So is
-        the choice of the mask: inside a graph transformers makes one that hides nothing, which attention has to read.
+        The embeddings are outside, because compiled kernels would add their gradients in any order. The mask is made
+        outside, too: inside a graph transformers makes one even if it hides nothing, and attention would read it.
         """
         module = self.encoder or self
         module.forward = optimised(module.forward)
@@ -176,7 +177,7 @@ class Network(nn.Module):
 
     @property
     def encoder(self) -> nn.Module | None:
-        """The module that holds just the layers; None if the architecture has none."""
+        """The module that contains just the layers; None if the architecture has none."""
         parts = (getattr(self.network.base_model, name, None) for name in ENCODERS)
         return next((part for part in parts if isinstance(part, nn.Module)), None)
 
@@ -190,30 +191,29 @@ class Network(nn.Module):
         return layers
 
     def separate_layers(self) -> list[nn.Module]:
-        """Return the layers with separate weights; none if all share one. Raises InputError if no layer is known."""
+        """Return the layers if they have separate weights, else []. Raises InputError if no layer is known."""
         layers = self.known_layers()
         return layers if len(layers) >= self.network.config.num_hidden_layers else []
 
     def export(self, folder: Path) -> None:
-        """Write the weights in float32 for from_pretrained of `transformers`.
+        """Write the weights in float32, for from_pretrained of `transformers`.
 
-        Those that are in float32 in the host's memory, or mapped from a file, are written from there, and only others
-        are copied to the host.
+        float32 weights in host memory or in a mapped file are written from there. Only other weights are copied.
         """
-        with torch.device("meta"):  # names, shapes and ties
+        with torch.device("meta"):  # only names, shapes and ties
             plain = type(self.network)(deepcopy(self.network.config))
         types = {name: value.dtype for name, value in plain.state_dict().items()}
         weights = {name: value.cpu().to(types[name]) for name, value in self.network.state_dict().items()}
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
         self.finish(plain)
-        disable_progress_bar()  # it would last a fraction of a second
+        disable_progress_bar()  # saving takes a fraction of a second
         plain.save_pretrained(folder)
-        for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
+        for path in folder.glob("*.safetensors"):  # the library makes these files private, whatever the umask
             shutil.copymode(folder / "config.json", path)
 
     def finish(self, plain: PreTrainedModel) -> None:
-        """Replace parts of the exported model, which has this one's weights, by the form that exports need."""
+        """Convert modules of `plain`, the model to be exported with these weights, to the form that exports need."""
         return
 
 
@@ -235,7 +235,7 @@ def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: T
 
 
 def _join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
-    """Have `query`, which a layer calls first, compute the results of all three."""
+    """Make `query`, which a layer calls first, also compute the results of `key` and `value`."""
     waiting: dict[str, Tensor] = {}
 
     def project(input: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that a network is made of, in their order; a shared one once."""
+    """Return the layers of a network in order. A shared layer appears once."""
     return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)]
 
 
@@ -264,7 +264,7 @@ def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Mo
 
 
 def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
-    """Freeze the first `layers`, and with them, or alone, the embeddings. Raises InputError if there are too few."""
+    """Freeze the first `layers` layers with the embeddings, or only these. Raises InputError if there are fewer."""
     base = network.base_model
     frozen: list[nn.Module] = []
     if embeddings or layers:

@@ -15,14 +15,14 @@ def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> to
     import torch
 
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, **options)
-    optimizer._warned_capturable_if_run_uncaptured = (
-        True  # of backend.cuda_graphs: the first steps run before the recording
-    )
+    # With backend.cuda_graphs, torch would warn about the first steps, which run before the recording.
+    optimizer._warned_capturable_if_run_uncaptured = True
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     for group in optimizer.param_groups:
         if group["capturable"]:
             group["lr"] = torch.tensor([cfg.lr]).to(group["params"][0].device)
-        counts_on_device = group["fused"] or group["capturable"]  # the other implementations read the count every step
+        # The other implementations read the step count in every step, so theirs is on the host.
+        counts_on_device = group["fused"] or group["capturable"]
         for parameter in group["params"]:
             device = parameter.device if counts_on_device else "cpu"
             optimizer.state[parameter]["step"] = torch.zeros((), device=device)

@@ -1,7 +1,7 @@
-"""The choice of `backend.compile=auto`: the encoder as one graph, each layer, or nothing.
+"""The rules by which `backend.compile=auto` compiles the encoder as one graph, each layer, or nothing.
 
-It follows from the configuration and the model, so that all ranks choose alike. Figures are of one H100 in bf16 with
-PyTorch 2.11 (benchmarks/README.md): compiled kernels of ALBERT-base take 0.67 of the uncompiled ones' time.
+They depend only on the configuration and the model, so all ranks decide the same. The figures were measured on one
+H100 in bf16 with PyTorch 2.11 (benchmarks/README.md): ALBERT-base's compiled kernels take 0.67 times as long.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from train.models.network import Network
 
 logger = logging.getLogger("train")
-DEVICES = ("cuda",)  # devices on which compiling was seen to pay
-LEAST_PASSES = 5000  # micro batches of one length: 3 minutes, of which 30 to 55 s are saved for 29 s of compiling
-# The host sends the kernels of a compiled layer in 2.5 ms, forward and backward. A layer with this much work, in tokens
-# times the square of the width, takes longer than that on an H100; smaller ones would leave it waiting.
+DEVICES = ("cuda",)  # devices on which compiling saved time in measurements
+# The fewest micro batches of one length that repay compiling. They take 3 minutes; compiling takes 29 s and saves 30 to
+# 55 s.
+LEAST_PASSES = 5000
+# The host needs 2.5 ms to send the kernels of a compiled layer, forward and backward. On an H100, a layer with this
+# much work (tokens times the squared hidden size) runs longer. A smaller layer would leave the GPU waiting.
 LEAST_LAYER_WORK = 1.5e10
-LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = (
-    20.0,
-    6.0,
-)  # seconds per length: the part that equal layers share; each layer of a whole encoder
+# Seconds to compile for one batch length: the graph that equal layers share, and each layer of a whole encoder.
+LAYER_COMPILE_S, MODEL_LAYER_COMPILE_S = 20.0, 6.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a rank that decides whether compiling is repaid."""
+    """The work of one rank, from which backend.compile=auto decides whether compiling pays."""
 
-    passes: int = 0  # micro batches of each length; 0: nothing can be compiled
-    tokens: int = 0  # of the longest micro batch
+    passes: int = 0  # micro batches of each length; 0 means that nothing can be compiled
+    tokens: int = 0  # tokens in the longest micro batch
 
 
 def is_wanted(compile: str, device: str, work: Workload) -> bool:
-    """Return whether a run compiles: backend.compile=auto, a device of `DEVICES`, long enough; ranks agree later."""
+    """Return whether backend.compile=auto should compile: the device is in DEVICES, and the run is long enough."""
     return compile == "auto" and device in DEVICES and work.passes >= LEAST_PASSES
 
 
@@ -51,7 +51,7 @@ def can_compile() -> bool:
 
 
 def all_can(can: bool, world: World) -> bool:
-    """Return whether all ranks can compile; a warning names how many cannot. All ranks call it."""
+    """Return whether all ranks can compile, and warn how many cannot. All ranks must call it."""
     blind = world.sum([not can])[0]
     if blind:
         logger.warning(
@@ -62,11 +62,12 @@ def all_can(can: bool, world: World) -> bool:
 
 
 def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
-    """Return the part of a model to compile: "model", its encoder as one graph, or "layers".
+    """Return what to compile: "model" (the encoder as one graph) or "layers" (each layer).
 
-    `one_graph`: whether an encoder of small layers becomes one graph. That saves the host most of its work, but all
-    gradients appear at its end, so that no exchange between machines overlaps with it. It is of no use where a step is
-    a CUDA graph. A shared layer has its gradient at the end anyway.
+    `one_graph` lets an encoder of small layers become one graph. That saves the host most of its work. But all
+    gradients are then ready at the same time, so no all-reduce between machines overlaps with the backward pass. If a
+    step is a CUDA graph, it saves nothing. An encoder with one shared layer always becomes one graph, as its gradient
+    is complete only at the end anyway.
     """
     is_shared = not model.separate_layers()
     is_small = work.tokens * model.network.config.hidden_size**2 < LEAST_LAYER_WORK
@@ -74,5 +75,5 @@ def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
 
 
 def seconds_of(way: str, model: Network) -> float:
-    """Return about how many seconds the graphs of one length take to compile."""
+    """Return an estimate of the seconds to compile the graphs of one batch length."""
     return LAYER_COMPILE_S if way == "layers" else MODEL_LAYER_COMPILE_S * model.network.config.num_hidden_layers

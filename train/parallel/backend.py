@@ -1,4 +1,4 @@
-"""The interface between engines and hardware, with shared parts: timer, seeds, flat collectives, files of tensors."""
+"""The interface between engines and devices, and what backends share: timers, flat collectives, files of tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 State = dict[str, Any]  # tensors and plain containers
-RANK_STRIDE = 1_000_003  # a prime: the seeds of neighbouring runs and ranks differ
+RANK_STRIDE = 1_000_003  # between the seeds of two ranks; a prime, so that runs with nearby seeds share none
 
 
 class Work:
@@ -47,68 +47,75 @@ class Work:
 
 
 class Backend(ABC):
-    """The device of a rank, and its collectives. All ranks call these in the same order."""
+    """The device of a rank, and its collectives. All ranks call the collectives in the same order."""
 
     name: str
     device: torch.device
     device_name: str
     precision: str  # the chosen precision: fp32, bf16, ...
-    adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
-    monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
-    collects: bool = False  # for train.precompile: each graph runs once, and the returned numbers mean nothing
-    continues_dropout: bool = True  # whether restored random numbers were seen to continue on the device
-    lacking: frozenset[str] = frozenset()  # operators that the device lacks, which have run on the host
-    captures: bool = False  # whether a step of parallel=data is a CUDA graph
+    adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
+    monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
+    collects: bool = False  # train.precompile sets it: each graph runs once, and the numbers returned mean nothing
+    continues_dropout: bool = True  # whether a restored random state is known to continue the same dropout
+    lacking: frozenset[str] = frozenset()  # operators that ran on the host because the device lacks them
+    captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
-    pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
-    skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step would be another graph
+    pin_memory: bool  # whether batches lie in page-locked memory, so that copies to the device overlap with work
+    # The counts of skipped steps. `setup_model` creates them: created later, they would change XLA's first graph.
+    skips: Skips
 
     def __init__(self) -> None:
-        """Set the attributes that all backends share; a backend calls it first."""
-        self.world = World()  # the ranks, over the hosts
-        self.work = Work()  # seconds of this rank's work, timed on the host if the device cannot be asked
-        self.span = Work()  # the same for a whole step, from the first to the last pass, with waits for other ranks
+        """Set the attributes that all backends share. Subclasses call this first."""
+        self.world = World()  # communication between the ranks' hosts
+        self.work = Work()  # seconds of this rank's work, on the host's clock unless the backend replaces the timer
+        self.span = Work()  # seconds from the first to the last pass of a step, with waits for other ranks
         self.compilers = Compilers()
-        # It scales losses before backward passes, and does nothing unless the precision is fp16.
+        # The scaler multiplies losses before backward passes. It does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
-        """Put the model on the device, weights tied. `accumulation`: micro batches a step; `lengths`: their shapes."""
+        """Move a model to the device and keep weights tied.
+
+        `accumulation` is the count of micro batches per step, `lengths` the count of their shapes.
+        """
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a loss of logits, compiled if the model is."""
+        """Return a loss function of logits, compiled if the model is."""
         return loss
 
     def try_graphs(self, micro_batch: Callable[[], object]) -> None:
-        """Try backend.compile=auto on a micro batch, without a trace. If it fails on any rank, nothing is compiled."""
+        """Try backend.compile=auto once, on a micro batch, without side effects. If any rank fails, none compiles."""
         return
 
     @abstractmethod
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Begin, before the first step. Raises RuntimeError unless the optimizer holds exactly these parameters."""
+        """Prepare the first step. Raises RuntimeError unless the optimizer holds exactly these parameters."""
 
     # ---- the other ranks -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        """Return the object that adds up the gradients of a model that is set up and is the same on all ranks."""
+        """Return the object that reduces gradients. The model is set up, and its weights are equal on all ranks."""
 
     @abstractmethod
     def all_reduce(self, tensors: list[Tensor]) -> None:
-        """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
+        """Sum device tensors over the ranks, in place, with the collectives that reduce gradients."""
 
     def mesh(self) -> DeviceMesh:
-        """Return the devices of all ranks, for engines that split tensors. Raises InputError if there is no mesh."""
+        """Return a mesh of all ranks' devices, for engines that split tensors. Raises InputError if there is none."""
         raise InputError(
             f"backend={self.name} has no collectives of torch.distributed that could split a model's state over ranks; "
             "choose parallel=data without shard_optimizer"
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return a group of some ranks; all ranks make each, in order. Raises InputError if only all ranks can join."""
+        """Return a process group of `ranks`. All ranks call this for each group, in the same order.
+
+        Raises InputError if the backend has no groups of some ranks.
+        """
         raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -123,14 +130,14 @@ class Backend(ABC):
 
     @abstractmethod
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen bf16 ones."""
+        """Undo the loss scale (fp16) in the gradients, and convert bf16 gradients to fp32."""
 
     @abstractmethod
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        """Step, unless `norm` [] is NaN or infinite: then nothing changes, on all ranks. Clear the gradients."""
+        """Take a step, or skip it on all ranks if `norm` [] is NaN or infinite. Clear the gradients in both cases."""
 
     def mark_step(self) -> None:
-        """Bring weights and optimizer to the device after a rollback, before the next step begins."""
+        """Send restored weights and moments to the device after a rollback, before the next step begins."""
         return
 
     @abstractmethod
@@ -138,50 +145,50 @@ class Backend(ABC):
         """Return copies on the host. Waits for the device."""
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copy each tensor to the buffer of its shape and type. Waits for the device."""
+        """Copy each tensor to the host buffer with its shape and dtype. Waits for the device."""
         for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
             buffer.copy_(copy)
 
-    # ---- what the device tells -------------------------------------------------------------------------------------
+    # ---- reports from the device -----------------------------------------------------------------------------------
 
     @abstractmethod
     def graphs(self) -> Graphs:
         """Return counts of compiled and executed graphs; zeros if the device has no graphs."""
 
     def notices(self) -> list[str]:
-        """Return events of the device since the last call, for the run's log; called after each step and evaluation."""
+        """Return device events since the last call, for the run's log. Called after each step and evaluation."""
         return []
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        """Return a profiler of steps. Files that the device's tools write in addition to the trace go to `folder`."""
+        """Return a profiler of steps. The device's tools write their additional files to `folder`."""
         return torch.profiler.profile()
 
     def profile_text(self) -> str:
-        """Return the device's summary of the steps so far; "" if PyTorch's profiler sees it all."""
+        """Return the device's text summary of all steps so far; "" if PyTorch's profiler covers everything."""
         return ""
 
     # ---- random numbers and files ----------------------------------------------------------------------------------
 
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Seed the random numbers of this rank (dropout) by a function of seed and rank."""
+        """Seed this rank's random numbers (dropout), differently on each rank."""
 
     @abstractmethod
     def rng_state(self) -> State:
-        """Return the state of this rank's random numbers, on the host."""
+        """Return this rank's random state, on the host."""
 
     @abstractmethod
     def set_rng_state(self, state: State) -> None:
-        """Restore a state of random numbers, perhaps of another device."""
+        """Restore a random state, which may come from another kind of device."""
 
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write tensors and plain containers that are on the host, for `load`. Called from the saver's thread."""
+        """Write host tensors and plain containers to a file that `load` reads. Called from the saver's thread."""
         torch.save(state, file)
 
     def close(self) -> None:
-        """Leave the group, once the model and optimizer are out of scope.
+        """Leave the process group. The caller has dropped its references to model and optimizer.
 
-        DDP's wrapper sits in a reference cycle, and gloo threads that still hold its tensors at exit abort the process
+        DDP's wrapper is in a reference cycle. If gloo's threads still hold its tensors at exit, the process aborts
         (https://github.com/pytorch/pytorch/pull/179291).
         """
         if self.world.is_distributed:
@@ -191,29 +198,29 @@ class Backend(ABC):
 
 
 def peak_device_bytes() -> int | None:
-    """Return the most bytes that PyTorch's allocator had handed out on this process's device; None without one."""
+    """Return the peak bytes that PyTorch's allocator has used on this process's device; None without a device."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    native: Any = getattr(torch, "neuron", None)  # TorchNeuron names its functions as torch.cuda does
+    native: Any = getattr(torch, "neuron", None)  # torch.neuron has the function names of torch.cuda
     peak = getattr(native, "max_memory_allocated", None)
     return None if peak is None else int(peak())
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of one flat tensor in the shapes of tensors that were concatenated to it."""
+    """Return views of `flat` with the shapes of `tensors`, which were concatenated to make it."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the sums of tensors over the ranks of a group, in one message."""
+    """Return the sums of tensors over the ranks of a group, computed by a single all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     return split_like(flat, tensors)
 
 
 def widen(parameters: Sequence[nn.Parameter]) -> None:
-    """Make bf16 parameters and their gradients fp32, for one update."""
+    """Convert bf16 parameters and their gradients to fp32, for one update."""
     for parameter in parameters:
         grad, parameter.grad = parameter.grad, None
         parameter.data = parameter.data.float()
@@ -221,13 +228,13 @@ def widen(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
-    """Round parameters to bf16 once, on Trainium stochastically, so that small updates survive. Gradients are None."""
+    """Round parameters to bf16, on Trainium stochastically so that small updates survive. Set gradients to None."""
     for parameter in parameters:
         parameter.grad = None
         parameter.data = parameter.data.bfloat16()
 
 
 def load(path: Path) -> State:
-    """Load on the host what a backend has saved. The file is mapped: the ranks of a machine share its pages."""
+    """Load a file of `Backend.save` on the host. It is memory-mapped, so the ranks of a machine share its pages."""
     state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state

@@ -1,7 +1,7 @@
-"""The choice of a run's backend and device.
+"""The selection of a run's backend and device.
 
-Ranks exchange values in two ways: gradients by the device's collectives (`GradSync`), and a few plain numbers between
-the hosts (`train.parallel.ranks.World`), so that no decision of the loop waits for a device.
+Ranks exchange values in two ways. The device's collectives reduce gradients (`GradSync`). The few plain numbers by
+which the loop decides travel between the hosts (`train.parallel.ranks.World`), so no decision waits for a device.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def check_attention(cfg: TrainConfig) -> None:
         return
     key = f"model.attention={attention}"
     check(is_cuda(backend, cfg.instance), f"{key} needs a CUDA device; leave it out")
-    if attention == "flash_attention_2":  # without its package transformers would fetch code from the Hub
+    if attention == "flash_attention_2":  # if the package is missing, transformers downloads code from the Hub
         check(bool(machine.installed_versions("flash-attn")), f"{key} needs its package: pip install flash-attn")
         is_narrow = backend.precision in ("auto", "bf16", "fp16")
         check(is_narrow, f"{key} computes in bf16 or fp16; set backend.precision to one, not {backend.precision}")
 
 
 def compiles_each_length(cfg: BackendConfig, instance: InstanceConfig) -> bool:
-    """Return whether each length of a batch is a graph that has to be compiled. No device is opened.
+    """Return whether every batch length needs a compiled graph. No device is opened.
 
-    backend.compile=auto counts the lengths itself, and compiles only those with enough batches to repay it.
+    backend.compile=auto returns False. It counts the lengths later, and compiles only if that is repaid.
     """
     return cfg.compile not in ("none", "auto") or name_of(cfg, instance) != "ddp"
 
@@ -81,8 +81,8 @@ def open_backend(
 ) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
-    `collects`: the run only collects graphs, its numbers mean nothing, and a graph that cannot be kept is an error.
-    `work`: the work by which backend.compile=auto decides.
+    `collects`: the run only compiles graphs. Its numbers mean nothing, and failing to keep a graph is an error.
+    `work`: the workload from which backend.compile=auto decides.
     """
     wanted = instance.device
     check(
@@ -106,14 +106,14 @@ def open_backend(
         cfg.compile in ("none", "auto") or name != "xla",
         f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",
     )
-    # The modules are imported here, so that a run imports only the backend that it uses.
+    # The imports are here, so that a run imports only the backend that it uses.
     if name == "xla":
         from train.parallel import xla_environment
 
         launch = launched()
         nodes = launch.world_size // launch.local_world_size
         xla_environment.ready(cfg, nodes=nodes, collects=collects)
-        from train.parallel.xla import XLA  # only now: torch_xla reads the environment
+        from train.parallel.xla import XLA  # after `ready`: torch_xla reads the environment when it is imported
 
         return XLA(cfg, collects=collects)
     if name == "neuron":

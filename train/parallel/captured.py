@@ -1,9 +1,9 @@
-"""Steps of one GPU as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""Steps on one GPU as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
-A host sends a step's kernels one after another, a thousand or more; for small layers that takes longer than the GPU
-needs to run them. A CUDA graph is a recording of these calls, which the host sends in one call. Each shape of a batch
-has a graph. The first steps of a shape run kernel by kernel, as the recording may not compile or tune anything; the
-last of them shows whether a step waits for the GPU, which no recording can.
+A step consists of a thousand kernels or more, which the host sends one by one. For small layers, sending takes longer
+than running. A CUDA graph records the kernels, and the host sends all of them in one call. Each batch shape has a
+graph. The first steps with a shape run kernel by kernel, since nothing may be compiled or tuned during recording. The
+last of these steps also shows whether a step waits for the GPU, which cannot be recorded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from train.system import imported
 
 logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
-FIRST_CALLS = 3  # calls of a shape before its graph is recorded
-MOST_GRAPHS = 64  # batches of further shapes run kernel by kernel
-WAITS = "called a synchronizing CUDA operation"  # PyTorch's warning
+FIRST_CALLS = 3  # calls with a shape before its graph is recorded
+MOST_GRAPHS = 64  # graphs that are kept; batches of further shapes run kernel by kernel
+WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's warning
 
 
 def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
@@ -43,7 +43,7 @@ def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num
 
 
 class Graphs:
-    """The recorded calls, by function and by shapes of its inputs. Their memory is shared."""
+    """The recorded CUDA graphs, by function and input shapes. They share one memory pool."""
 
     def __init__(self) -> None:
         self.calls = Counter[Any]()
@@ -52,7 +52,7 @@ class Graphs:
         self.is_on = True
 
     def run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function`, which changes tensors in place and returns nothing, on `inputs`."""
+        """Run `function` on `inputs`, or replay its graph. It changes tensors in place and returns nothing."""
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (function.__name__, shapes)
         if key not in self.recorded:
@@ -76,7 +76,7 @@ class Graphs:
         return None
 
     def try_out(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function`, and record nothing from now on if it waits for the GPU."""
+        """Run `function` without recording it. If it waits for the GPU, turn recording off."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -121,6 +121,6 @@ class Graphs:
                 ):
                     function(inputs)
             except Exception:
-                generator.graphsafe_set_state(before)  # otherwise it would still count for the recording
+                generator.graphsafe_set_state(before)  # otherwise it would still belong to the failed recording
                 raise
         return graph.replay

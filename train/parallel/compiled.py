@@ -1,10 +1,9 @@
-"""Compilation of a model's encoder or layers by TorchInductor, and a folder of compiled graphs for later machines.
+"""Compilation of a model's encoder or layers by TorchInductor, and a folder that keeps compiled graphs for other runs.
 
-Compiled by layers, equal layers are compiled once: ALBERT's shared layer, and the one graph that layers of other
-encoders have in common. Shapes are static: each length of a batch has one graph for training and one for evaluation,
-and more if layers are frozen. Every graph beyond those is named (`GraphBudget`), and code never silently runs
-uncompiled: a graph that cannot be compiled is an error. With backend.compile=auto the first micro batch shows whether
-it can, and all ranks run uncompiled if one cannot.
+With backend.compile=layers, equal layers share one graph, whether or not they share weights as in ALBERT. Shapes are
+static: each batch length has one graph for training and one for evaluation, and more if layers are frozen.
+`GraphBudget` reports every further graph. Code never silently runs uncompiled: a graph that cannot be compiled is an
+error. With backend.compile=auto the first micro batch tests compilation. If it fails on any rank, all run uncompiled.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from train.parallel.ranks import World
 from train.system.folders import open_folder, sha256_bytes, sha256_json
 
 logger = logging.getLogger("train")
-DIGEST_BYTES = 64  # of the sha256 before the content, in hexadecimal digits
+DIGEST_BYTES = 64  # length of the hexadecimal sha256 before the content
 KEY_DIGITS = 20
-FAULTS = (InputError, Unreachable, OSError)  # faults of the folder, without which a run can train
+FAULTS = (InputError, Unreachable, OSError)  # errors of the folder; a run can train without it
 AUTO = "auto"
-MOST_GRAPHS = 1024  # limit per function, after which torch silently runs uncompiled: the budget warns much earlier
+MOST_GRAPHS = 1024  # graphs of a function, beyond which torch silently runs uncompiled; the budget warns much earlier
 
 
 class TorchCompiler:
-    """Compiles a model in place, counts its graphs and times them."""
+    """The compiler of a model, in place. It counts the graphs and times their compilation."""
 
     def __init__(
         self,
@@ -47,23 +46,24 @@ class TorchCompiler:
         compiles_with: str = "inductor",
         work: Workload | None = None,
     ) -> None:
-        """Set torch up; `facts` identify compiled code of the same model, `compiles_with` names torch's compiler.
+        """Configure torch.compile, whose backend is `compiles_with`.
 
-        `work`: the work by which backend.compile=auto decides.
+        `facts` distinguish compiled code of the same model, by device and precision. `work` is the workload from which
+        backend.compile=auto decides.
         """
         self.compiles_with, self.work = compiles_with, work or Workload()
         self.what = cfg.compile
         self.facts, self.cache = facts, cache
-        self.is_on = True  # until a first graph of backend.compile=auto fails
-        self.is_trial = cfg.compile == AUTO  # until the first micro batch has shown that graphs can be compiled
-        self.graphs_per_length = 0  # known with the model
+        self.is_on = True  # becomes False if the trial of backend.compile=auto fails
+        self.is_trial = cfg.compile == AUTO  # becomes False when the first micro batch runs
+        self.graphs_per_length = 0  # set by `compile` and `compile_loss`
         self.compiled, self.compile_s = 0, 0.0
         self.began_s: float | None = None
         self.budget = GraphBudget(lambda: self.compiled, is_fatal=False, hint="TORCH_LOGS=recompiles prints why")
         callback_handler.register_start_callback(self.begin)
         callback_handler.register_end_callback(self.end)
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-        # torch would cut graphs at the sizes of DDP's buckets, into more graphs than are counted.
+        # With optimize_ddp, torch would split graphs at DDP's buckets, and there would be more graphs than expected.
         torch._dynamo.config.optimize_ddp = False
 
     # ---- the model -------------------------------------------------------------------------------------------------
@@ -71,17 +71,17 @@ class TorchCompiler:
     def compile(
         self, model: Any, *, one_graph: bool = False, norms: torch.dtype | None = None, widens: bool = False
     ) -> None:
-        """Have the model's encoder, or each of its layers, compiled when it is first called with a shape.
+        """Arrange that the encoder, or each layer, is compiled at its first call with a shape.
 
-        `one_graph`: whether backend.compile=auto may make one graph of an encoder to relieve the host; `norms`: the
-        dtype that norms return; `widens`: it is fp32 while products return 16 bits.
+        `one_graph` lets backend.compile=auto compile an encoder as one graph to relieve the host. `norms` is the dtype
+        that norms return, None for autocast's. `widens`: norms return fp32 while matrix products return 16 bits.
         """
         if self.what == AUTO:
             self.what = way_of(model, self.work, one_graph=one_graph)
             part = "the encoder as one graph" if self.what == "model" else "each layer"
             logger.info(
                 f"backend.compile=auto compiles {part} (backend.compile={self.what}): about "
-                f"{seconds_of(self.what, model):.0f} s for each length, of which this run has "
+                f"{seconds_of(self.what, model):.0f} s for each batch length with "
                 + ("many micro batches" if self.work.passes == sys.maxsize else f"{self.work.passes:,} micro batches")
             )
         if self.cache is not None:
@@ -94,12 +94,12 @@ class TorchCompiler:
             self.graphs_per_length += model.compile_layers(self.optimised, widens=widens)
 
     def compile_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss of logits, compiled: one more graph for each length, in training."""
+        """Return a compiled loss function of logits. It adds one training graph for each batch length."""
         self.graphs_per_length += 1
         return self.optimised(loss)
 
     def expect(self, lengths: int) -> None:
-        """Set the number of graphs from the number of different lengths of batches."""
+        """Set the expected number of graphs for this number of batch lengths, and begin to count."""
         self.budget.limit = self.graphs_per_length * lengths
         self.budget.start()
 
@@ -112,12 +112,12 @@ class TorchCompiler:
         return run
 
     def try_first(self, micro_batch: Callable[[], object], world: World) -> None:
-        """Run a first micro batch; if it fails on any rank, all continue uncompiled."""
+        """Run the first micro batch. If it fails on any rank, all ranks continue uncompiled."""
         self.is_trial, cause = False, ""
         try:
             micro_batch()
-        except Exception as error:  # of any part of the compiler; the cause is named
-            inner = getattr(error, "inner_exception", error)  # torch wraps what a compiler raised
+        except Exception as error:  # any part of the compiler may fail; the warning names the cause
+            inner = getattr(error, "inner_exception", error)  # torch wraps the compiler's exception
             cause = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"
         cause = world.broadcast(next(filter(None, world.gather(cause)), ""))
         if cause:
@@ -125,31 +125,31 @@ class TorchCompiler:
             logger.warning("backend.compile=auto: nothing is compiled, as the first graph failed: %s", cause)
 
     def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile one graph; torch calls this for each."""
+        """Compile one graph. torch calls this once for each graph."""
         self.compiled += 1
         built: Callable[..., Any] = lookup_backend(self.compiles_with)(graph, inputs)
         return built
 
-    # ---- what it took ----------------------------------------------------------------------------------------------
+    # ---- counts and times ------------------------------------------------------------------------------------------
 
     def begin(self, *_: object) -> None:
         self.began_s = time.perf_counter()
 
     def end(self, *_: object) -> None:
-        """Add the time of one compilation. A graph has several: its backward pass is compiled at the first call."""
+        """Add the time of one compilation. A graph has several: its backward pass is compiled when it first runs."""
         if self.began_s is not None:
             self.compile_s += time.perf_counter() - self.began_s
         self.began_s = None
 
     def is_busy(self) -> bool:
-        """Return whether a graph is being compiled. Any thread may ask."""
+        """Return whether a graph is being compiled. Any thread may call it."""
         return self.began_s is not None
 
     def graphs(self) -> Graphs:
         return Graphs(self.compiled, self.compile_s, 0)
 
     def close(self) -> None:
-        self.budget.check()  # of the last evaluation
+        self.budget.check()  # for graphs of the last evaluation
         callback_handler.remove_start_callback(self.begin)
         callback_handler.remove_end_callback(self.end)
         if self.cache is not None:
@@ -157,21 +157,21 @@ class TorchCompiler:
 
 
 class KernelCache:
-    """A folder of files with the compiled graphs that runs have added, each after its sha256.
+    """A folder of compiled graphs, to which each run adds a file with its new graphs.
 
-    The content is what torch.compiler.save_cache_artifacts writes. A file's name identifies model and graphs, so that
-    nothing is written twice. The files are code: whoever may write to the folder may run code in the training
-    (docs/security.md). Kernels of CPUs are compiled by the C++ compiler again.
+    A file is a sha256 followed by the output of torch.compiler.save_cache_artifacts. Its name identifies the model and
+    the graphs, so that none is written twice. The files are code: anyone who can write to the folder can run code in
+    the training (docs/security.md). On CPUs the C++ compiler still has to compile the kernels again.
     """
 
     def __init__(self, location: str, s3: S3Config, *, may_write: bool, must_write: bool = False) -> None:
-        """`may_write` is set on one of the ranks that compile the same; `must_write`: fail if graphs cannot be kept."""
+        """Open the folder. One of the ranks with equal graphs `may_write`. `must_write`: a failed write is an error."""
         self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
-        self.prefix = ""  # of the files' names; known with the model
+        self.prefix = ""  # the start of the file names, set by `load`
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
 
     def load(self, key: dict[str, Any]) -> None:
-        """Load a model's graphs, found by `key`. It raises nothing, as other ranks would wait for this one."""
+        """Load the graphs of the model that `key` identifies. Faults of the folder only warn: other ranks may wait."""
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
         try:
@@ -183,11 +183,11 @@ class KernelCache:
                 elif info := torch.compiler.load_cache_artifacts(entries):
                     self.kept |= entries_of(info)
         except FAULTS as error:
-            logger.warning("kept graphs cannot be read and are compiled again: %s", error)
+            logger.warning("the compile cache cannot be read, so graphs are compiled again: %s", error)
 
     def save(self) -> None:
-        """Write the graphs that this process has compiled and no file holds."""
-        # Call it once, at the end: torch loads only the last of several contents that it makes in one process.
+        """Write the graphs that this process has compiled, except those that a file already has."""
+        # This is called once, at the end: if a process saves several artifacts, torch can load only the last.
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
         if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):
             return
@@ -197,9 +197,9 @@ class KernelCache:
         except FAULTS as error:
             if self.must_write:
                 raise
-            logger.warning("compiled graphs are not kept for others: %s", error)  # the run itself is complete
+            logger.warning("compiled graphs are not kept for other runs: %s", error)  # the run itself is complete
 
 
 def entries_of(info: Any) -> set[tuple[str, str]]:
-    """Return kind and key of the entries that torch has saved or loaded."""
+    """Return the kind and key of each entry that torch has saved or loaded."""
     return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}

@@ -1,9 +1,9 @@
-"""Data parallelism: every rank holds the model and sees its share of each batch.
+"""Data parallelism: every rank holds the whole model and trains it on a share of each batch.
 
-With `shard_optimizer` each rank keeps the moments of its share of the weights, updates them, and sends them to the
-others: stage 1 of ZeRO, https://arxiv.org/abs/1910.02054. Each weight has one rank, so that every optimizer of the
-table computes what it would alone, the trust ratios of LAMB as well. torch's ZeroRedundancyOptimizer does the same by a
-wrapper, through which a fused optimizer does not learn that a step is to be skipped.
+`shard_optimizer` is stage 1 of ZeRO, https://arxiv.org/abs/1910.02054: each rank keeps the moments of some weights,
+updates these weights, and broadcasts them. No weight is split between ranks, so every optimizer computes the same as
+without sharding, including LAMB's trust ratios. torch's ZeroRedundancyOptimizer is not used: inside its wrapper, a
+fused optimizer does not learn that a step must be skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
 
 
 class DataParallel(Engine):
-    """A model that every rank holds whole, trained on its share of each batch."""
+    """The engine in which every rank holds the whole model and trains it on a share of each batch."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class DataParallel(Engine):
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
-        with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph here
+        with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph on leaving this
             self._add_gradients(batch)
 
     def _gradients(self, batch: Batch) -> object:
-        """Return the gradients of a micro batch of this rank, without adding them to parameters."""
+        """Return the gradients of a micro batch, without adding them to those of the parameters."""
         with self.backend.autocast():
             loss_sum = self.loss(self.model, batch["inputs"])
         return torch.autograd.grad(loss_sum, self.parameters, allow_unused=True)
 
     def _add_gradients(self, batch: Batch) -> None:
-        # This is a function so that none of its tensors is alive when XLA ends a graph: all graphs are alike.
+        # This is a separate function so that its tensors are freed before XLA ends a graph. Otherwise graphs differ.
         with self.backend.work.timed(), self.backend.autocast():
             loss_sum = self.loss(self.sync.module, batch["inputs"])
         self.backend.scaler.scale(loss_sum).backward()
@@ -96,7 +96,7 @@ class DataParallel(Engine):
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
-        with self.backend.autocast():  # a new context for each batch: casts that outlive it would change the next graph
+        with self.backend.autocast():  # one context per batch: casts cached from another batch would change XLA's graph
             return statistics(self.model, inputs)
 
 
@@ -161,11 +161,11 @@ class Captured(DataParallel):
 
 
 class ShardedOptimizer(DataParallel):
-    """Data parallelism in which each rank updates its share of the weights and sends it to the others."""
+    """Data parallelism in which each rank updates some of the weights and sends them to the other ranks."""
 
     def build_optimizer(self, optim: OptimConfig, of: Roles) -> torch.optim.Optimizer:
         groups = [group["params"] for group in parameter_groups(optim, self.parameters, **of)]
-        self.numbered = [weight for group in groups for weight in group]  # as the optimizer of all weights numbers them
+        self.numbered = [weight for group in groups for weight in group]  # in the order of an unsharded optimizer
         self.owners = shared_out([weight.numel() for weight in self.numbered], self.data_size)
         self.own = [number for number, owner in enumerate(self.owners) if owner == self.data_rank]
         check(
@@ -173,7 +173,7 @@ class ShardedOptimizer(DataParallel):
             f"parallel.shard_optimizer=true: this model trains {len(self.numbered)} tensors, too few for "
             f"{self.data_size} ranks; leave it out",
         )
-        # Groups keep the order of the model's weights, as in the optimizer of all weights.
+        # Groups keep the order of the model's weights, as in an unsharded optimizer.
         own = [self.numbered[number] for number in self.own]
         return build_optimizer(optim, own, adamw=self.backend.adamw, **of)
 
@@ -188,7 +188,7 @@ class ShardedOptimizer(DataParallel):
 
     @torch.no_grad()
     def _send_updated(self) -> None:
-        """Send each rank's share of the weights to the others, one message for each rank and type."""
+        """Broadcast the weights that each rank has updated, in one message per rank and dtype."""
         parts: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for weight, owner in zip(self.numbered, self.owners, strict=True):
             parts.setdefault((owner, weight.dtype), []).append(weight)
@@ -222,9 +222,10 @@ class ShardedOptimizer(DataParallel):
 
 @torch.no_grad()
 def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_norm: float | None) -> Tensor:
-    """Divide the gradients by `divisor` [1] (0, for a step without labels: by 1) and clip their norm to `max_norm`.
+    """Divide the gradients by `divisor` [1] and clip their norm to `max_norm`, in one pass over the gradients.
 
-    It takes one pass over them. Returns the norm [] after the division. Nothing is read from the device.
+    A divisor of 0, from a step without labels, counts as 1. Returns the norm [] after division and before clipping.
+    Does not wait for the device.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return scale(gradients, nn.utils.get_total_norm(gradients), divisor, max_norm)
@@ -232,7 +233,10 @@ def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_nor
 
 @torch.no_grad()
 def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
-    """Divide and clip gradients whose norm [] is known, perhaps in float64, as over all ranks that hold parts."""
+    """Divide and clip gradients as `divide_and_clip` does, given their norm [] before the division.
+
+    If weights are split over ranks, the norm covers all ranks. It may be float64.
+    """
     divisor = divisor.reshape(())
     factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
     norm = norm * factor
@@ -243,7 +247,7 @@ def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: floa
 
 
 def shared_out(sizes: list[int], num_ranks: int) -> list[int]:
-    """Return the rank for each size: the largest first, each to the rank that has least."""
+    """Return the rank of each size. The largest sizes are assigned first, each to the rank with the smallest sum."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = loads.index(min(loads))

@@ -45,19 +45,14 @@ class DDP(Backend):
 
     name = "ddp"
     adamw = {"fused": True}
-    drops_masks = True  # of batches without padding
-    norms: torch.dtype | None = None  # type that norms return; None: autocast's choice
-    skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
+    drops_masks = True  # whether batches without padding lose their mask
+    norms: torch.dtype | None = None  # the dtype that norms return; None for autocast's
+    skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     compiler: TorchCompiler | None = None
     one_graph = False  # whether backend.compile=auto may make one graph of an encoder of small layers
 
     def __init__(
-        self,
-        cfg: BackendConfig,
-        s3: S3Config | None = None,
-        *,
-        collects: bool = False,
-        work: Workload | None = None,
+        self, cfg: BackendConfig, s3: S3Config | None = None, *, collects: bool = False, work: Workload | None = None
     ) -> None:
         super().__init__()
         world, self.collects = self.world, collects
@@ -95,10 +90,10 @@ class DDP(Backend):
             self.compiler = None
         compiles_on_gpu = is_cuda and self.compiler is not None
         self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
-        self.drops_masks = self.compiler is None  # otherwise each kind of batch is one more graph
+        self.drops_masks = self.compiler is None  # batches without a mask would need another graph
 
     def join_ranks(self, collectives: str, timeout_s: float) -> None:
-        """Join the other ranks with these collectives, and let the watchdog know of ranks that compile."""
+        """Join the other ranks with these collectives, and let watchdogs learn which ranks compile."""
         device = f"{self.name} on {self.device.type}, {self.precision}"
         self.timeout_s = timeout_s
         store = join(collectives, device, timeout_s=timeout_s)
@@ -117,7 +112,7 @@ class DDP(Backend):
             f"backend.compile={cfg.compile} needs a C++ compiler for a CPU, and there is no {cxx} here: apt-get "
             "install g++, set CXX, or leave backend.compile out",
         )
-        # The kernels of a GPU name its number.
+        # Compiled code contains the GPU's index, so each GPU of the first machine writes.
         writes = self.world.rank == (0 if self.device.index is None else self.world.local_rank)
         cache = None
         if cfg.compile_cache is not None:
@@ -146,8 +141,7 @@ class DDP(Backend):
 
     def place(self, model: nn.Module) -> None:
         """Move a model to the device."""
-        # On a CPU in bf16 it then computes attention by products, as the backward pass of PyTorch's SDPA takes four
-        # times as long there (benchmarks/notes.md).
+        # On CPUs, SDPA's backward pass in bf16 takes four times as long as plain products (benchmarks/notes.md).
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)
@@ -176,7 +170,7 @@ class DDP(Backend):
         return init_device_mesh(self.device.type, (self.world.size,))
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        with without_stdout():  # gloo prints how many ranks each has connected
+        with without_stdout():  # gloo prints how many ranks have connected
             group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s))
         return group
 
@@ -184,7 +178,7 @@ class DDP(Backend):
         for batch in batches if self.compiler is None else self.compiler.budget.watched(batches):
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
             if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
-                del inputs["attention_mask"]  # such a mask hides nothing, and CUDA's fastest attention takes none
+                del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention accepts no mask
             yield {**batch, "inputs": inputs}
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -201,7 +195,7 @@ class DDP(Backend):
         self.end_step()
 
     def update(self, optimizer: torch.optim.Optimizer, norm: Tensor, *, keeps_gradients: bool = False) -> None:
-        """Do the device's part of a step. Gradients are then freed, or zero at the same place in memory."""
+        """Take a step or skip it. Then free the gradients, or with `keeps_gradients` set them to zero in place."""
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
         self.skips.see(norm, overflowed=self._rescale())
         optimizer.zero_grad(set_to_none=not keeps_gradients)
@@ -211,15 +205,11 @@ class DDP(Backend):
             self.compiler.budget.check()
 
     def _rescale(self) -> Tensor | None:
-        """Adjust the scale of the loss after a step.
-
-        Returns whether the scale may have made the step overflow: it was above 1 and is halved; [1] on the device. None
-        if losses are not scaled.
-        """
+        """Adjust the loss scale. Returns whether it was above 1 and is halved, [1]: it may have caused an overflow."""
         if not self.scaler.is_enabled():
             return None
         one = torch.ones(1, device=self.device)
-        before = self.scaler.scale(one)  # a product on the device: get_scale() would wait for it
+        before = self.scaler.scale(one)  # stays on the device: get_scale() would wait for it
         self.scaler.update()
         return (self.scaler.scale(one) < before) & (before > 1)
 
@@ -256,7 +246,7 @@ class DDP(Backend):
 
 
 class DDPSync(GradSync):
-    """Averages of gradients, made by DistributedDataParallel in the last backward pass, and the sum of the count."""
+    """The reduction by DistributedDataParallel. It averages gradients in the last backward pass and sums the counts."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, world_size: int, accumulation: int, *, compresses: bool
@@ -266,10 +256,10 @@ class DDPSync(GradSync):
         self.replica = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
-            static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
+            gradient_as_bucket_view=True,  # gradients are views of the buckets that are sent: no copy, less memory
+            static_graph=accumulation == 1,  # holds for every task, but torch does not support it with no_sync
         )
-        self.replica.broadcast_buffers = False  # constants (position ids) only; the argument is deprecated since 2.13
+        self.replica.broadcast_buffers = False  # buffers are constants; the argument is deprecated since PyTorch 2.13
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)
@@ -283,7 +273,7 @@ class DDPSync(GradSync):
 
     def reduce(self) -> Tensor:
         self.adding.wait()
-        return self.count / self.world_size  # divided as the gradients are
+        return self.count / self.world_size  # gradients are averages over the ranks, so this is too
 
 
 class CudaWork(Work):
@@ -330,7 +320,7 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Return the address of a GPU on the PCI bus; None if this torch does not say."""
+    """Return the address of a GPU on the PCI bus; None if this PyTorch does not report it."""
     gpu: Any = torch.cuda.get_device_properties(device)
     if not hasattr(gpu, "pci_bus_id"):
         return None
@@ -338,7 +328,7 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def check_no_idle_gpu(name: str) -> None:
-    """Raise InputError on an EC2 GPU instance, warn on others with a GPU, before a run chooses the CPU."""
+    """Raise InputError if a run would use the CPU of an EC2 GPU instance; warn on other machines with a GPU."""
     if name == "cpu" and machine.nvidia_gpus():
         fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch has no CUDA"
         kind = machine.instance_type()

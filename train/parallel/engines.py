@@ -26,14 +26,17 @@ def build_engine(
     accumulation: int,
     lengths: int = 1,
 ) -> Engine:
-    """Return the engine of these settings. `accumulation`: micro batches per step and rank; `lengths`: batch shapes."""
+    """Return the engine for these settings.
+
+    `accumulation` is the count of micro batches per step and rank, `lengths` the count of their shapes.
+    """
     check_choice("parallel.name", cfg.name, tuple(ENGINES))
-    module: Any = import_module(ENGINES[cfg.name])  # only runs that use an engine import it
+    module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine
 
 
-ENGINES = {  # the module of each engine, with its function `build`
+ENGINES = {  # the module of each engine, which has a function `build`
     "data": "train.parallel.data",
     "fsdp": "train.parallel.fsdp",
     "pipeline": "train.parallel.pipeline",

@@ -1,9 +1,9 @@
-"""Fully sharded data parallelism: every rank holds its part of each weight, gradient and moment.
+"""Fully sharded data parallelism: every rank holds a shard of each weight, gradient and moment.
 
 It is for models that do not fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
 
-The weights of a layer are gathered for its forward and its backward pass and dropped afterwards; gradients are added up
-in parts. A layer that is shared over the whole depth is always in use: then all weights are gathered together.
+A layer's weights are all-gathered for its forward and backward pass and freed afterwards. Gradients are
+reduce-scattered. A layer that is shared over the whole depth is always in use, so its model is gathered as a whole.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
 
 
 class FSDP(DataParallel):
-    """A model of which every rank holds its rows of each weight, gradient and moment."""
+    """The engine in which every rank holds some rows of each weight, gradient and moment."""
 
     def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
-        weights = guards.smallest(model.parameters())  # after this, no weight is on two ranks
+        weights = guards.smallest(model.parameters())  # compared now: once sharded, no weight is on two ranks
         guards.check_same(backend.world.gather([float(weight.detach().double().sum()) for weight in weights]))
-        # The weights are gathered and used in this type.
+        # `half` is the dtype in which weights are gathered and used.
         half = torch.bfloat16 if backend.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # This is before the model moves: only one layer at a time has to fit on the device.
+        # The model is sharded before it moves, so that only one layer at a time has to fit on the device.
         for layer in model.separate_layers():
             fully_shard(layer, mesh=self.mesh, reshard_after_forward=cfg.reshard_after_forward, mp_policy=policy)
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
@@ -97,11 +97,14 @@ class FSDP(DataParallel):
         super().load(Tensors({"own": weights}), {**optimizer, "state": moments})
 
     def gather_full_model(self) -> None:
-        whole = self._whole(self.model.state_dict(keep_vars=True))  # on rank 0 alone
+        whole = self._whole(self.model.state_dict(keep_vars=True))  # empty on other ranks
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors on the host of rank 0, tied ones still tied, else {}. The devices hold one at a time."""
+        """Return all tensors whole and with ties, on the host of rank 0; {} on other ranks.
+
+        The devices hold one whole tensor at a time.
+        """
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:
@@ -110,7 +113,7 @@ class FSDP(DataParallel):
         return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
-        """Return this rank's rows of each tensor. Tied names share rows; tensors that are not split are rank 0's."""
+        """Return this rank's rows of each tensor. Tied names share rows. Only rank 0 returns unsharded tensors."""
         pieces: dict[str, Any] = {}
         rows = {id(part): part.to_local().detach() for part in parts.values() if isinstance(part, DTensor)}
         for name, part in parts.items():
@@ -125,7 +128,7 @@ class FSDP(DataParallel):
         return rows_of(self.data_rank, num_rows, self.data_size)
 
     def _part(self, tensors: Tensors, name: Any) -> Tensor:
-        """Return this rank's part of a tensor as a copy, which keeps no file in memory; numbers are returned whole."""
+        """Return this rank's rows of a saved tensor, copied so that its file can be unmapped. Scalars have no rows."""
         shape = tensors.shape(name)
         if not shape:
             return tensors[name]
@@ -135,12 +138,12 @@ class FSDP(DataParallel):
 
 
 class ShardSync(GradSync):
-    """Sums of the gradients, each part on the rank that holds it, and of the count."""
+    """The reduction that leaves on each rank the gradient sums of its rows. It also sums the label counts."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
         super().__init__(model, device)
         self.reduce_once = reduce_once
-        for module in split_modules(model):  # sums, since gloo has no averages
+        for module in split_modules(model):  # sum instead of average: gloo has no averages
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -159,13 +162,13 @@ class ShardSync(GradSync):
 
 
 def rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:
-    """Return the rows of a tensor that a rank has under fully_shard."""
+    """Return the rows of a tensor that a rank holds under fully_shard."""
     share = share_of(num_rows, num_ranks)
     return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 
 
 def share_of(num_rows: int, num_ranks: int) -> int:
-    """Return the number of rows of each rank; the last ranks have fewer or none."""
+    """Return the number of rows per rank. The last ranks may have fewer or none."""
     return -(-num_rows // num_ranks)
 
 

@@ -1,7 +1,7 @@
-"""The interface through which an engine adds the gradients of a step up over the ranks, and the table of its classes.
+"""The reduction of a step's gradients over the ranks: the interface for engines, and the table of its classes.
 
-Losses are sums over labels. Gradients are reduced once a step and then divided once, by the labels of all ranks: in the
-engine's `clip` (train/parallel), in the same pass that clips them. `reduce` returns the divisor.
+Losses are sums over labels. Gradients are reduced once per step. The engine's `clip` then divides them by the label
+count of all ranks, in the pass that clips them. `reduce` returns this divisor.
 
     class         where                         reduces                                       over ranks  returns
     GradSync      one rank on ddp, neuron       never                                         -           its labels
@@ -10,8 +10,8 @@ engine's `clip` (train/parallel), in the same pass that clips them. `reduce` ret
     ShardSync     parallel=fsdp                 in the last backward pass, or in every one    sum         labels
     PipelineSync  parallel=pipeline             in `reduce`, over the holders of each weight  sum         labels
 
-Averages are DDP's own: it divides by the number of ranks, so the number of labels is divided by it too. XLASync adds
-nothing up for one rank, and parallel=fsdp with one rank is parallel=data.
+DDP always divides by the number of ranks, so DDPSync divides the label count by it too. With one rank, XLASync reduces
+nothing, and parallel=fsdp runs as parallel=data.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from train.config.backend import CUDA
 
 
 class GradSync:
-    """The reduction of gradients, once a step. This one is for a single rank."""
+    """The reduction of gradients, once per step. This base class is for a single rank and reduces nothing."""
 
     module: nn.Module  # the model as forward passes call it
-    count: Tensor  # [1], on the device
+    count: Tensor  # [1], on the device: the labels of this step
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module, self.device = model, device
@@ -39,11 +39,11 @@ class GradSync:
         self.count = sent(torch.tensor([float(count)]), self.device)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro batch, forward and backward. `is_last`: it is the last of this step."""
+        """Return the context for the passes of one micro batch. `is_last`: it is the step's last micro batch."""
         return nullcontext()
 
     def reduce(self) -> Tensor:
-        """Reduce the rest. Returns the divisor [1] that makes sums means over the labels of all ranks; 0: no labels."""
+        """Finish the reduction. Returns the divisor [1] that makes sums means over all labels; 0 without labels."""
         return self.count
 
 

@@ -19,24 +19,24 @@ logger = logging.getLogger("train")
 
 
 class Graphs(NamedTuple):
-    compiled: int = 0  # since the first batch
-    compile_s: float = 0.0  # total
-    executed: int = 0  # since the first batch
+    compiled: int = 0  # graphs compiled since the first batch
+    compile_s: float = 0.0  # seconds of compiling since the process began
+    executed: int = 0  # executions since the first batch
 
 
 class GraphBudget:
-    """A count of the graphs compiled since the first batch, compared with the number that the run should need."""
+    """A count of the graphs compiled since the first batch, with the number that the run should need."""
 
     def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
-        """Count by `compiled`; `hint` says how to find the cause if it is not a new shape."""
+        """Take `compiled`, which returns the current count. `hint` says how to find a cause other than a new shape."""
         self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
-        self.shapes = Shapes()  # those of the stream that changed last
+        self.shapes = Shapes()  # shapes of the stream of batches that last had a new one
 
     def start(self) -> None:
-        """Begin to count, unless it has begun: earlier graphs are set-up."""
+        """Begin to count, unless counting has begun. Earlier graphs belong to the set-up."""
         if self.base is None:
             self.base = self.compiled()
 
@@ -45,12 +45,12 @@ class GraphBudget:
         return 0 if self.base is None else self.compiled() - self.base
 
     def forgive(self, number: int) -> None:
-        """Exclude this number of compiled graphs from the count: they were part of no step."""
+        """Exclude this number of compiled graphs from the count, because they belong to no step."""
         if self.base is not None:
             self.base += number
 
     def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and record their shapes: they explain an extra graph."""
+        """Yield the batches and record their shapes, which explain an extra graph."""
         shapes = Shapes()
         for batch in batches:
             if "failure" not in batch and shapes.see(batch["inputs"]):
@@ -58,7 +58,10 @@ class GraphBudget:
             yield batch
 
     def check(self) -> None:
-        """Raise RuntimeError (or warn, once a graph) and name the likely cause if too many graphs were compiled."""
+        """Raise RuntimeError with the likely cause if too many graphs were compiled.
+
+        If this is not fatal, warn instead, once for each graph.
+        """
         used = self.used
         if used <= max(self.limit, self.reported):
             return
@@ -72,22 +75,22 @@ class GraphBudget:
 
 
 class Compilers:
-    """A flag shared by the ranks: some rank is compiling.
+    """A flag shared by the ranks, which is set while any rank compiles.
 
-    The watchdog asks on behalf of a rank that makes no progress: other machines wait in a collective for one that
-    compiles, and learn of it through the store by which they joined.
+    The watchdog reads it when its rank makes no progress: the rank may be waiting in a collective for a machine that
+    compiles. The ranks share the flag through the store by which they joined.
     """
 
     def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
         self.is_compiling, self.store = is_compiling, store
-        self.signs: int | None = None  # count of signs that compiling ranks have given
+        self.signs: int | None = None  # count of signs from compiling ranks in the store, when last read
         self.others_compile = False
         self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Return whether this rank compiles, which it tells the others, or another one did when last asked.
+        """Return whether this rank is compiling, or another rank was at the last call. Tell the other ranks, too.
 
-        It never waits for the store: its machine may have died without a word, and then the answer is no.
+        This never waits for the store, whose machine may have died. Without an answer, other ranks count as idle.
         """
         compiles = self.is_compiling()
         if self.store is None or (self.asking is not None and self.asking.is_alive()):
@@ -99,13 +102,13 @@ class Compilers:
     def ask(self, own_signs: int) -> None:
         assert self.store is not None
         before, self.others_compile = self.signs, False
-        with suppress(dist.DistError):  # the store has ended with its machine
+        with suppress(dist.DistError):  # the store's machine has ended
             self.signs = self.store.add("signs_of_compiling", own_signs)
             self.others_compile = before is not None and self.signs > before
 
 
 class ThreadSource:
-    """Batches for a loader thread, which would silently take an exception for the end of the data."""
+    """A stream of batches for torch_xla's loader thread, which takes any exception for the end of the data."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches
@@ -118,6 +121,6 @@ class ThreadSource:
             self.failure = error
 
     def raise_failure(self) -> None:
-        """Raise the exception of the loader thread. The training thread calls it after the last batch."""
+        """Raise the loader thread's exception, if any. The training thread calls this after the last batch."""
         if self.failure is not None:
             raise self.failure

@@ -1,4 +1,4 @@
-"""Checks of faults that raise no error: each of them has cost somebody a run that looked healthy."""
+"""Checks for faults that raise no error themselves. Each has cost somebody a run that looked healthy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from train.config import InputError, check
 
-NUM_WATCHED = 8  # parameters compared
-Tied = list[list[str]]  # names of one and the same parameter
+NUM_WATCHED = 8  # count of parameters that are compared
+Tied = list[list[str]]  # groups of names, each for one parameter
 
 
 def tied_names(model: nn.Module) -> Tied:
@@ -24,20 +24,20 @@ def tied_names(model: nn.Module) -> Tied:
 
 
 def tie(model: nn.Module, tied: Tied) -> None:
-    """Make each group one parameter again: after a move to XLA each name has a copy (pytorch/xla issue 2719)."""
+    """Make each group one parameter again. A move to XLA copies it for each name (pytorch/xla issue 2719)."""
     for first, *others in tied:
         replace(model, dict.fromkeys(others, model.get_parameter(first)))
 
 
 def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Replace a model's parameters with these names."""
+    """Put these parameters, by name, into a model in place of its present ones."""
     for name, parameter in parameters.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameter)
 
 
 def check_tied(model: nn.Module, tied: Tied) -> None:
-    """Raise RuntimeError if tied parameters are now separate: they would be trained apart."""
+    """Raise RuntimeError if parameters that were tied are now separate, and so would be trained separately."""
     still_tied = tied_names(model)
     for group in tied:
         if not any(set(group) <= set(other) for other in still_tied):
@@ -45,9 +45,9 @@ def check_tied(model: nn.Module, tied: Tied) -> None:
 
 
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, by identity.
+    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, the same objects.
 
-    One built before the move to the device updates tensors that nobody reads,
+    An optimizer built before the move to the device updates tensors that the model does not use,
     https://github.com/pytorch/xla/issues/6861.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -60,9 +60,9 @@ def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parame
 
 
 def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
-    """Raise RuntimeError unless launcher, device runtime, process group and a sum of ones agree on the ranks.
+    """Raise RuntimeError unless launcher, device runtime, process group and a sum of ones agree on the rank count.
 
-    Ranks that do not know of each other train one model each, https://github.com/pytorch/xla/issues/5438.
+    Ranks that are not connected each train a model of their own, https://github.com/pytorch/xla/issues/5438.
     """
     if not launched == device == group == ones:
         raise RuntimeError(
@@ -79,8 +79,8 @@ def check_collective(name: str, result: Tensor, wanted: Sequence[float]) -> None
 
 
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
-    """Raise RuntimeError if ranks draw the same dropout."""
-    # An XLA device starts from one constant in every process, https://github.com/pytorch/xla/issues/2092.
+    """Raise RuntimeError if two ranks would draw the same dropout."""
+    # An XLA device starts from the same constant in every process, https://github.com/pytorch/xla/issues/2092.
     if len(set(seeds)) != len(seeds):
         raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: their dropout would be the same")
 
@@ -110,10 +110,11 @@ def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: st
 
 
 def watch_masks(model: nn.Module) -> None:
-    """Make the outermost modules that take an attention mask reject any but a float one [batch, 1, 1 or S, S].
+    """Make a model reject attention masks that are not floats [batch, 1, 1 or S, S].
 
-    transformers reads a [batch, S] mask at every forward pass, which stops the device and makes one more graph for each
-    kind of batch. Eager attention adds a 4-D mask of booleans to the scores as 0 and 1, which hides nothing.
+    The outermost modules that take a mask check it. transformers reads a [batch, S] mask at every forward pass, which
+    stops the device and needs one more graph for each kind of batch. Eager attention adds a 4-D boolean mask to the
+    scores as 0 and 1, which hides nothing.
     """
     for module in outermost(model, "attention_mask"):
         module.register_forward_pre_hook(reject_other_masks, with_kwargs=True)
@@ -138,7 +139,7 @@ def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
 
 
 class Shapes:
-    """The shapes of a stream of batches. Each distinct one is a graph to compile; a ragged last batch is rejected."""
+    """The distinct shapes in a stream of batches. Each is a graph to compile. A ragged last batch is rejected."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, tuple[int, ...]]] = []
@@ -160,7 +161,7 @@ class Shapes:
         return True
 
     def last_change(self) -> str | None:
-        """Describe how the newest shapes differ from the first; None if all are alike."""
+        """Describe how the newest shapes differ from the first; None if there is only one kind."""
         if len(self.seen) < 2:
             return None
         first, last = self.seen[0], self.seen[-1]

@@ -15,12 +15,12 @@ class Lamb(torch.optim.Optimizer):
 
     update = m / (sqrt(v) + eps) + weight_decay * w;  w <- w - lr * |w| / |update| * update, where the ratio is 1 if
     either norm is 0. This is algorithm 2 of https://arxiv.org/abs/1904.00962 without its bias correction, as in
-    lamb_optimizer.py of https://github.com/google-research/albert. The state of every parameter exists from the start:
-    `exp_avg` and `exp_avg_sq`, float32. A rate may be a tensor of the device, [1].
+    lamb_optimizer.py of https://github.com/google-research/albert. Every parameter has its state, `exp_avg` and
+    `exp_avg_sq` in float32, before the first step. A learning rate may be a tensor [1] on the device.
 
-    As fused optimizers of torch do, a step changes nothing if the attribute `found_inf`, a tensor on the device, is set
-    and not 0: torch.amp.GradScaler's way to skip a step without a copy of the weights and without waiting. It leaves
-    zeros in the gradients then.
+    `found_inf` has the meaning that it has in torch's fused optimizers: if this device tensor is set and not 0, a step
+    changes no weight and no state. torch.amp.GradScaler skips steps in this way, without copying weights and without
+    waiting for the device. A skipped step sets the gradients to 0.
     """
 
     found_inf: Tensor | None = None
@@ -33,7 +33,7 @@ class Lamb(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False if weights are split over ranks: torch 2.9 lacks operations of such a step for DTensor."""
+        """False if weights are split over ranks: `found_inf` needs DTensor operations that torch 2.9 lacks."""
         return not isinstance(self.param_groups[0]["params"][0], DTensor)
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
 """Native PyTorch on Trainium 2 and 3 (TorchNeuron, torch-neuronx 2.13 and newer). Experimental, not run on hardware.
 
-TorchNeuron is a device of torch's own, so this is DDP with device, collectives and autocast named "neuron". It follows
-https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch, SDK 2.33, and the source of a pre-release;
-docs/trainium.md says what is known from where.
+TorchNeuron is an ordinary torch device, so this is DDP whose device, collectives and autocast are named "neuron". The
+code follows https://awsdocs-neuron.readthedocs-hosted.com (frameworks/torch, SDK 2.33) and the source of a pre-release.
+docs/trainium.md lists the source of each fact.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from train.system.versions import read_versions
 if TYPE_CHECKING:
     from train.parallel.compiled import TorchCompiler
 
-DEVICE = "neuron"  # without a number: a process sees a single core
+DEVICE = "neuron"  # without an index: a process sees a single core
 COLLECTIVES = "cpu:gloo,neuron:neuron"
 
 
 class Neuron(DDP):
-    """A NeuronCore. Opening the device is specific to it, everything after that is DDP's."""
+    """A NeuronCore. This class opens and checks the device; the training is DDP's."""
 
     name = "neuron"
-    # On a trn2, with a pre-release, the plain implementation took 1,324 ms a step where this one took 126, and failed
-    # with 814 weights (hokindeng/object-permanence, pwm/).
+    # On a trn2 with a pre-release, this implementation took 126 ms a step and the plain one 1,324 ms. The plain one
+    # also failed with 814 weights (hokindeng/object-permanence, pwm/).
     adamw = {"foreach": True}
-    skips_on_device = False  # it counts its steps on the host, which has to know of a skip
+    skips_on_device = False  # AdamW counts steps on the host, so the host must know of a skip
     pin_memory = False
-    drops_masks = False  # each kind of batch would be one more graph
+    drops_masks = False  # batches without a mask would need another graph
     device_name = "NeuronCore"
     monitor_kind = "neuron"
     compresses = False
@@ -60,7 +60,8 @@ class Neuron(DDP):
         nodes = launch.world_size // launch.local_world_size
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
         os.environ.update(place_graphs(os.environ, is_native=True))
-        # It registers the device and its collectives. torch imports it too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+        # The package registers the device and its collectives. torch imports it, too, unless
+        # TORCH_DEVICE_BACKEND_AUTOLOAD=0.
         self.package = importlib.import_module("torch_neuronx")
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
@@ -87,14 +88,14 @@ class Neuron(DDP):
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         super().ready(optimizer, parameters)
-        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # earlier operators were part of no step
+        getattr(self.package, "clear_op_tracking", self.fallback_ops)()  # forget operators before the first step
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         super().optimizer_step(optimizer, parameters, norm)
-        wait_for(self.device)  # updates of many weights failed in asynchronous launches
+        wait_for(self.device)  # asynchronous updates of many weights have failed
 
     def fallback_ops(self) -> set[str]:
-        """Return operators that have run on the CPU, by a function of a pre-release that later releases may lack."""
+        """Return operators that have run on the CPU. Later releases may lack the pre-release's function for this."""
         listed = getattr(self.package, "get_fallback_ops", None)
         return set() if listed is None else {str(each) for each in listed()}
 
@@ -106,7 +107,7 @@ class Neuron(DDP):
         return [f"{message}; their tensors are copied to the host and back"] if new else []
 
     def mesh(self) -> DeviceMesh:
-        # The collectives of FSDP are tried first, with numbers from 1: memory that was not written is 0.
+        # FSDP's collectives are tested first. The test values start at 1, because unwritten memory is 0.
         number, size = self.world.rank + 1, self.world.size
         numbers, whole = torch.arange(1.0, size + 1).to(self.device), torch.zeros(size).to(self.device)
         own, part = torch.tensor([float(number)]).to(self.device), torch.zeros(1).to(self.device)
@@ -117,7 +118,7 @@ class Neuron(DDP):
         return super().mesh()
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        # The members try the group first, with the collectives that a pipeline uses.
+        # The members first test the collectives that a pipeline uses.
         group = super().subgroup(ranks)
         if self.world.rank in ranks and len(ranks) > 1:
             place, numbers = ranks.index(self.world.rank), range(1, len(ranks) + 1)
@@ -132,7 +133,7 @@ class Neuron(DDP):
         return group
 
     def tracer(self, folder: Path) -> torch.profiler.profile:
-        # The runtime's trace goes to the folder; that of single instructions takes some 5 GB of the device.
+        # Only the runtime is traced, into the folder. A trace of instructions would take about 5 GB of device memory.
         profiling = importlib.import_module("torch_neuronx.profiling")
         config = profiling.NeuronConfig(modes=[profiling.ProfileMode.RUNTIME], profile_output_dir=str(folder))
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.PrivateUse1]
@@ -140,7 +141,7 @@ class Neuron(DDP):
 
 
 class WaitedWork(Work):
-    """Seconds of this rank's work until the device has done it: launches are asynchronous, a beta's events failed."""
+    """Seconds of this rank's work on the host's clock. It waits for the device: a beta's device events failed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Skipping of steps whose gradient is NaN or infinite. They change nothing and are counted, on the device if possible.
+"""The skipping of steps whose gradient is NaN or infinite. A skipped step changes nothing and is counted.
 
-All ranks decide alike: they test the norm of the reduced gradient, which is NaN if that of any rank or micro batch is.
+All ranks decide the same, because they test the norm of the reduced gradient. It is not finite if the gradient of any
+rank or micro batch is not.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from torch import Tensor
 
 
 def is_finite(norm: Tensor) -> Tensor:
-    """Return whether a norm is finite, on its device. It is false for NaN; compilers would fold `x == x`."""
+    """Return whether a norm is finite and not NaN, on its device. Compilers would remove a test `x == x` for NaN."""
     return norm < math.inf
 
 
 class Skips:
-    """Skipped steps, counted where the decision is made: on the device, for which no step waits, or on the host."""
+    """Counts of skipped steps, kept where steps are skipped: on the device, so that no step waits, or on the host."""
 
     def __init__(self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
         self.to_host = to_host
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
-        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # number of the latest steps skipped in a row
+        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # steps skipped in a row, up to the latest
 
     @torch.no_grad()
     def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:
-        """Count a step by its norm. If it `overflowed`, a bool on the device, it does not count for the streak."""
+        """Count a step as skipped if its norm is not finite. `overflowed`, a bool on the device, ends the streak."""
         skipped = (~is_finite(norm)).to(self.total.device, torch.int32)
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
@@ -35,27 +36,27 @@ class Skips:
             self.streak.mul_((~overflowed).to(torch.int32))
 
     def counts(self) -> tuple[int, int]:
-        """Return the number of skipped steps in this process, and in a row at the end. Waits for the device."""
+        """Return the count of steps skipped in this process, and the present streak. Waits for the device."""
         total, streak = self.to_host([self.total, self.streak])
         return int(total), int(streak)
 
     def known_streak(self) -> int:
-        """Return the skipped steps in a row at the end, on all ranks alike; 0 if the device counts them."""
+        """Return the present streak, which is equal on all ranks; 0 if the device counts it."""
         return int(self.streak) if self.streak.device.type == "cpu" else 0
 
     def reset_streak(self) -> None:
         """Count from 0 again, after the run has returned to a step before the skipped ones."""
-        # The tensor is kept and filled from the host: a new one would be another graph on XLA.
+        # The same tensor is filled from the host: a new tensor would change XLA's graph.
         self.streak.copy_(torch.zeros(1, dtype=torch.int32))
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device: bool) -> None:
-    """Step if the norm of the gradients is finite. `on_device`: decide there, without waiting for the host."""
+    """Step if the norm of the gradients is finite. `on_device`: the device decides, without the host."""
     if not on_device:
         if is_finite(norm):
             optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
-        # torch.amp.GradScaler skips steps in this way: fused AdamW and LAMB read this number and change nothing.
+        # torch.amp.GradScaler skips steps in this way: if found_inf is 1, fused AdamW and LAMB change nothing.
         optimizer.found_inf = (~is_finite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()
     else:
@@ -77,10 +78,10 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def undo_unless(ok: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Put the earlier values back unless `ok`, by a choice on the device.
+    """Restore the values `before` unless `ok`. The device selects.
 
-    New values may be NaN, which no weighted sum would remove. The copies take the memory of weights and moments, unless
-    a compiler makes one loop of this and the update.
+    New values may be NaN, which multiplying by 0 would not remove. The copies need as much memory as weights and
+    moments, unless a compiler fuses this with the update.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(ok, tensor, old))

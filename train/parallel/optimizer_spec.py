@@ -1,6 +1,6 @@
-"""The entry of an optimizer in the table, its parameter groups, and its state. No torch at import.
+"""An optimizer's entry in the table, its parameter groups, and its state. Importing this does not import torch.
 
-Groups separate parameters that decay and those that learn at other rates. The state exists before the first step.
+Groups separate parameters by weight decay and by learning rate. The state exists before the first step.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Group = dict[str, Any]  # a parameter group, as torch's optimizers take it
 class OptimizerSpec:
     """An optimizer's entry in the table of optimizers."""
 
-    # build(settings, parameter groups, the options of torch's AdamW that suit the device) returns the optimizer, with
-    # its state. It imports torch.
+    # build(settings, groups, options) imports torch, and returns the optimizer with its state. `options` choose torch's
+    # AdamW implementation for the device.
     build: Callable[[Any, list[Group], dict[str, bool]], torch.optim.Optimizer]
-    settings: type[OptimConfig] = OptimConfig  # a subclass adds settings
+    settings: type[OptimConfig] = OptimConfig  # the class of its settings; a subclass adds some
 
 
 class Roles(TypedDict):
-    """The places of parameters in their model, on which their rates depend."""
+    """The positions of parameters in the model, on which their learning rates depend."""
 
     head: list[nn.Parameter]
-    distances: dict[nn.Parameter, int]  # layers to the head; 0 for those that are not there
+    distances: dict[nn.Parameter, int]  # layers to the head; parameters that are absent count as 0
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
-    """Return the roles of a model's parameters. Raises InputError if it has no layers for cfg.layer_decay."""
+    """Return the roles of a model's parameters. Raises InputError if cfg.layer_decay does not suit its layers."""
     return {"head": model.head_parameters(), "distances": {} if cfg.layer_decay is None else model.distances()}
 
 
@@ -47,11 +47,11 @@ def parameter_groups(
     head: Iterable[nn.Parameter] = (),
     distances: Mapping[nn.Parameter, int] | None = None,
 ) -> list[Group]:
-    """Return two groups, one that decays and one of biases and normalisation weights; two more for `head`.
+    """Return a group with weight decay, one without for biases and normalisation weights, and two more for `head`.
 
-    Empty groups (of a frozen encoder) are left out. `lr_factor` is a group's multiple of cfg.lr. With cfg.layer_decay a
-    group is split where the distance to the head changes, so that the order is the same. Raises InputError if
-    cfg.head_lr is set without a head.
+    Empty groups, such as a frozen encoder's, are left out. A group learns at cfg.lr times its `lr_factor`. With
+    cfg.layer_decay a group is split wherever the distance to the head changes, so that parameters keep their order.
+    Raises InputError if cfg.head_lr is set without a head.
     """
     parameters, heads = list(parameters), {id(parameter) for parameter in head}
     check(
@@ -69,7 +69,7 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the encoder's rate to `lr`, the head's in proportion. A tensor is filled: XLA's graph holds it."""
+    """Set each group's rate to `lr` times its `lr_factor`. Tensors are filled in place, because graphs hold them."""
     import torch
 
     for group in optimizer.param_groups:
@@ -91,23 +91,23 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the result of `state_dict()`. Settings are kept: a saved implementation may not exist here."""
+    """Restore the moments of a `state_dict()`. Its settings are ignored: the implementation may be missing here."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
         own = optimizer.state[parameter]
         for name, value in saved["state"].get(index, {}).items():
             if value.ndim == 0:
-                own[name].fill_(value.item())  # filled in place: on XLA all parameters share one step count at first
+                own[name].fill_(value.item())  # in place: on XLA all parameters share one step count at first
             elif own[name].device.type == "cpu":
-                own[name].copy_(value)  # copied: a value that was read from a file may be mapped to it
+                own[name].copy_(value)  # copied, since the loaded value may be memory-mapped
             else:
                 own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
 
 
 def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[str, Any]:
-    """Return the state of an optimizer with the parameters at the positions `mine` of the `total` saved ones.
+    """Return the part of a saved state for an optimizer of only the parameters at positions `mine` of `total`.
 
-    Raises KeyError if the moments of one of these are in none of the files that were read.
+    Raises KeyError if the files that were read lack the moments of one of these parameters.
     """
     order = saved_order(saved, total)
     own = [order[position] for position in mine]
@@ -118,11 +118,11 @@ def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[s
 
 
 def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
-    """Return the numbers of a saved optimizer's parameters, by its groups. Raises InputError if their count differs."""
+    """Return a saved optimizer's parameter indices in group order. Raises InputError unless `num_parameters` exist."""
     order = [index for group in saved["param_groups"] for index in group["params"]]
     check(
         len(order) == num_parameters,
-        f"the checkpoint's optimizer has {len(order)} parameters, but this run trains {num_parameters}: other parts "
-        "are frozen; begin a new run from its weights with model.init_from",
+        f"the checkpoint's optimizer has {len(order)} parameters, but this run trains {num_parameters}: other "
+        "weights are frozen; begin a new run from its weights with model.init_from",
     )
     return order

@@ -1,7 +1,7 @@
-"""The table of optimizers, the choice of parameters that decay, and learning rates as a function of the step.
+"""The tables of optimizers and of learning-rate schedules.
 
-An optimizer is a module with a SPEC and its line in OPTIMIZERS. The table is read to compose a configuration, without
-torch: a module imports torch in its functions.
+To add an optimizer, write a module with a SPEC and add a line to OPTIMIZERS. The table is also read to compose a
+configuration, where torch is not imported. Therefore the modules import torch inside their functions.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": adamw.SPEC,
     "lamb": lamb.SPEC,
 }
-# Each returns the share of the peak rate after the warm-up: schedule(left, settings), where `left` falls from 1 to 0.
+# schedule(left, settings) returns the rate after the warm-up as a fraction of the peak, while `left` falls from 1 to 0.
 SCHEDULES: dict[str, Callable[[float, OptimConfig], float]] = {
     "linear": lambda left, cfg: left,
     "cosine": lambda left, cfg: 0.5 - 0.5 * math.cos(math.pi * left),
     "polynomial": lambda left, cfg: left**cfg.power,
     "constant": lambda left, cfg: 1.0,
-    WSD: lambda left, cfg: 1 - math.sqrt(1 - left),  # of several forms the best in https://arxiv.org/abs/2405.18392
+    WSD: lambda left, cfg: 1 - math.sqrt(1 - left),  # the best form in https://arxiv.org/abs/2405.18392
 }
 
 
 def check_optimizer(cfg: OptimConfig) -> None:
-    """Raise InputError unless optimizer and schedule are in the tables and the settings are the optimizer's."""
+    """Raise InputError unless optimizer and schedule are in the tables and the settings have the optimizer's class."""
     check_choice("optim.name", cfg.name, tuple(OPTIMIZERS))
     check_choice("optim.schedule", cfg.schedule, tuple(SCHEDULES))
     spec = OPTIMIZERS[cfg.name]
@@ -65,21 +65,22 @@ def build_optimizer(
     head: Iterable[nn.Parameter] = (),
     distances: Mapping[nn.Parameter, int] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of `parameters`, in the groups of `parameter_groups`; those in `head` learn at cfg.head_lr.
+    """Return the optimizer of `parameters`, with the groups of `parameter_groups`.
 
-    `adamw` holds options of torch's implementation, for LAMB too; with `capturable`, everything that changes from step
-    to step is on the device, the rate included. The state is float32 and exists from the start: if the first step made
-    it, that step would be a different graph.
+    `adamw` holds options of torch's AdamW, which LAMB reads, too. With `capturable`, everything that changes from step
+    to step is on the device, including the learning rate. The state is float32 and exists from the start: if the first
+    step created it, that step would be a different graph.
     """
     groups = parameter_groups(cfg, parameters, head, distances)
     return OPTIMIZERS[cfg.name].build(cfg, groups, adamw or {"fused": True})
 
 
 def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
-    """Return the rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of step `step`, counted from 0.
 
-    Warm-up is linear and reaches the peak at its last step. Its first rate is peak / warmup: 0 would waste a step and
-    cost one more compilation on XLA. Then the rate falls to `final_lr_fraction` of the peak, one step after the last.
+    Warm-up is linear and reaches the peak at its last step. Its first rate is peak / warmup_steps: a rate of 0 would
+    waste a step and cost one more compilation on XLA. Then the rate falls, so that one step after the last it would be
+    `final_lr_fraction` of the peak.
 
     With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
@@ -96,15 +97,16 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
 
 def check_continues(step: int, lr: float | None, *, cfg: OptimConfig, plan: Plan, force: bool) -> None:
-    """Raise InputError, or warn if forced, if the length of a run of wsd contradicts its last step.
+    """Raise InputError if the length of a wsd run contradicts the rate of its last step; with `force` only warn.
 
-    `step` steps are done, the last one at the rate `lr`. A stable run may get any length that begins its decay later.
+    `step` steps are done, the last one at the rate `lr`. Before its decay, a run may get any length whose decay begins
+    later.
     """
     if cfg.schedule != WSD or lr is None or (now := learning_rate(step - 1, cfg=cfg, plan=plan)) == lr:
         return
     begin, remedy = cfg.decay_begin(plan.total_steps), "give a longer one"
-    if lr < cfg.lr and step > plan.warmup_steps:  # it has begun to decay
-        remedy = "keep the length of before, or continue a copy of an older checkpoint"
+    if lr < cfg.lr and step > plan.warmup_steps:  # the decay has begun
+        remedy = "keep the previous length, or continue a copy of an older checkpoint"
     message = (
         f"with a length of {plan.total_steps} steps the decay of wsd begins after step {begin}, and step {step}, "
         f"which is done at the rate {lr:g}, would have had {now:g}; {remedy}"

@@ -1,4 +1,4 @@
-"""The parts of a model that a rank of a pipeline holds, and its share of the state of the whole."""
+"""The parts of a model that a pipeline's rank holds, and this rank's share of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from train.parallel.pieces import Tensors
 
 
-LAYOUT = ("name", "stages", "schedule")  # the settings by which stages hold weights
+LAYOUT = ("name", "stages", "schedule")  # the settings that determine which stages hold a weight
 
 
 class Part(nn.Module):
-    """Some consecutive layers of a model; the first part has its embeddings, the last one its head and the loss."""
+    """Some consecutive layers of a model. The first part also has the embeddings, the last the head and the loss."""
 
     def __init__(self, backend: Backend, chain: Chain, layers: range, model: nn.Module, loss: LossFunction) -> None:
         super().__init__()
         self.backend, self.chain, self.layers, self.model, self.loss = backend, chain, layers, model, loss
 
     def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """Return the loss sum [1] of a micro batch in the last part; in the others hidden states [B, S, H]."""
+        """Return the loss sum [1] of a micro batch if this is the last part, otherwise hidden states [B, S, H]."""
         output = self.run(self.loss, received, inputs)
         if not output.requires_grad and torch.is_grad_enabled():  # the whole part is frozen, but a gradient will arrive
             output.requires_grad_()
         return torch.stack([output]) if output.ndim == 0 else output
 
     def run(self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the result of `function` in the last part; in the others hidden states [B, S, H] in float32."""
+        """Return the result of `function` if this is the last part, otherwise hidden states [B, S, H] in float32."""
         with self.backend.autocast():
             output = self.chain.run(self.layers, received, lambda: function(self.model, inputs))
         return output.float().contiguous()
 
 
 def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -> None:
-    """Move a model to the device with only the parameters `names`; the others get no memory, on the device "meta"."""
+    """Move only the parameters `names` of a model to the device. The others move to "meta" and need no memory."""
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
     absent = {
         name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter not in kept
@@ -62,17 +62,17 @@ def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -
 
 
 class PipelineState(Engine):
-    """The state of a whole model and its optimizer, of which each rank of a pipeline holds a part."""
+    """The state of a whole model and its optimizer. Each rank of a pipeline holds a part of it."""
 
     cfg: PipelineConfig
     data_rank: int
     stage: int
 
     def number(self, optim: OptimConfig, of: Roles, holders: dict[str, tuple[int, ...]]) -> None:
-        """Give the parameters the numbers that the optimizer of a whole model would, while the model is whole.
+        """Assign the indices that an optimizer of the whole model would use. Called before the model is split.
 
-        `holders`: the stages that hold each parameter, by its first name. Raises InputError if a stage has no parameter
-        to train.
+        `holders` has the stages that hold each parameter, by the first of its names. Raises InputError if a stage has
+        no parameter to train.
         """
         self.holders = holders
         trained = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -95,9 +95,11 @@ class PipelineState(Engine):
     def state(self) -> dict[str, State]:
         if self.data_rank != 0:
             return {}
-        # A weight is in the part of the first stage that holds it, and everything else in that of stage 0.
+        # The first stage that holds a weight saves it. Stage 0 saves everything else.
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
-        state = self.model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
+        state = self.model.state_dict(
+            keep_vars=True
+        )  # keep_vars returns the parameters themselves: tied names share one
         weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
         own = {self.numbers[name]: weight for name, weight in self.own().items() if first[weight] == self.stage}
         moments: State = {"state": {number: self.optimizer.state[own[number]] for number in sorted(own)}}
@@ -123,7 +125,7 @@ class PipelineState(Engine):
         world = self.backend.world
         full: dict[nn.Parameter, nn.Parameter] = {}
         for name, weight in self.model.named_parameters():
-            source = self.holders[name][0]  # the rank of this stage in the first pipeline
+            source = self.holders[name][0]  # the stage's rank in the first pipeline
             if source and world.rank in (0, source):
                 tensor = torch.empty(weight.shape, dtype=weight.dtype) if world.rank == 0 else weight
                 world.recv_from([tensor], source)
@@ -133,7 +135,7 @@ class PipelineState(Engine):
             replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self) -> None:
-        # A few weights of each stage, and of those that several stages hold, are compared over all their holders.
+        # A few weights of each stage, and a few that several stages hold, are compared between all their ranks.
         held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
         few = guards.smallest(held.values())
         few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)

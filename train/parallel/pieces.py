@@ -1,7 +1,7 @@
-"""Tensors of which each rank saves its rows, and the restoring of whole tensors from such pieces.
+"""Tensors that are saved in pieces, some rows by each rank, and read from these pieces.
 
-An engine puts `piece(...)` in place of a tensor into its part of the state. A file of a checkpoint may come from
-elsewhere: pieces are compared with one another before any is read.
+In its part of a checkpoint, an engine replaces such a tensor by `piece(...)`. The files of a checkpoint may come from
+an untrusted source, so all pieces are checked against each other before one is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from train.system.schema import BadContent, record, shown
 
 
 class Piece(TypedDict):
-    """Some rows of a tensor that has `num_rows`, as a checkpoint holds them."""
+    """Some rows of a tensor with `num_rows` rows in total, in the form that a checkpoint contains."""
 
     rows: Any
     first_row: int
@@ -28,12 +28,15 @@ def piece(rows: Tensor, first_row: int, num_rows: int) -> Piece:
 
 
 class Tensors(Mapping[Any, Tensor]):
-    """The tensors of several files, by name. One in pieces is assembled at each access: the caller bounds memory."""
+    """The tensors of several files, by name.
+
+    A tensor in pieces is assembled at each access and not kept, so that the caller controls the memory.
+    """
 
     def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """Check the files, given by name: every tensor is there once, whole or with all of its rows.
+        """Take the contents of files, by file name. Raises BadContent unless every tensor is there exactly once.
 
-        If not `are_all`, some of its rows suffice. Raises BadContent otherwise.
+        It may be whole or in pieces. The pieces must have all rows, unless `are_all` is False.
         """
         self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
@@ -75,9 +78,9 @@ class Tensors(Mapping[Any, Tensor]):
 
 
 def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) -> None:
-    """Raise BadContent unless the files' values for a tensor are the whole one, once, or all its rows.
+    """Raise BadContent unless the files' values for a tensor are one whole tensor, or pieces that do not overlap.
 
-    If not `are_all`, some of the rows suffice, each once.
+    The pieces must have all rows, unless `are_all` is False.
     """
     whole = [file for file, value in values if isinstance(value, Tensor)]
     if whole:
@@ -91,7 +94,7 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
     kind, end = kind_of(first), 0
     for file, value in values:
         if kind_of(value) != kind:
-            raise BadContent(f"{file}: {name} has another shape or type than in {values[0][0]}")
+            raise BadContent(f"{file}: {name} has another shape or dtype than in {values[0][0]}")
         if value["first_row"] < end or (are_all and value["first_row"] > end):
             raise BadContent(f"{file}: {name} has rows from {value['first_row']}, the others end at {end}")
         end = value["first_row"] + len(value["rows"])

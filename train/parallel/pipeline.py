@@ -1,12 +1,12 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro batches follow one another through the ranks.
 
 The schedules are those of torch.distributed.pipelining: GPipe (https://arxiv.org/abs/1811.06965), 1F1B, and 1F1B with
-several parts of the model on each rank (https://arxiv.org/abs/2104.04473). All ranks of a pipeline see the same rows,
-so that only hidden states and their gradients travel in it. Pipelines beside one another are data parallel: rank =
+several parts of the model on each rank (https://arxiv.org/abs/2104.04473). All ranks of a pipeline read the same rows,
+so that they exchange only hidden states and their gradients. Several pipelines are data-parallel replicas: rank =
 replica * stages + stage, which keeps the ranks of a pipeline on one machine.
 
-A weight is on every rank whose layers use it (ALBERT's shared layer, an embedding that is the head's matrix too), and
-its gradient is the sum over all these ranks, of all replicas.
+Every rank whose layers use a weight holds it (ALBERT's shared layer, an embedding tied to the head). Its gradient is
+summed over all these ranks in all replicas.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build(cfg: ParallelConfig, *args: Any, **options: Any) -> Pipeline:
 
 
 class Stage(PipelineStage):
-    """A part in a schedule, whose passes are timed: the rest of a step is waiting, the pipeline's bubble."""
+    """A part in a schedule. Its passes are timed: the remaining time of a step is the pipeline's bubble."""
 
     submod: Part
 
@@ -55,7 +55,7 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return no messages for the start: PyTorch 2.9 (no newer one) sends 8 bytes into 4, on which gloo aborts."""
+        """Return no start-up messages: only PyTorch 2.9 sends them, 8 bytes into a buffer of 4, and gloo aborts."""
         return []
 
 
@@ -96,7 +96,8 @@ class Pipeline(PipelineState):
         self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, **of)
         self.pipeline, sums = self._groups(own)
         self.sync = PipelineSync(model, backend.device, sums, counts=self.stage == 0)
-        self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]  # once in the norm
+        # The norm counts each weight once, on the first stage that holds it.
+        self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]
         self.parts = {
             number: Part(backend, self.chain, self.layers[number], model, loss)
             for number in range(self.stage, cfg.num_parts, cfg.stages)
@@ -105,7 +106,7 @@ class Pipeline(PipelineState):
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Return the group of this rank's pipeline; and each group that adds up gradients, with their weights."""
+        """Return the process group of this rank's pipeline, and the `sums` that `PipelineSync` takes."""
         stages, replicas = self.cfg.stages, range(self.data_size)
         pipelines = [self.backend.subgroup([stages * replica + s for s in range(stages)]) for replica in replicas]
         sums = []
@@ -116,7 +117,8 @@ class Pipeline(PipelineState):
             if group is not None and weights:
                 sums.append((group, weights, len(held_by) > 1))
         pipeline = pipelines[self.data_rank]
-        dist.all_reduce(torch.zeros(1, device=self.backend.device), group=pipeline)  # NCCL joins all ranks before two
+        # NCCL must connect all ranks of a group before two of them exchange messages.
+        dist.all_reduce(torch.zeros(1, device=self.backend.device), group=pipeline)
         return pipeline, sums
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -136,10 +138,13 @@ class Pipeline(PipelineState):
             self.loss_sum += torch.cat(losses).detach().sum()
 
     def _schedule(self, rows: int, seq_len: int) -> Any:
-        """Return the schedule for micro batches of `rows`. Inferring shapes would run parts, which draws numbers."""
+        """Return the schedule for micro batches [rows, seq_len].
+
+        Shapes are passed explicitly. To infer them, the library would run the parts, which draws random numbers.
+        """
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
-        hidden = torch.empty(shape, device="meta", requires_grad=True)  # or newer schedules send no gradient back
+        hidden = torch.empty(shape, device="meta", requires_grad=True)  # without it newer schedules send no gradient
         stages = [
             Stage(
                 part,
@@ -159,8 +164,8 @@ class Pipeline(PipelineState):
 
     @torch.no_grad()
     def clip(self, divisor: Tensor) -> Tensor:
-        # The norm is over all stages. Every rank adds up the same numbers in the same order: weights that several ranks
-        # hold stay equal to the bit, and all ranks skip the same steps.
+        # The norm covers all stages. Every rank adds the same numbers in the same order. So a weight remains bitwise
+        # equal on all ranks that hold it, and all ranks skip the same steps.
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         counted = [weight.grad for weight in self.counted if weight.grad is not None]
         squares = torch.zeros(self.cfg.stages, dtype=torch.float64, device=self.backend.device)
@@ -170,7 +175,7 @@ class Pipeline(PipelineState):
         return scale(gradients, squares.sum().sqrt(), divisor, self.max_grad_norm).float()
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
-        # One batch after the other passes through the parts. The last rank of each pipeline has the statistics.
+        # Batches pass through the parts one at a time. The last rank of each pipeline has the statistics.
         first, stages, output = self.data_rank * self.cfg.stages, self.cfg.stages, None
         shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
         for number, part in self.parts.items():
@@ -185,16 +190,16 @@ class Pipeline(PipelineState):
         return output
 
     def _send(self, way: Callable[..., Any], hidden: Tensor, rank: int) -> None:
-        """Send or receive hidden states as the schedules do, by the communicator that they have made over NCCL."""
+        """Send or receive hidden states in the way of the schedules, so that NCCL uses their communicator."""
         for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
             sending.wait()
 
 
 class PipelineSync(GradSync):
-    """Sums of each gradient over the ranks that hold its weight, and of the count over the first stages."""
+    """The reduction that sums a gradient over all ranks that hold its weight, and label counts over first stages."""
 
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
-        """Take `sums`: (group, weights, whether several stages hold them). `counts`: this is a first stage."""
+        """Take `sums` of (group, weights, whether several stages hold them). `counts`: this rank is a first stage."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
 
@@ -213,7 +218,7 @@ class PipelineSync(GradSync):
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
-    """Return the layers of a model, and those of each part. Raises InputError if there are too few."""
+    """Return the layers of a model, and the layers of each part. Raises InputError if there are too few."""
     check(isinstance(model, Network), f"parallel=pipeline splits transformers' encoders, not a {type(model).__name__}")
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))
@@ -221,7 +226,7 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
 
 
 def all_reduce(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
-    """Add gradients up in one message, zeros if only other parts use a weight; unused weights are left out."""
+    """Sum gradients over a group in one message. Missing gradients are left out, or sent as zeros if `is_shared`."""
     if not is_shared:
         weights = [weight for weight in weights if weight.grad is not None]
     if not weights:

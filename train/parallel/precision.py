@@ -1,4 +1,4 @@
-"""The precision of a run on CPUs and GPUs: the type of products, and of the norms between them."""
+"""The precision of a run on CPUs and GPUs: the dtype of matrix products, and of the norms between them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """Return the precision; `auto` is what the hardware multiplies natively, bf16 before fp16.
+    """Return the precision. `auto` takes bf16 if the device multiplies it natively, else fp16 on GPUs, else fp32.
 
-    Without native products both are slower than fp32. CUDA devices multiply fp16 with compute capability 7.0 or
+    Emulated bf16 and fp16 are slower than fp32. CUDA devices multiply fp16 natively with compute capability 7.0 or
     higher (V100, T4), bf16 and TF32 with 8.0 or higher.
     """
     is_cuda = device.type == "cuda"
@@ -33,7 +33,7 @@ def pick_precision(name: str, device: torch.device) -> str:
 
 
 def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype | None:
-    """Return the type that norms return, None: autocast's. Raises InputError if bf16 does not suit the precision."""
+    """Return the dtype that norms return; None for autocast's. Raises InputError if `name` and `precision` conflict."""
     check(
         name != "bf16" or precision == "bf16",
         f"backend.norms=bf16 needs backend.precision=bf16; here it is {precision}",

@@ -1,6 +1,6 @@
-"""Communication between the hosts of all ranks, over gloo: every wait of one rank for another is a method of `World`.
+"""Communication between the hosts of all ranks, over gloo. Every wait of one rank for another is a method of `World`.
 
-Methods whose names do not begin with `begin` wait for all ranks, and all ranks call them in the same order.
+All ranks call these methods in the same order. Methods other than `begin_sum` wait for the other ranks.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from train.system.runtime import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05
-LOADING_RANKS = 8  # of a machine that may hold a checkpoint on the host at a time; 32 copies have exhausted it
-AGREED = (InputError, Failure, FloatingPointError)  # failures that `agree` raises on all ranks alike
+LOADING_RANKS = 8  # ranks per machine that may load a checkpoint at the same time; 32 copies have exhausted a host
+AGREED = (InputError, Failure, FloatingPointError)  # exceptions that `agree` raises on all ranks
 
 
 def no_wait() -> None:
-    """Do nothing while waiting: no watchdog needs heartbeats."""
+    """Do nothing while waiting, as no watchdog expects heartbeats."""
 
 
 class World:
     """The ranks of a run, as the launcher numbers them."""
 
-    group: dist.ProcessGroup | None = None  # None: the default group, which then speaks gloo for host tensors
+    group: dist.ProcessGroup | None = None  # None: the default group, which uses gloo for host tensors
 
     def __init__(self) -> None:
         launch = launched()
         self.rank, self.size = launch.rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
-        self.is_distributed = launch.is_distributed  # a launcher numbers the ranks, even if there is only one
+        self.is_distributed = launch.is_distributed  # True under a launcher, even with a single rank
 
     @property
     def num_machines(self) -> int:
         return -(-self.size // self.local_size)
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """Return the same ranks in a separate group, for a thread of each. None: this rank alone."""
+        """Return a World of the same ranks over another group, for use in a thread. None: this rank alone."""
         other = copy(self)
         other.group, other.is_distributed = group, group is not None
         return other
@@ -53,7 +53,7 @@ class World:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Post numbers to be added over all ranks. Call the returned function to wait for the sums."""
+        """Start to sum numbers over all ranks. Call the returned function to wait for the sums."""
         if not self.is_distributed:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -66,7 +66,7 @@ class World:
         return sums
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of these numbers over all ranks."""
+        """Return the sum of each number over all ranks."""
         return self.begin_sum(values)()
 
     def all_gather_object(self, value: Result) -> list[Result]:
@@ -87,7 +87,7 @@ class World:
 
     def gather(self, value: Result) -> list[Result]:
         """Return every rank's value in rank order, on rank 0; an empty list elsewhere."""
-        # Unlike in torch's gather_object each rank sends to rank 0 alone: bytes grow linearly with the ranks.
+        # Unlike in torch's gather_object, each rank sends only to rank 0, so traffic grows linearly with the ranks.
         if not self.is_distributed:
             return [value]
         content = bytearray(pickle.dumps(value))
@@ -104,14 +104,14 @@ class World:
         dist.all_reduce(tensor, group=self.group)
 
     def sendrecv(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Send a host tensor to another rank, and fill `theirs` with the tensor that it sends at the same time."""
+        """Send the host tensor `mine` to rank `peer`, and fill `theirs` with its tensor. Both ranks call this."""
         sending = dist.isend(mine, peer, group=self.group)
         dist.recv(theirs, peer, group=self.group)
         assert sending is not None  # it is None for ranks outside the group
         sending.wait()
 
     def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Fill host tensors of rank 0 with those of rank `source`. Only these two call it."""
+        """Copy tensors of rank `source` into host tensors of rank 0. Only these two ranks call this."""
         for tensor in tensors:
             if self.rank == source:
                 dist.send(tensor.detach().cpu(), 0, group=self.group)
@@ -121,7 +121,7 @@ class World:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def agree(self, action: Callable[[], Result]) -> Result:
-        """Take an action on every rank. Returns this rank's result if all succeed.
+        """Run an action on every rank. Returns this rank's result if all ranks succeed.
 
         Otherwise all ranks raise the first failure. An exception not in AGREED ends only the rank that raised it.
         """
@@ -135,15 +135,16 @@ class World:
         return cast(Result, result)
 
     def raise_failure(self, failure: Exception | None) -> None:
-        """Raise the first failure of all ranks on all of them; at least one rank passes one."""
+        """Raise on all ranks the failure of the lowest rank that has one. At least one rank must have one."""
         first = self.broadcast(next(filter(None, self.gather(failure)), None))
         assert first is not None
         raise first
 
     def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
-        """Take an action on every rank. Returns all results, in rank order, on rank 0; an empty list elsewhere.
+        """Run an action on every rank. Returns all results, in rank order, on rank 0; an empty list elsewhere.
 
-        If one fails with any exception, its rank raises it, and the others a RuntimeError that names the rank.
+        If an action fails with any exception, its rank raises it. All other ranks raise a RuntimeError that names the
+        rank.
         """
         result, failure = attempt(action)
         answers = self.gather((result, failure and f"{type(failure).__name__}: {failure}"))
@@ -154,7 +155,7 @@ class World:
         return cast(list[Result], [each for each, _ in answers])
 
     def run_and_broadcast(self, action: Callable[[], Result]) -> Result:
-        """Take an action on rank 0 and return its result on all ranks. A failure is raised as in `run_and_gather`."""
+        """Run an action on rank 0 and return its result on all ranks. Failures are raised as in `run_and_gather`."""
         result, failure = attempt(action) if self.rank == 0 else (None, None)
         result, text = self.broadcast((result, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None or text is not None:
@@ -162,14 +163,15 @@ class World:
         return cast(Result, result)
 
     def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
-        """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks.
+        """Run an action in a thread of rank 0 and return its result on all ranks. It must not use collectives.
 
-        The ranks wait with `on_wait` called, even past the timeout of a collective. A failure is raised as in `agree`.
+        Meanwhile all ranks call `on_wait` repeatedly. The action may take longer than the timeout of a collective.
+        Failures are raised as in `agree`.
         """
         return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
     def run_on_local_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result | None:
-        """Take an action on each machine's first rank and return its result there; others wait, and get None."""
+        """Run an action on each machine's first rank and return its result there. Other ranks wait, then get None."""
         return self._some_do(action, self.local_rank == 0, on_wait)
 
     def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:
@@ -182,14 +184,14 @@ class World:
             return self.agree(future.result)
 
     def wait_until(self, is_done: Callable[[], bool], on_wait: Callable[[], None] = no_wait) -> None:
-        """Wait until something is done on all ranks; `on_wait` is called while it is not."""
+        """Wait until `is_done` returns True on all ranks. Until then, call `on_wait` repeatedly."""
         while self.sum([not is_done()])[0]:
             on_wait()
             time.sleep(POLL_S)
 
     @contextmanager
     def stagger_local_ranks(self) -> Iterator[None]:
-        """Let at most LOADING_RANKS ranks per machine enter at a time: its memory cannot hold a checkpoint for each."""
+        """Let at most LOADING_RANKS ranks per machine enter at a time: more checkpoints may not fit into its memory."""
         num_turns = -(-self.local_size // LOADING_RANKS)
         mine = self.local_rank // LOADING_RANKS
         for _ in range(mine):
@@ -206,7 +208,7 @@ class World:
 
 
 def attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Return the result of an action, or its failure, which the caller raises once the other ranks know of it."""
+    """Return the result of an action, or its exception, which the caller raises after telling the other ranks."""
     try:
         return action(), None
     except Exception as error:

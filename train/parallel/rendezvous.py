@@ -1,12 +1,13 @@
 """The store in which ranks find one another.
 
-Ranks poll it in Python: while torch itself waits, no signal handler runs and nobody learns which rank is missing.
+Ranks poll the store in Python. If torch waited instead, signal handlers would not run, and nobody would learn which
+rank is missing.
 
-torchrun keeps one store across restarts, and each machine counts its restarts separately. So the store may hold entries
-of earlier attempts. Rank 0 therefore begins a round, under a new number, and every process registers in the newest
-round. Once all ranks have registered, rank 0 writes a roster of these processes. They join, under a prefix of the store
-that only they use. A process that is not in the roster waits for the next round. A registration also names the rank's
-device: if devices differ, the job is rejected before it begins.
+torchrun keeps one store across restarts, and each machine counts its restarts separately, so the store may contain
+entries of earlier attempts. Rank 0 therefore begins a round with a new number, and every process registers in the
+newest round. Once all ranks have registered, rank 0 writes a roster of these processes. They then join, with a key
+prefix that only they use. A process that is not in the roster waits for the next round. A registration also names the
+rank's device. If devices differ, the job is rejected before it begins.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # missing ranks named in a message
-MOST_TEXT = 100_000  # characters of a value
-ROUNDS = "rounds"  # the number of the newest round
+MOST_TEXT = 100_000  # characters that are read of a value
+ROUNDS = "rounds"  # key of the newest round's number
 ROSTER = "roster"
-REJECTION = "rejection"  # why a rank was rejected; never removed, since a rejection ends torchrun for good
-NUM_INFORMED = "num_informed"  # the number of ranks on machines that know of the rejection
-KEPT: list[dist.Store] = []  # rank 0's store: its server ends, and forgets who was informed, without a client here
+REJECTION = "rejection"  # key of the reason for a rejection; never removed, since a rejection ends torchrun for good
+NUM_INFORMED = "num_informed"  # key of the count of ranks on machines that know of the rejection
+KEPT: list[dist.Store] = []  # rank 0's store, kept open: its server would end and forget which ranks were informed
 Result = TypeVar("Result")
 
 
 def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
-    """Wait for the other ranks (see `wait_for_ranks`) and make the default process group with this timeout."""
+    """Wait for the other ranks (see `wait_for_ranks`). Then make the default process group of the backends `names`."""
     launch, store = launched(), wait_for_ranks(device, join_timeout_s)
     make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
     # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
@@ -58,7 +59,7 @@ def connect(
     make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
 ) -> dist.ProcessGroup | None:
     """Make a process group. If a rank dies after all have arrived, the others wait `connect_timeout_s` for it."""
-    with without_stdout():  # gloo prints how many ranks each has connected
+    with without_stdout():  # gloo prints how many ranks have connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
     if connect_timeout_s < timeout_s:
         set_timeout(timedelta(seconds=timeout_s), group)
@@ -68,8 +69,8 @@ def connect(
 def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
     """Wait until all ranks have arrived. Returns a store that only these processes use.
 
-    Raises Failure if some do not arrive in time, and InputError if one is rejected on its machine or if `device`,
-    which names the backend, device and precision, is not the same on all.
+    `device` names the backend, device and precision. Raises Failure if a rank does not arrive in time, and InputError
+    if a rank is rejected on its machine or if `device` differs between ranks.
     """
     here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
     try:
@@ -88,7 +89,7 @@ def announce(reason: str, timeout_s: float) -> None:
 
 
 class Absent(Exception):
-    """The error of an action that must wait, since ranks have not arrived."""
+    """The error of an action that must be repeated later, because other ranks have not arrived."""
 
 
 class Rendezvous:
@@ -102,7 +103,10 @@ class Rendezvous:
         self.store: dist.Store | None = None
 
     def poll(self, action: Callable[[], Result]) -> Result:
-        """Repeat an action while it raises Absent, until the timeout. Rank 0 logs the absent, or others that it is."""
+        """Repeat an action while it raises Absent, until the timeout. Rank 0 logs which ranks are absent.
+
+        If rank 0 itself is absent, the first rank of each machine logs that.
+        """
         began_s, next_report_s = time.monotonic(), REPORT_EVERY_S
         while True:
             try:
@@ -116,7 +120,9 @@ class Rendezvous:
                     is_first = self.launch.rank == 0
                     if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
                         text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
-                        logger.log(logging.WARNING if is_first else logging.ERROR, text)  # all errors reach terminals
+                        logger.log(
+                            logging.WARNING if is_first else logging.ERROR, text
+                        )  # terminals show all ranks' errors
             time.sleep(POLL_S)
 
     def arrive(self) -> dist.Store:
@@ -134,14 +140,14 @@ class Rendezvous:
             self.round = newest
         if is_first:
             self.write_roster(ours)
-        if not ours.check([ROSTER]):  # if all 512 ranks looked for each other, the store would be too busy
+        if not ours.check([ROSTER]):  # only rank 0 looks for all ranks: 512 of them would keep the store too busy
             raise Absent("another rank")
         if self.process_id not in text_of(ours, ROSTER).split():
             raise Absent(f"rank 0 of {size}")
         return ours
 
     def write_roster(self, ours: dist.Store) -> None:
-        """Write, on rank 0, who has registered. Raises Absent unless all have, InputError if their devices differ."""
+        """Write the roster, on rank 0. Raises Absent unless all ranks have registered, InputError if devices differ."""
         keys = [f"rank_{rank}" for rank in range(self.launch.world_size)]
         absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
         if absent:
@@ -159,8 +165,8 @@ class Rendezvous:
     def reject(self, reason: str) -> None:
         """Record that this rank is rejected, and that its machine knows.
 
-        On rank 0's machine, raises Absent while others do not know. A machine counts as a whole: torchrun may end its
-        other ranks before they ask.
+        On rank 0's machine, raises Absent while other machines do not know. One rank counts for its whole machine,
+        since torchrun may end the machine's other ranks before they ask.
         """
         launch = self.launch
         try:
@@ -201,9 +207,9 @@ class Rendezvous:
 
 
 def listener(launch: Launched) -> int | None:
-    """Return a socket for the store, which listens only on the job's address; None if there are several machines.
+    """Return a socket for the store that listens only on the job's address; None if there are several machines.
 
-    Also None if the port is taken: this process may have the store already, and otherwise torch reports the error.
+    Also None if the port is taken: either this process has the store already, or torch will report the error.
     """
     with suppress(OSError):
         if launch.is_one_machine:

@@ -1,8 +1,9 @@
-"""PyTorch/XLA: Trainium 1 through torch-neuronx 2.9 (not run on hardware), and the CPU, which is how it is tested.
+"""PyTorch/XLA on Trainium 1 (torch-neuronx 2.9, not run on hardware) and on CPUs, where the code is tested.
 
-A step is traced, compiled once and sent as a graph. The code here has three aims: few graphs (fixed shapes, optimizer
-state and gradients that exist before the first step, no Python number that may become 0 or 1), no stop of the device
-between steps (numbers are read back only when a line is due), and no silent failure (train/parallel/guards.py).
+A step is traced, compiled once and sent to the device as a graph. This module wants few graphs: shapes are fixed,
+optimizer state and gradients exist before the first step, and no Python number in a graph becomes 0 or 1. The device
+does not wait between steps: numbers are read back only for a line of metrics. No failure is silent
+(train/parallel/guards.py).
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
-BUCKET_MB = 50  # torch_xla sets this on Neuron, as ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB, unless it is set
-HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready; those of the device are sent together
-MOST_NAMED = 8  # machines in a message
-HINT = (  # for an extra graph
+BUCKET_MB = 50  # torch_xla's value on Neuron, unless ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB is set
+HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches ready on the host, and on the device, to which they go together
+MOST_NAMED = 8  # machines named in a message
+HINT = (  # how to find the cause of an extra graph
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
     "prints the line)"
 )
@@ -56,8 +57,9 @@ class XLA(Backend):
 
     name = "xla"
     pin_memory = False
-    # AdamW's step count and rate stay on the device. XLA makes the Python numbers 0 and 1 constants of the graph: bias
-    # corrections become 1.0 after some hundred steps, 1 - lr * weight_decay near the end, and each is one more graph.
+    # AdamW's step count and learning rate are on the device. XLA compiles the Python numbers 0 and 1 into a graph as
+    # constants. Bias corrections become 1.0 after some hundred steps, and 1 - lr * weight_decay does near the end: each
+    # would need one more graph.
     adamw = {"capturable": True}
 
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
@@ -72,26 +74,26 @@ class XLA(Backend):
         self.device = torch_xla.device()
         self.device_name = "NeuronCore" if self.is_neuron else "cpu through XLA"
         self.monitor_kind = "neuron" if self.is_neuron else "cpu"
-        # The compiler ignores seeds according to its operator list, and has honoured them since 2.9 according to its
-        # release notes.
+        # The compiler ignores seeds according to its operator list, but honours them since 2.9 according to its release
+        # notes.
         self.continues_dropout = not self.is_neuron
         self.check_world()
         self.model: Any = None
         self.tied: guards.Tied = []
         self.executed_before = 0
-        self.untimed = 0  # graphs that were never timed: the runtime found them in its cache
+        self.untimed = 0  # graphs that the runtime found in its cache, so that no compile time was recorded
         self.first_step_of: list[nn.Parameter] = []
         self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
 
     def _join(self) -> None:
-        """Join the other ranks before anything asks the device runtime for their number: its first answer is cached."""
+        """Join the other ranks. This comes first, because the device runtime caches its first count of the ranks."""
         timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
-        if self.reduces_on_host:  # on CPUs each XLA process is a separate world, so gloo joins them
+        if self.reduces_on_host:  # on CPUs each XLA process is a world of one rank, so gloo joins them
             store = rendezvous.join("gloo", device, timeout_s=timeout_s)
             self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
-            # PyTorch/XLA's store is named by this machine's count of restarts, and each machine counts separately.
+            # PyTorch/XLA would name its store after this machine's restart count, which can differ between machines.
             store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, JOIN_TIMEOUT_S)
             self.compilers = Compilers(self.is_compiling, store)
             dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=JOIN_TIMEOUT_S))
@@ -104,14 +106,14 @@ class XLA(Backend):
         return num_begun() - metric("CompileTime")[0] > self.untimed
 
     def check_world(self) -> None:
-        """Check the device, and that the path of the gradients joins all ranks."""
+        """Check that the expected device was opened, and that the reduction of gradients reaches all ranks."""
         opened, wanted = xm.xla_device_hw(self.device), "NEURON" if self.is_neuron else "CPU"
         check(opened == wanted, f"PJRT_DEVICE={wanted}, but PyTorch/XLA opened {opened}: see python -m train.doctor")
         if not self.world.is_distributed:
             return
         ones = torch.ones(1).to(self.device)
         self.all_reduce([ones])
-        total = float(ones)  # read in any case, since its graph must be compiled too
+        total = float(ones)  # read even if it is not used, since its graph must be compiled
         guards.check_world(
             launched=self.world.size,
             device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),
@@ -119,11 +121,11 @@ class XLA(Backend):
             ones=self.world.size if self.collects else total,
         )
         if not self.reduces_on_host and self.world.rank != xr.global_ordinal():
-            raise RuntimeError(f"torchrun's rank {self.world.rank} is the device runtime's {xr.global_ordinal()}")
+            raise RuntimeError(f"torchrun's rank {self.world.rank} is rank {xr.global_ordinal()} of the device runtime")
         self.compare_caches()
 
     def compare_caches(self) -> None:
-        """Name the machines that may have to compile graphs that others have, before they wait for each other."""
+        """Warn of machines whose cache lacks graphs that others have, since all ranks would wait for them."""
         if self.collects:
             return
         location = machine.cache_location(os.environ)
@@ -133,8 +135,8 @@ class XLA(Backend):
         lacking = ", ".join([f"{host} lacks {len(known - has)}" for host, has in caches if has != known][:MOST_NAMED])
         if lacking:
             logger.warning(
-                f"of {len(known)} compiled graphs on the machines of this run, {lacking}. All wait while one compiles "
-                "what it needs: run python -m train.precompile on each first, or keep the cache in S3"
+                f"of {len(known)} compiled graphs on the machines of this run, {lacking}. All ranks wait while a "
+                "machine compiles: run python -m train.precompile on each machine first, or keep the cache in S3"
             )
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
@@ -143,7 +145,7 @@ class XLA(Backend):
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()
-        # gloo gets copies, since it does not add XLA tensors.
+        # gloo cannot reduce XLA tensors, so it reduces copies on the host.
         for tensor, total in zip(tensors, all_reduce_flat(self.to_host(tensors)), strict=True):
             tensor.copy_(total)
 
@@ -151,7 +153,7 @@ class XLA(Backend):
 
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
-        self.budget.limit = (training + 1) * lengths  # and one for evaluation
+        self.budget.limit = (training + 1) * lengths  # training, and one graph for evaluation
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)
@@ -173,13 +175,13 @@ class XLA(Backend):
         moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
         self._clear(parameters)
         self.mark_step()
-        # A resumed run may have a rate too small to show in bf16 weights: only a new run must change them immediately.
+        # Only a new run must change weights in its first step. The rate of a resumed run may be too small for bf16.
         self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
 
     def mark_step(self) -> None:
         before, seed = self.budget.used, xm.get_rng_state()
         torch_xla.sync()
-        xm.set_rng_state(seed)  # every cut advances it, and a resumed run continues from the saved one
+        xm.set_rng_state(seed)  # every sync advances the seed, but a resumed run starts from the saved one
         self.budget.forgive(self.budget.used - before)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -198,8 +200,8 @@ class XLA(Backend):
         try:
             iterator, seed = iter(device_loader), xm.get_rng_state()
             while (batch := next(iterator, None)) is not None:
-                # The loader may cut the graph, which advances the seed: dropout must not depend on when a batch is
-                # drawn.
+                # The loader may end a graph, which advances the seed. Dropout must not depend on when a batch is
+                # loaded.
                 xm.set_rng_state(seed)
                 yield batch
                 seed = xm.get_rng_state()
@@ -221,7 +223,7 @@ class XLA(Backend):
 
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.first_weights = self.to_host(self.first_step_of)
-        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # in the type in which they are stored
+        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # in the dtype of storage
         if self.precision == "bf16_stochastic":
             widen(parameters)
 
@@ -232,7 +234,7 @@ class XLA(Backend):
         nonfinite.undo_unless(nonfinite.is_finite(norm), nonfinite.changed_by(optimizer), self.before_step)
         self.skips.see(norm)
         self._clear(parameters)
-        torch_xla.sync()  # one graph of the whole step
+        torch_xla.sync()  # run the whole step as one graph
         self.before_step = []
         watched, self.first_step_of = self.first_step_of, []
         before, self.first_weights = self.first_weights, []
@@ -245,7 +247,7 @@ class XLA(Backend):
         self.budget.check()
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
-        """Set gradients to zero and keep them: without them the first backward pass would be a different graph."""
+        """Set gradients to zero instead of freeing them: without them the first backward pass differs in its graph."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -267,7 +269,7 @@ class XLA(Backend):
     def seed(self, seed: int) -> None:
         own = seed + RANK_STRIDE * (self.world.rank + 1)
         torch.manual_seed(own)
-        xm.set_rng_state(own)  # otherwise every process draws from the constant 101
+        xm.set_rng_state(own)  # otherwise the seed is 101 in every process
         guards.check_distinct_seeds(self.world.gather(xm.get_rng_state()))
 
     def rng_state(self) -> State:
@@ -285,7 +287,7 @@ class XLA(Backend):
 
 
 class XLASync(GradSync):
-    """Sums of gradients and count, made together once the last backward pass is traced."""
+    """The reduction that sums gradients and label count together, once the last backward pass is traced."""
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
         super().__init__(model, backend.device)
@@ -306,11 +308,11 @@ class XLASync(GradSync):
 
 
 def metric(name: str) -> tuple[int, float]:
-    """Return how often something was done in this process, and the nanoseconds it took."""
+    """Return the count of one of PyTorch/XLA's metrics in this process, and its total in nanoseconds."""
     data = metrics.metric_data(name)
     return (0, 0.0) if data is None else (data[0], data[1])
 
 
 def num_begun() -> int:
-    """Return how many graphs this process has begun to compile, or to look up in a cache of the runtime."""
+    """Return how many graphs this process has begun to compile, or to look up in the runtime's cache."""
     return metrics.counter_value("UncachedCompile") or 0

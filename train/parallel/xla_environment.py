@@ -1,4 +1,4 @@
-"""The environment that torch_xla and the Neuron runtime read once, when torch_xla is imported."""
+"""The environment variables that torch_xla and the Neuron runtime read once, when torch_xla is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 
 
 def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
-    """Choose the device and set the variables that the runtime reads. Raises InputError if that could not work."""
+    """Choose the device and set the variables that the runtime reads. Raises InputError if a run would fail."""
     versions = machine.installed_versions(*PACKAGES)
     faults = machine.package_faults(versions)
     check(not faults, "; ".join(faults))
@@ -52,7 +52,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
 
 
 def choose_device(name: str) -> str:
-    """Return NEURON or CPU. `auto` is the device that PJRT_DEVICE names, or else Trainium if there is one."""
+    """Return NEURON or CPU. `auto` takes the device that PJRT_DEVICE names, else Trainium if there is one, else CPU."""
     devices, asked = machine.neuron_devices(), os.environ.get("PJRT_DEVICE")
     check(
         not (devices and asked == "CPU" and name == "auto"),
