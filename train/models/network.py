@@ -23,9 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 from train.config import HeadSize, check
 from train.models.model_sizes import NO_RATES, shape_of
 
-Checkpoint = Callable[
-    ..., Any
-]  # checkpoint(function, *tensors) returns function(*tensors), and recomputes it in backward
+# checkpoint(function, *tensors) returns function(*tensors), and computes it again in the backward pass.
+Checkpoint = Callable[..., Any]
 HIDDEN = -1e4  # added to the scores of padding: its exp() is 0 in every precision, and no sum with it overflows
 # The most positions of a model that may compute attention by matrix products. These keep 2 bytes per layer, head and
 # pair of tokens.

@@ -103,7 +103,7 @@ class Engine:
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
         scaler = self.backend.scaler
         scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
-        # keep_vars returns the parameters themselves: tied names share one.
+        # keep_vars returns the parameters themselves, so tied names share one.
         return {
             "model": self.model.state_dict(keep_vars=True),
             "optimizer": {**moments, "param_groups": groups, **scale},

@@ -97,9 +97,8 @@ class PipelineState(Engine):
             return {}
         # The first stage that holds a weight saves it. Stage 0 saves everything else.
         first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
-        state = self.model.state_dict(
-            keep_vars=True
-        )  # keep_vars returns the parameters themselves: tied names share one
+        # keep_vars returns the parameters themselves, so tied names share one.
+        state = self.model.state_dict(keep_vars=True)
         weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
         own = {self.numbers[name]: weight for name, weight in self.own().items() if first[weight] == self.stage}
         moments: State = {"state": {number: self.optimizer.state[own[number]] for number in sorted(own)}}

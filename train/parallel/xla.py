@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla's value on Neuron, unless ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB is set
-HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches ready on the host, and on the device, to which they go together
+HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready on the host, and on the device
 MOST_NAMED = 8  # machines named in a message
 HINT = (  # how to find the cause of an extra graph
     "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
