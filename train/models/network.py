@@ -263,7 +263,10 @@ def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Mo
 
 
 def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
-    """Freeze the first `layers` layers with the embeddings, or only these. Raises InputError if there are fewer."""
+    """Freeze the first `layers` layers, and the embeddings if `embeddings` is set or any layer is frozen.
+
+    Raises InputError if the model has fewer layers.
+    """
     base = network.base_model
     frozen: list[nn.Module] = []
     if embeddings or layers:

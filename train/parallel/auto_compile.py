@@ -66,7 +66,7 @@ def way_of(model: Network, work: Workload, *, one_graph: bool) -> str:
 
     `one_graph` lets an encoder of small layers become one graph. That saves the host most of its work. But all
     gradients are then ready at the same time, so no all-reduce between machines overlaps with the backward pass. If a
-    step is a CUDA graph, it saves nothing. An encoder with one shared layer always becomes one graph, as its gradient
+    step is a CUDA graph, this saves nothing. An encoder with one shared layer always becomes one graph, as its gradient
     is complete only at the end anyway.
     """
     is_shared = not model.separate_layers()

@@ -33,7 +33,7 @@ class Engine:
     sync: GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
     data_rank: int  # ranks with the same data_rank see the same rows
     data_size: int  # count of distinct data_ranks
-    loss_sum: Tensor  # [1], on the device: the sum of this rank's losses since the last `take_loss`
+    loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take a `model` that the task has built, including its head."""

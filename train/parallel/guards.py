@@ -45,7 +45,7 @@ def check_tied(model: nn.Module, tied: Tied) -> None:
 
 
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, the same objects.
+    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, compared by identity.
 
     An optimizer built before the move to the device updates tensors that the model does not use,
     https://github.com/pytorch/xla/issues/6861.

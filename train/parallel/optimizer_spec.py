@@ -91,7 +91,7 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the moments of a `state_dict()`. Its settings are ignored: the implementation may be missing here."""
+    """Restore the state in a `state_dict()`, but not its settings: the saved implementation may be missing here."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
         own = optimizer.state[parameter]

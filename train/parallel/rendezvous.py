@@ -41,7 +41,7 @@ ROUNDS = "rounds"  # key of the newest round's number
 ROSTER = "roster"
 REJECTION = "rejection"  # key of the reason for a rejection; never removed, since a rejection ends torchrun for good
 NUM_INFORMED = "num_informed"  # key of the count of ranks on machines that know of the rejection
-KEPT: list[dist.Store] = []  # rank 0's store, kept open: with it, its server and the count of informed ranks would end
+KEPT: list[dist.Store] = []  # rank 0's store; if freed, its server would end and forget which ranks are informed
 Result = TypeVar("Result")
 
 
@@ -120,7 +120,7 @@ class Rendezvous:
                     is_first = self.launch.rank == 0
                     if is_first or (self.launch.local_rank == 0 and str(absent).startswith("rank 0 ")):
                         text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
-                        # Terminals show the errors of all ranks, but only rank 0's warnings.
+                        # Errors of every rank reach the terminal.
                         logger.log(logging.WARNING if is_first else logging.ERROR, text)
             time.sleep(POLL_S)
 
