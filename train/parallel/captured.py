@@ -38,7 +38,7 @@ def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num
     is_scaled = precision == "fp16"
     check(not (is_scaled and wanted), "backend.cuda_graphs=true is not for backend.precision=fp16; leave it out")
     is_possible = device.type == "cuda" and num_ranks == 1 and not is_scaled and not cfg.activation_checkpointing
-    # Numbers of Python that change from step to step would stay as they were recorded: users' code may have some.
+    # A recording freezes Python numbers. Imported user code may change some in each step, so graphs are then opt-in.
     return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
 
 
@@ -64,8 +64,8 @@ class Graphs:
             held = {name: value.clone() for name, value in inputs.items()}
             try:
                 self.recorded[key] = held, self.record(function, held)
-            except Exception as error:  # of any operation: a recording runs nothing, so the step can still be taken
-                first = error.__context__ or error  # the recording's end fails after it
+            except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
+                first = error.__context__ or error  # ending the recording then fails, too
                 cause = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]}"
                 self.turn_off(f"one of their operations cannot be recorded ({cause})")
                 return function(inputs)
@@ -104,17 +104,17 @@ class Graphs:
         logger.warning("backend.cuda_graphs: steps are sent kernel by kernel, as %s", reason)
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
-        """Return a function that runs `function(inputs)` in one call."""
+        """Record `function(inputs)`, and return a function that replays it in one call."""
         from train.models.network import with_usual_masks  # late: it imports transformers
 
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
-        # Other threads may use the GPU meanwhile: one locks pages for the next batches.
+        # "thread_local" lets other threads use the GPU during the recording: one of them page-locks the next batches.
         with with_usual_masks():
             try:
-                # A recording that fails would leave its stream as the current one.
+                # The outer context restores the current stream, which a failed recording would not.
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
                     torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),

@@ -165,7 +165,7 @@ class KernelCache:
     """
 
     def __init__(self, location: str, s3: S3Config, *, may_write: bool, must_write: bool = False) -> None:
-        """Open the folder. One of the ranks with equal graphs `may_write`. `must_write`: a failed write is an error."""
+        """Open the folder. One of the ranks with equal graphs `may_write`. `must_write`: failed writes are errors."""
         self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
         self.prefix = ""  # the start of the file names, set by `load`
         self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file

@@ -36,7 +36,7 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
     assert isinstance(cfg, FSDPConfig)
     check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
     if backend.world.size == 1:
-        return data.build(cfg, optim, backend, *args, **options)  # a single part is the whole model
+        return data.build(cfg, optim, backend, *args, **options)  # a single rank holds the whole model
     return FSDP(optim, backend, *args, cfg=cfg, **options)
 
 

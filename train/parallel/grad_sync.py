@@ -35,7 +35,7 @@ class GradSync:
         self.module, self.device = model, device
 
     def begin(self, count: float) -> None:
-        """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
+        """Begin a step in which this rank has `count` labels. The counts are summed over the ranks as gradients are."""
         self.count = sent(torch.tensor([float(count)]), self.device)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:

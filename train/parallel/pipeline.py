@@ -204,8 +204,8 @@ class PipelineSync(GradSync):
         self.sums, self.counts = sums, counts
 
     def begin(self, count: float) -> None:
-        # All ranks of a pipeline have the same rows. The count is float64, like the norms by which gradients are
-        # clipped.
+        # All ranks of a pipeline have the same rows, so only its first stage counts labels. The count is float64, like
+        # the norms in `clip`.
         self.count = sent(torch.tensor([count if self.counts else 0.0], dtype=torch.float64), self.device)
         self.adding = dist.all_reduce(self.count, async_op=True)
 
