@@ -72,7 +72,9 @@ def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
     cfg = train_config(tmp_path / "cut", prepared, "backend=ddp", *settings)
     loop.run(cfg, asked)
     loop.run(cfg, StopRequest())
-    assert losses(tmp_path / "cut") == losses(run)
+    assert losses(tmp_path / "cut") == pytest.approx(
+        losses(run), rel=1e-4 if DEVICE == "cuda" else 0
+    )  # docs/compile.md
 
 
 def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folder, tmp_path):

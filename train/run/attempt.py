@@ -206,4 +206,7 @@ def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
     peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
     peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
     loader = ", lower data.num_workers" if kind == "out_of_host_memory" else ""
-    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=launched().world_size)}{loader}"
+    ranks = launched().world_size
+    recorded = device_bytes and ranks == 1 and cfg.backend.cuda_graphs is not False
+    graphs = ", set backend.cuda_graphs=false" if recorded else ""
+    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=ranks)}{graphs}{loader}"
