@@ -163,7 +163,9 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
     monkeypatch.setattr(TextTask, "write_evaluation", full)
     assert train(tmp_path / "run", "max_steps=2") == ("done", 2)
     (fault,) = lines(tmp_path / "run", "fault")
-    assert "not written: cannot write predictions: no space left" in fault["reason"]
+    assert (
+        "could not write the predictions of this evaluation: cannot write predictions: no space left" in fault["reason"]
+    )
     lengths = json.loads((tmp_path / "run" / "data.json").read_text())["lengths"]
     says = f"data.lengths={str(lengths).replace(' ', '')} keeps its batches"  # as on another kind of device
     rejects(re.escape(says), train, tmp_path / "run", "max_steps=4", "data.lengths=[32]")
