@@ -81,7 +81,10 @@ def test_a_stable_run_gets_its_decay_by_a_new_length_from_any_of_its_checkpoints
     longer = {"max_steps": 20, "optim": {**WSD, "decay_fraction": 0.5}}
     short = {"max_steps": 10, "optim": {**WSD, "decay_fraction": 0.4}}
     rejects(
-        "begins after step 10, and step 12, .* 0.000871.*0.00683.*; keep the previous length", toy.train, "older", **longer
+        "begins after step 10, and step 12, .* 0.000871.*0.00683.*; keep the previous length",
+        toy.train,
+        "older",
+        **longer,
     )
     rejects("begins after step 6, and step 9, .* 0.01, .*0.00292.*; give a longer one", toy.train, "stable", **short)
     rejects("optim.warmup_steps: 2 -> 3", toy.train, "older", max_steps=12, optim={**WSD, "warmup_steps": 3})
