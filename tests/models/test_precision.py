@@ -10,7 +10,7 @@ from rejections import rejects
 from toy import NAN
 from toy import toy as toy
 
-from train.config import BackendConfig, InstanceConfig, ModelConfig
+from train.config import BackendConfig, InstanceConfig, ModelConfig, NeuronConfig, XLAConfig
 from train.models.encoder import build_masked_lm
 from train.models.network import is_norm
 from train.parallel.ddp import DDP, CudaWork
@@ -205,3 +205,38 @@ def test_the_peak_of_tf32_is_half_of_that_of_bf16():
     peaks = {name: instance.peak_flops_per_s(name) for name in ("fp32", "tf32", "bf16", "fp16")}
     assert peaks == {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}  # the A100's data sheet
     assert InstanceConfig(device_tflops_fp32=19.5).peak_flops_per_s("tf32") is None
+
+
+def test_deterministic_kernels_are_for_one_run_on_a_gpu(cuda):
+    backend = DDP(BackendConfig(device="cuda", deterministic=True))
+    assert torch.are_deterministic_algorithms_enabled()
+    backend.close()
+    assert not torch.are_deterministic_algorithms_enabled()
+    for other in (XLAConfig, NeuronConfig):
+        rejects("backend.deterministic=true is for GPUs", other, deterministic=True)
+
+
+@pytest.mark.parametrize("seq_len", [128, 512])
+def test_backward_passes_of_a_deterministic_run_are_bitwise_equal(seq_len):
+    """More tokens than one kernel's table of embeddings takes; attention with and without a mask."""
+    backend = DDP(BackendConfig(device=DEVICE, precision="bf16", deterministic=True))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 256, "max_positions": 512}
+    model = build_masked_lm(ModelConfig(architecture="bert", **sizes), vocab_size=200, pad_id=0, seq_len=seq_len)
+    backend.place(model)
+    ids = torch.randint(5, 200, (4096 // seq_len, seq_len), device=backend.device)
+    positions = torch.arange(0, seq_len, 8, device=backend.device).expand(len(ids), -1)
+    real, states = torch.ones_like(ids), torch.randn(*ids.shape, 128, device=backend.device)
+    real[:, -9:] = 0
+    found = []
+    for _ in range(3):
+        torch.manual_seed(1)  # of dropout
+        with backend.autocast():
+            logits = model(ids, torch.zeros_like(ids), positions)
+            masked = model.network.base_model.encoder(states, attention_mask=model.mask(real)).last_hidden_state
+            loss = loss_sum(logits.flatten(0, 1), ids.gather(1, positions).flatten()) + masked.float().square().mean()
+        loss.backward()
+        found.append([weight.grad for weight in model.parameters() if weight.grad is not None])
+        model.zero_grad(set_to_none=True)
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    backend.close()

@@ -31,6 +31,7 @@ class BackendConfig(Section, prefix="backend."):
     # it.
     cuda_graphs: bool | None = None  # The switch that sends a step's kernels to the GPU in one call; None does so on
     # one rank, without --import, unless the precision is fp16, activations are recomputed, or a step waits for the GPU.
+    deterministic: bool = False  # Let equal runs on GPUs be bitwise equal, by slower kernels. CPUs need no setting.
     compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
     # and for restarts. Its files are code, so trust it like code; None keeps graphs only on this machine's disk.
     timeout_s: float | None = setting(None, above=0)  # The most seconds of a collective; None takes 600, on Trainium
@@ -47,6 +48,10 @@ class BackendConfig(Section, prefix="backend."):
         check(
             not (self.activation_checkpointing and self.cuda_graphs),
             "backend.cuda_graphs=true is not for backend.activation_checkpointing=true; leave one of them out",
+        )
+        check(
+            not self.deterministic or self.name in ("auto", "ddp"),
+            f"backend.deterministic=true is for GPUs; leave it out with backend={self.name}",
         )
         check(
             self.compile in ("none", "auto") or self.name != "xla",

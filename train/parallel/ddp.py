@@ -27,7 +27,7 @@ from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
-from train.parallel.precision import AUTOCAST, norms_of, pick_precision
+from train.parallel.precision import AUTOCAST, norms_of, pick_precision, set_deterministic
 from train.parallel.rendezvous import join
 from train.system import caches, machine, rank_setup
 from train.system.console import without_stdout
@@ -67,7 +67,7 @@ class DDP(Backend):
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compresses = cfg.grad_compression == "bf16"
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
-        self.recomputes = cfg.activation_checkpointing
+        self.recomputes, self.deterministic = cfg.activation_checkpointing, is_cuda and cfg.deterministic
         self.workload = work or Workload()
         captures = captures_steps(cfg, self.device, self.precision, world.size)
         self.captures = captures and not collects
@@ -80,6 +80,8 @@ class DDP(Backend):
         if is_cuda:
             torch.cuda.set_device(self.device)
             rank_setup.pin(pci_address(self.device))
+            if self.deterministic:
+                set_deterministic(True)
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
             self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S)
@@ -228,6 +230,8 @@ class DDP(Backend):
     def close(self) -> None:
         if self.compiler is not None:
             self.compiler.close()
+        if self.deterministic:
+            set_deterministic(False)
         super().close()
 
     def seed(self, seed: int) -> None:

@@ -1,6 +1,8 @@
-"""The precision of a run on CPUs and GPUs: the dtype of matrix products, and of the norms between them."""
+"""The precision of a run on CPUs and GPUs: the dtypes of matrix products and norms, and the order of a GPU's sums."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -40,3 +42,15 @@ def norms_of(name: str, precision: str, *, compiles_on_gpu: bool) -> torch.dtype
     )
     is_narrow = name == "auto" and precision == "bf16" and compiles_on_gpu
     return torch.bfloat16 if is_narrow else NORMS.get(name)
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Choose kernels that always add in the same order, or the fastest. An operation that has none of them raises.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+    """
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first matrix product
+        # New memory would be filled, which only finds faults and costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted)

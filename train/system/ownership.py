@@ -19,12 +19,12 @@ This table lists, for each change to the run folder, the check of `Ownership` th
     checkpoints, and their removal   `check`: train/checkpoints/saver.py, train/run/checkpoint_manager.py
     export/                          `check`, before and after: train/system/exported.py, train/observe/card.py
     checkpoints that users prune     a lease for the command: train/tools/checkpoints.py (prune)
-    STOP                             nothing: launch/commands.py (stop), launch/supervise.py, whose job has no ranks then
+    STOP                             nothing: launch/commands.py (stop), launch/supervise.py, while no rank runs
     report/                          nothing: train/tools/report.py
 
-A new writer uses `RunFolder.folder`, which is an OwnedFolder, and adds its file to this table. A file that grows on this
-machine also needs an entry in `GROWING` of run_folder.py, else a run in S3 does not upload it. A command that is not
-the run takes a lease of its own.
+A new writer uses `RunFolder.folder`, which is an OwnedFolder, and adds its file to this table. A file that grows on
+this machine also needs an entry in `GROWING` of run_folder.py, else a run in S3 does not upload it. A command that is
+not the run takes a lease of its own.
 
 If the run folder is in S3, this machine's metrics and logs are copies, which may always grow. A change that was allowed
 may reach S3 after another job took the folder. S3 itself then rejects a commit (train/checkpoints/store_s3.py), or an
