@@ -230,7 +230,6 @@ FLAGS = [
     ("doctor", "--machines 0", "--machines: 0"),
     ("doctor", "--machines \u00b2", "--machines: \u00b2 is not a number"),  # a digit, by Unicode
     ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
-    ("doctor", "--bucket mine", "--bucket: mine"),
     ("doctor", "nosuch", "nosuch"),
     ("doctor", "explain", "text"),
     ("shards", "", "command"),

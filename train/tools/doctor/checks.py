@@ -60,14 +60,9 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # checks by the name that is 
 }
 
 
-def examine(probe: Probe, *, bucket: str | None = None) -> dict[str, Finding]:
+def examine(probe: Probe) -> dict[str, Finding]:
     """Run all checks and return the findings by name, in the order in which they are printed."""
-    findings = {name: check(probe) for name, check in CHECKS.items()}
-    if bucket is not None:
-        from train.tools.doctor import checks_s3  # boto3 is slow to import
-
-        findings |= checks_s3.bucket(bucket, now_s=probe.now_s)
-    return findings
+    return {name: check(probe) for name, check in CHECKS.items()}
 
 
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:

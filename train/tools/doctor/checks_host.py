@@ -189,7 +189,7 @@ def clock(probe: Probe) -> Finding:
         return (bad if offset_s > LEAST_CLOCK_S else warn)(text, cure="sudo chronyc makestep")
     answer = probe.ask("timedatectl", "show", "-p", "NTPSynchronized")
     if answer.fault or "NTPSynchronized=" not in answer.out:
-        return skip("neither chronyc nor timedatectl answers; --bucket compares the clock with S3's")
+        return skip("neither chronyc nor timedatectl answers")
     if "NTPSynchronized=yes" in answer.out:
         return ok("follows a time server")
     return warn("follows no time server", cure="sudo timedatectl set-ntp true")

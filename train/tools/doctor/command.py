@@ -50,11 +50,11 @@ def examine(options: argparse.Namespace) -> int:
     probe = checks.here(
         instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines or 1
     )
-    return show(checks.examine(probe, bucket=options.bucket), as_json=options.json)
+    return show(checks.examine(probe), as_json=options.json)
 
 
 def examine_collectives(options: argparse.Namespace) -> int:
-    others = (options.instance, options.ranks_per_machine, options.machines, options.bucket)
+    others = (options.instance, options.ranks_per_machine, options.machines)
     check(not any(others), "--collectives takes settings of the run instead: --collectives instance=p5.48xlarge")
     from train.run.compose import load_backend  # Only --collectives needs Hydra and torch.
 
@@ -104,7 +104,6 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--instance", choices=instance_names(), help="instance type (default: what the firmware says)")
     parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="number of ranks you will start here")
     parser.add_argument("--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)")
-    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this S3 bucket")
     parser.add_argument(
         "--collectives",
         action="store_true",
@@ -128,12 +127,6 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
     return int(text)
-
-
-def s3_location(text: str) -> str:
-    if not text.startswith("s3://") or not text.removeprefix("s3://").split("/")[0]:
-        raise argparse.ArgumentTypeError(f"{text} does not look like s3://bucket")
-    return text
 
 
 def columns() -> int:

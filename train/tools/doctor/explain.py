@@ -11,7 +11,8 @@ from typing import TextIO
 
 import yaml
 
-CAUSES: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
+TABLE: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
+CAUSES = [cause for causes in TABLE.values() for cause in causes]
 PATTERNS = [re.compile(cause["pattern"], re.IGNORECASE) for cause in CAUSES]
 MAX_LINES, MAX_CHARS = 2_000, 1_000  # number of a log's last lines, and of characters of a line, that are read
 ISSUE = r"[\w.-]+/[\w.-]+#\d+"
@@ -46,9 +47,9 @@ def read_log(stream: TextIO) -> Iterable[str]:
 
 def page() -> str:
     lines = INTRODUCTION.splitlines()
-    for about in dict.fromkeys(cause["about"] for cause in CAUSES):
+    for about, causes in TABLE.items():
         lines += ["", f"## {about}"]
-        for cause in (each for each in CAUSES if each["about"] == about):
+        for cause in causes:
             name, source = cause["name"], cause["source"]
             if re.fullmatch(ISSUE, source):
                 source = f"[{source}](https://github.com/{source.replace('#', '/issues/')})"
