@@ -283,7 +283,6 @@ FLAGS = [
     ("precompile", SHORT, "--nproc-per-node"),
     ("precompile", f"{SHORT} --nproc-per-node 0", "ranks of this machine: 0"),
     ("precompile", "experiment=albert_pretrain instance=trn2.48xlarge", "native PyTorch"),
-    ("precompile", "--retries -1", "--retries=-1"),
     ("precompile", f"{SHORT} optim=adamw optim=lamb", "optim=adamw and optim=lamb choose the same thing"),
     ("precompile", f"{ON_TRN1} global_batch_size=4097", "cannot be split evenly over 32 ranks"),
     ("precompile", f"{ON_TRN1} --nproc-per-node=16", "16 ranks on one machine"),

@@ -11,9 +11,7 @@ CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache
 - It reads the list of graphs from the run's output, so this output must not be redirected.
 - It writes its results to the current folder, so it starts in a separate folder; `env --chdir` moves the run back.
 - Its exit status is the number of failed graphs, or 1 if the run failed. The results distinguish the two.
-- `--command compile` compiles every waiting graph of the cache, including other runs', which are ignored here.
-  With --retry_failed_compilation it may compile failed graphs again, but no source says that it always does. So a graph
-  counts as failed until the results or the files of the cache say otherwise.
+- With --retry_failed_compilation it compiles failed graphs again when the same command runs again.
 """
 
 from __future__ import annotations
@@ -42,7 +40,8 @@ from train.system.launched import Launched, check_launch
 from train.system.versions import read_versions
 
 TOOL = "neuron_parallel_compile"
-SMALL_HOSTS = ("trn1.2xlarge",)  # With 32 GiB of host memory the compiler is killed (-9). Neuron advises one retry.
+CLEAR_LOCKS = f"if nothing else compiles into the cache now, run {TOOL} --command clear-locks"
+RETRIES = "1"  # Neuron advises one retry for a trn1.2xlarge, whose 32 GiB may not hold all parallel compilers.
 # These steps build every graph: step 1 has fresh state, step 2 logs, step 3 does not, step 4 logs and evaluates.
 STEPS, LOG_EVERY = 4, 2
 EXAMPLE = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
@@ -56,13 +55,12 @@ class ShortRun:
     added: dict[str, str]
     cache: str
     plan: Plan
-    split_tokens: int | None  # largest number of tokens in a micro batch; None if seq_len is set
     is_inductor: bool  # True for torch.compile on GPUs and CPUs, which does not need Neuron's tool
     work: Path  # local folder for the tool's results and the short run's run folder
 
 
 def main(arguments: list[str] | None = None) -> int:
-    stuck = "interrupted; graphs that were being compiled are still locked: add --clear-locks next time"
+    stuck = f"interrupted; graphs that were being compiled are still locked: {CLEAR_LOCKS}"
     return guarded(lambda: run(parse(arguments)), interrupted=(stuck, cli.FAILED))
 
 
@@ -83,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
     place_graphs(environ, is_native=False)  # The tool uses the cache before any rank checks it.
-    return precompile(short_run, environ, retries=options.retries, clear_locks=options.clear_locks)
+    return precompile(short_run, environ)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -106,8 +104,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-rank", type=int, metavar="R", help="index of this machine, from 0 [SLURM_NODEID]")
     parser.add_argument("--master-addr", metavar="HOST", help="host name of machine 0 [the first in Slurm's list]")
     parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="port of machine 0 [29500]")
-    parser.add_argument("--retries", type=int, default=1, metavar="N", help="retries of failed graphs [1]")
-    parser.add_argument("--clear-locks", action="store_true", help="first remove locks; nothing else may use the cache")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its variables, and stop")
     return parser.parse_intermixed_args(arguments)
 
@@ -118,7 +114,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
     """Return the short run. Raises InputError if it cannot work with these settings, machines or cache."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
-    check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cli.check_typed(TrainConfig, options.overrides)
     cfg = cli.load_config(TrainConfig, options.overrides)
     native = cfg.backend.name == "neuron" or (cfg.backend.name == "auto" and machine.is_native(cfg.instance.name))
@@ -145,7 +140,7 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         added, cache = {}, cfg.backend.compile_cache
         check(cache is not None, "set backend.compile_cache to the folder or s3://bucket/prefix that the run reads")
     else:
-        added = environment(environ, instance=cfg.instance.name)
+        added = environment(environ)
         cache, fault = machine.cache_location(environ), machine.cache_fault(environ)
         check(fault is None, fault or "")
         added["NEURON_COMPILE_CACHE_URL"] = cache  # Another user could create the default folder first.
@@ -157,7 +152,6 @@ def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, 
         cache=str(cache),
         is_inductor=is_inductor,
         plan=plan,
-        split_tokens=cfg.instance.micro_batch_tokens if cfg.seq_len is None else None,
         work=work,
     )
 
@@ -198,16 +192,13 @@ def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tu
     return count, [*flags, f"--master-port={options.master_port}"]
 
 
-def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the tool needs and the user has not set. Compiler flags are appended to the user's.
 
     The backend sets the other variables of machine.neuron_environment, in the short run as in the real one.
     """
     flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)["NEURON_CC_FLAGS"]
-    wanted = {
-        "NEURON_PARALLEL_COMPILE_MAX_RETRIES": "1" if instance in SMALL_HOSTS else "2",
-        "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1",
-    }
+    wanted = {"NEURON_PARALLEL_COMPILE_MAX_RETRIES": RETRIES, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
     if here not in path.split(os.pathsep):  # The virtual environment is not active; its tools are next to its python.
@@ -220,41 +211,31 @@ def describe(short_run: ShortRun) -> None:
     for name, value in short_run.added.items():
         print(f"{name}={shlex.quote(value)}")
     print(shlex.join([*([] if short_run.is_inductor else [TOOL]), *short_run.command]))
-    plan, most = short_run.plan, short_run.split_tokens
+    plan = short_run.plan
     sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
-    split = "" if most is None else f" (of at most {most} tokens: it is split if the data's rows are too long)"
-    print(f"{sizes}{split}; compile cache {short_run.cache}", flush=True)
+    print(f"{sizes}; compile cache {short_run.cache}", flush=True)
 
 
 # ---- running it ----------------------------------------------------------------------------------------------------
 
 
-def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
-    """Collect graphs, compile them, retry failed ones, and return the exit code."""
-    if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=short_run.work / "clear_locks") != 0:
-        return fail(f"{TOOL} could not clear the locks of {short_run.cache}", short_run)
-    locked = machine.cached_graphs(short_run.cache, "*.lock")
-    if locked:  # The tool silently skips locked graphs.
-        print(f"{short_run.cache} holds {len(locked)} locks: if nothing else compiles into it now, add --clear-locks")
+def precompile(short_run: ShortRun, environ: dict[str, str]) -> int:
+    """Collect graphs, compile them, and return the exit code."""
+    if locked := machine.cached_graphs(short_run.cache, "*.lock"):  # The tool silently skips locked graphs.
+        print(f"{short_run.cache} holds {len(locked)} locks: {CLEAR_LOCKS}")
     print("compiling takes minutes per graph; ignore the losses and figures below", flush=True)
     began_s = time.monotonic()
-    status = run_tool(short_run.command, environ, folder=short_run.work / "attempt_0")
-    results = read_results(short_run.work / "attempt_0")
+    short_run.work.mkdir()
+    status = subprocess.run([TOOL, *short_run.command], cwd=short_run.work, env=environ, check=False).returncode
+    results = read_results(short_run.work)
     if results is None and status != 0:
         return fail(f"the short run failed (exit status {status}), see above", short_run)
     graphs = results or {}
-    failed = find_failed(graphs)
-    for attempt in range(1, retries + 1):
-        if not failed:
-            break
-        print(f"{len(failed)} of {len(graphs)} graphs failed; retry {attempt} of {retries}", flush=True)
-        run_tool(["--command", "compile"], environ, folder=short_run.work / f"attempt_{attempt}")
-        later = read_results(short_run.work / f"attempt_{attempt}") or {}
-        failed = find_failed({graph: later.get(graph, False) for graph in failed})
     took = f"in {time.monotonic() - began_s:.0f} s"
-    if failed:
+    if failed := find_failed(graphs):
         names = "\n  ".join(failed)
-        return fail(f"{len(failed)} of {len(graphs)} graphs failed to compile {took}:\n  {names}", short_run)
+        count = f"{len(failed)} of {len(graphs)} graphs failed to compile {took}; the same command tries again"
+        return fail(f"{count}:\n  {names}", short_run)
     if graphs:
         print(f"{len(graphs)} graphs compiled {took}")
     elif machine.cached_graphs(short_run.cache) == set():
@@ -268,12 +249,6 @@ def finish(message: str, short_run: ShortRun) -> int:
     print(message)
     shutil.rmtree(short_run.work, ignore_errors=True)
     return cli.DONE
-
-
-def run_tool(arguments: list[str], environ: dict[str, str], *, folder: Path) -> int:
-    """Run neuron_parallel_compile in a separate folder; return its exit status."""
-    folder.mkdir(parents=True)
-    return subprocess.run([TOOL, *arguments], cwd=folder, env=environ, check=False).returncode
 
 
 def fail(message: str, short_run: ShortRun) -> int:
