@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from train.config import Failure, InputError, TrainConfig, check, make_plan
-from train.observe.report.texts import plural
+from train.config import Failure, InputError, check, make_plan
 from train.run import compose as cli
-from train.run.help import groups
 from train.system.atomic_io import write_atomic
 from train.system.folders import local_path
 from train.system.imported import flags
@@ -38,7 +32,7 @@ MOST_SLOWER = 2  # number of larger micro batches in a row without a faster spee
 FIRST = 8  # first micro batch size to try, if micro_batch_size is not set
 HOST_SHARE = 0.9  # share of the available memory that the ranks of a try on CPUs may allocate
 MANY_ROWS = 2**62  # row count that is enough for any plan; a try checks the data itself
-OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
+REPLACED = ("sweep", "nproc", "output", "max_memory_gib", "micro_batch_size")  # settings that differ in a try
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ class Try:
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    """Try micro batches and print each result as it comes, then print the best as an experiment."""
+    """Try micro batches and print each result as it comes, then print the best."""
     check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM must also end the running try.
     share, sizes, first = sizes_of(cfg)
@@ -84,7 +78,6 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
     largest = max((each.micro_batch_size for each in fitting), default=None)
     is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # If False, larger ones were not tried.
-    text = experiment(settings, best, global_batch_size=cfg.global_batch_size or 0) if best else ""
     if cfg.output is not None:
         result = {
             "kind": "sweep",
@@ -95,7 +88,6 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
             "largest_micro_batch_size": largest if is_limit else None,
             "best_micro_batch_size": best.micro_batch_size if best else None,
             "best_accumulation": best.accumulation if best else None,
-            "experiment": text,
             "settings": list(settings),
             "tries": [asdict(each) for each in tries],
         }
@@ -104,7 +96,6 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
         raise Failure(f"no micro batch fits, not even {tries[-1].micro_batch_size}: {tries[-1].verdict}")
     size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"
     print(f"{ended}; the fastest is {size}")
-    print(text, end="")
     return cli.DONE
 
 
@@ -173,8 +164,7 @@ def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> s
 
 def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gib: float, output: str) -> list[str]:
     """Return the command that measures one micro batch size and writes the JSON file `output`."""
-    others = {"steps", "warmup"}
-    given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
+    given = [each for each in settings if each.partition("=")[0] not in REPLACED]
     launcher = ["-m", "train.system.local_torchrun", f"--nproc-per-node={cfg.nproc}"]
     own = [f"micro_batch_size={size}", f"max_memory_gib={limit_gib}", f'output="{output}"']
     return [sys.executable, *(launcher if cfg.nproc > 1 else []), "-m", "train.bench", *flags(), *given, *own]
@@ -192,7 +182,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     output = work / f"{size}.json"  # The file is missing if the process was killed.
     result = read_object(output.read_bytes()) if output.exists() else {}
     kills = count_oom_kills(counter) - before
-    outcome = outcome_of(done.returncode, result, kills, is_counted=counter is not None)
+    outcome = outcome_of(done.returncode, result, kills)
     if outcome is not None:
         return Try(size, accumulation, outcome, result if outcome == "fits" else None)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -204,47 +194,15 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
 
 
-def outcome_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
+def outcome_of(status: int, result: dict[str, Any], kills: int) -> str | None:
     """Return a verdict: that the try fits, or how memory ran out; None for another failure.
 
-    `kills` is the number of processes that the kernel killed for lack of memory. `is_counted` says whether it is known.
+    `kills` is the number of processes that the kernel killed for lack of memory, as far as it is known.
     """
     if status == cli.DONE and result.get("kind") == "bench":
         return "fits"
     if result.get("kind") in OUT_OF_MEMORY:
         return f"does not fit: {str(result['kind']).replace('_', ' ')}"
-    if status != cli.DONE and (kills > 0 or (status == -signal.SIGKILL and not is_counted)):
+    if status == -signal.SIGKILL or (status != cli.DONE and kills > 0):
         return "does not fit: the kernel killed it for lack of host memory"
     return None
-
-
-# ---- the experiment ------------------------------------------------------------------------------------------------
-
-
-def key_of(setting: str) -> str:
-    return setting.partition("=")[0]
-
-
-def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) -> str:
-    """Return the content of a file in conf/experiment/ with the settings and the best micro batch."""
-    sizes = [f"global_batch_size={global_batch_size}", f"micro_batch_size={best.micro_batch_size}"]
-    kept = [each for each in settings if key_of(each) not in OWN | {key_of(size) for size in sizes}] + sizes
-    composed = cli.compose_config(TrainConfig, kept)
-    chosen, values = {}, OmegaConf.create()
-    for key, _, option in (each.partition("=") for each in kept):
-        if key not in groups("train"):
-            OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
-        elif option != "null":
-            chosen[key] = option
-    for key in cli.preferred(TrainConfig, kept):
-        OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
-    extended = chosen.pop("experiment", None)
-    defaults = ["defaults:", f"  - {extended}"] if extended else ["defaults:"]
-    defaults += [f"  - override /{group}: {option}" for group, option in chosen.items()]
-    if chosen:
-        defaults.append("  - _self_")
-    assert best.bench is not None
-    where = f"{plural(best.bench['world_size'], 'rank')} on {platform.node()}, {best.bench['device']}"
-    about = f"{best.tokens_per_s:,.0f} tokens/s with {where} in {best.bench['precision']}"
-    lines = ["# @package _global_", f"# Written by python -m train.bench --sweep on {time.strftime('%F')}: {about}"]
-    return "\n".join([*lines, *(defaults if len(defaults) > 1 else []), OmegaConf.to_yaml(values)])
