@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from train.config import RecordsConfig, TrainConfig, check, shortlist
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # settings required by a run, but not used here
 SHOWN_CLASSES = 50
-WORTH_SAYING = 0.1  # share of the computed tokens that other lengths must save to be recommended
 
 
 USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
@@ -52,23 +50,18 @@ def show(cfg: TrainConfig) -> int:
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
     from train.tasks.finetune import TextTask  # torch takes seconds to import, so check the settings first
-    from train.tasks.texts import resolved_lengths
 
     task = build_task(cfg)
     assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
-    given = {"seq_len": task.sizes.seq_len, "shortest": task.shortest}
-    auto = resolved_lengths(replace(cfg, data=replace(cfg.data, lengths="auto")), task.tables, **given)
-    for line in (*description(cfg, task.tables, task.lengths, auto), *task.remarks):
+    for line in (*description(task.tables, task.lengths), *task.remarks):
         print(line)
+    if cfg.data.save_to is not None:
+        print(f"saved to {cfg.data.save_to}")
     return cli.DONE
 
 
-def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: Sequence[int]) -> Iterator[str]:
-    """Yield lines of text about the folder, each split, and whether lengths `auto` save much compared with `lengths`.
-
-    `auto` and `lengths` are the token counts to which batches are padded.
-    """
-    assert isinstance(cfg.data, RecordsConfig)
+def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
+    """Yield lines of text about the folder and each split. Batches are padded to one of these `lengths` in tokens."""
     seq_len, at_most = tables.facts["settings"]["seq_len"], " or ".join(map(str, lengths))
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
     for split, facts in tables.facts["splits"].items():
@@ -91,12 +84,3 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int], auto: 
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])
-    tokens_each = tables.lengths("train")
-    now, then = (1 - padding_share(tokens_each, some) for some in (lengths, auto))
-    if 1 - now / then > WORTH_SAYING:
-        yield (
-            f"data.lengths=auto would compute {1 - now / then:.0%} fewer tokens in training ({1 - then:.1%} padding), "
-            f"in batches of {' or '.join(map(str, auto))} tokens"
-        )
-    if cfg.data.save_to is not None:
-        yield f"saved to {cfg.data.save_to}"
