@@ -13,7 +13,6 @@ from running import ROOT, lines
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
 from transformers import AutoModelForMaskedLM
 
-from train.checkpoints.compare import difference
 from train.system.exported import MARK
 from train.system.folders import LocalFolder, sha256_file
 from train.system.ownership import Ownership
@@ -215,71 +214,13 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     assert not out.exists()
 
 
-# ---- diff ----------------------------------------------------------------------------------------------------------
-
-
-def change(run_dir, step, file, edit):
-    """Edit a file of a checkpoint and make its manifest true again."""
-    path = step_folder(run_dir, step) / file
-    state = torch.load(path, weights_only=True)
-    edit(state)
-    torch.save(state, path)
-    manifest = store_of(run_dir).manifest(step)
-    entry = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    set_manifest(run_dir, step, files={**manifest.files, file: entry})
-
-
-def test_what_differs_is_named_the_largest_first(run_dir, capsys):
-    settings = {**store_of(run_dir).manifest(3).settings, "optim.lr": 1.0}
-    copy_step(run_dir, 3, 4, settings=settings, world_size=8)
-    assert called(capsys, run_dir, "diff", 3, 4)[1].out.endswith("weights and moments are bit-equal\n")
-    names = list(torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True))[:3]
-
-    def edit(state):
-        for factor, name in zip((1.001, 1.5, 1.01), names, strict=True):
-            state[name] = state[name] * factor
-
-    change(run_dir, 4, "model.pt", edit)
-    change(run_dir, 4, "optimizer.pt", lambda state: state["state"][0]["exp_avg"].view(-1)[0].add_(0.25))
-    code, output = called(capsys, run_dir, "diff", 3, 4, "--limit", 2)
-    assert code == 0
-    shown = output.out.splitlines()
-    assert shown[0] == "step 3 -> step 4"
-    assert {"  optim.lr: 0.003 -> 1.0", "  ranks: 1 -> 8", "identity: the same"} <= {*shown}
-    first = next(number for number, line in enumerate(shown) if line.startswith("weights:"))
-    assert shown[first].startswith("weights: 3 of ")
-    assert [line.split(":")[0].strip() for line in shown[first + 1 : first + 3]] == [names[1], names[2]]
-    assert "relative 0.5," in shown[first + 1] and shown[first + 3] == "  and 1 more (--all)"
-    (moments,) = (line for line in shown if line.startswith("  state."))
-    assert moments.startswith("  state.0.exp_avg: relative ") and moments.endswith("largest 0.25")
-    assert shown[-1] == "weights and moments differ"
-    everything = called(capsys, run_dir, "diff", 3, 4, "--all")[1].out
-    assert names[0] in everything and everything.count(": equal") > 10
-
-
-def test_tensors_are_compared_bit_by_bit():
-    nan = torch.tensor([1.0, float("nan")])
-    assert difference("a", nan, nan.clone()).is_equal
-    zero = difference("a", torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert (zero.is_equal, zero.largest, zero.relative) == (False, 0.0, 0.0)
-    changed = difference("a", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-    assert (changed.largest, changed.relative) == (0.5, pytest.approx(0.1))
-    assert difference("a", torch.zeros(2), torch.ones(2)).relative == float("inf")
-    assert difference("a", torch.zeros(2), torch.zeros(2).half()).fault == "float32 [2] -> float16 [2]"
-    assert difference("a", torch.zeros(2), None).fault == "only in the first"
-
-
 # ---- what it rejects -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        *(
-            ([*words.split()], "is not a run folder")
-            for words in ("list", "verify", "prune --keep 2", "export x", "diff 1 2")
-        ),
-        (["diff", 3, 7], "there is no step 7"),
+        *(([*words.split()], "is not a run folder") for words in ("list", "verify", "prune --keep 2", "export x")),
         (["verify", "--step", 7], "there is no step 7"),
         (["export", "out", "--step", 5], "there is no step 5"),
         (["prune", "--keep", 1, "--yes"], "--keep 1 must be at least 2"),
@@ -310,9 +251,6 @@ def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, cap
     listed = called(capsys, location, *flags)
     assert listed == called(capsys, location, "list", *flags) == called(capsys, run_dir)
     assert called(capsys, location, "verify", *flags)[0] == 0
-    compared = called(capsys, location, "diff", 3, 6, *flags)
-    assert compared[1].out.endswith("weights and moments differ\n")
-    assert compared == called(capsys, run_dir, "diff", 3, 6)
     bucket.put("run/checkpoints/step_00000006/00000001-abcdefab/model.pt", b"x" * manifest.files["model.pt"]["bytes"])
     code, output = called(capsys, location, "verify", *flags)
     assert code == 1 and "step_00000006  damaged: model.pt has sha256" in output.out

@@ -250,7 +250,6 @@ FLAGS = [
     ("checkpoints", "RUN export", "FOLDER"),
     ("checkpoints", "RUN export TEXT", "is a file; choose another folder"),
     ("checkpoints", "RUN export DATA", "is not empty; choose another folder"),
-    ("checkpoints", "RUN diff 1 2", "there is no step 1"),
     ("convert", "", "direction"),
     ("convert", "sideways a b", "'sideways'"),
     ("convert", "to-arrow DATA new", "'to-arrow'"),

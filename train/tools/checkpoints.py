@@ -1,4 +1,4 @@
-"""The command `python -m train.checkpoints RUN [list | verify | prune | export | diff]` for a run's checkpoints.
+"""The command `python -m train.checkpoints RUN [list | verify | prune | export]` for a run's checkpoints.
 
 Exit code 0 means done, 1 that a checkpoint is damaged or S3 did not answer, 2 wrong arguments or that a job holds the
 run.
@@ -143,7 +143,7 @@ def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) ->
         print(f"{name}  {action}: files of a save that no manifest names")
 
 
-# ---- export and diff, which need torch -----------------------------------------------------------------------------
+# ---- export, which needs torch -------------------------------------------------------------------------------------
 
 
 def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
@@ -182,17 +182,6 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
     return best_step, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
 
 
-def diff(folder: Folder, options: argparse.Namespace) -> int:
-    from train.checkpoints.compare import compare  # torch is slow to import
-
-    with opened(folder, options.cache_dir) as first, opened(folder, options.cache_dir) as second:
-        paths = [fetch(store, step) for store, step in zip((first, second), options.steps, strict=True)]
-        manifests = [first.manifest(step) for step in options.steps]
-        for line in compare(manifests, paths, limit=None if options.all else options.limit):
-            print(line)
-    return DONE
-
-
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
     add_s3_flags(parser)
-    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export | diff", help="list")
+    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export", help="list")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
@@ -227,10 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--step", type=int, default=None, help="step to write (default: the best, or the newest if none was evaluated)"
     )
     exporting.add_argument("--data", default=None, metavar="LOCATION", help="the prepared data, if it has moved")
-    comparing = add("diff", "compare the settings, the progress and the tensors of two steps")
-    comparing.add_argument("steps", type=int, nargs=2, metavar="STEP")
-    comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors to show per file (default: 20)")
-    comparing.add_argument("--all", action="store_true", default=False, help="show all tensors")
     return run_flags(parser, arguments, look)
 
 
@@ -239,8 +224,6 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
     is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
     check(is_run, f"{options.run} is not a run folder: it has no environment.json; give the run_dir of a run")
     try:
-        if options.command == "diff":
-            return diff(folder, options)
         with opened(folder, options.cache_dir) as store:
             if options.command == "verify":
                 return verify(store, options.step)
