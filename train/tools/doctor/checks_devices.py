@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import re
 
+from train.config import InputError, InstanceConfig
+from train.system.launched import Launched, check_launch
 from train.system.machine import Chip, read_neuron_ls
 from train.tools.doctor.probe import Finding, Probe, ToolOutput, bad, ok, skip, warn
 
@@ -145,23 +147,20 @@ def held_by(names: dict[int, str]) -> tuple[str, str]:
 
 
 def ranks(probe: Probe) -> Finding:
-    instance, wanted = probe.instance, probe.num_ranks
-    counts = ", ".join(map(str, (instance and instance.rank_counts) or []))
+    wanted, full = probe.num_ranks, probe.num_devices
     if wanted is None:
-        return skip(f"needs --ranks-per-machine{f'; possible here: {counts}' if counts else ''}")
-    full = probe.num_devices
+        return skip("needs --ranks-per-machine")
     if full is None:
         chips = neuron_chips(probe) if probe.is_trainium else []
         full = sum(chip.num_cores for chip in chips) or len(read_csv(probe.ask(*GPU_QUERY)))
-    if instance and instance.rank_counts and wanted not in instance.rank_counts:
-        best = max((count for count in instance.rank_counts if count <= wanted), default=min(instance.rank_counts))
-        text = f"{wanted} ranks on {instance.name}: the runtime supports {counts}"
-        return bad(text, cure=f"torchrun --standalone --nproc-per-node={best}")
     if full and wanted > full:
         return bad(f"{wanted} ranks for {full} devices", cure=f"torchrun --standalone --nproc-per-node={full}")
-    if full and probe.is_trainium and probe.num_machines > 1 and wanted != full:
-        text = f"{wanted} ranks per machine: collectives between Trainium machines need all {full} cores of each"
-        return bad(text, cure=f"torchrun --standalone --nproc-per-node={full}")
+    world = Launched(world_size=wanted * probe.num_machines, local_world_size=wanted, is_distributed=True)
+    try:
+        check_launch(probe.instance or InstanceConfig(), world)
+    except InputError as error:
+        text, _, cure = str(error).partition("; ")
+        return bad(text, cure=cure)
     return ok(f"{wanted} per machine" + (f", which has {full} devices" if full else ""))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from train.system.machine import package_faults
-from train.system.versions import Native, Sdk, from_index, read_versions, release
+from train.system.versions import Native, Sdk, read_versions, release
 from train.tools.doctor.probe import Finding, Probe, bad, numbers, ok, skip, warn
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
@@ -72,23 +72,17 @@ def packages(probe: Probe) -> Finding:
 def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
     """Check a trn1's Python packages: all must be installed, in versions that one SDK ships together."""
     table = read_versions()
-    install = table.sdk.install
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
     if missing:
-        return bad(f"{', '.join(missing)} missing ({text})", cure=install)
+        return bad(f"{', '.join(missing)} missing ({text})", cure=table.sdk.install)
     neuronx, compiler, library = (
         versions.get(package, "").partition("+")[0] for package in ("torch-neuronx", "neuronx-cc", "libneuronxla")
     )
-    sdks = [sdk for sdk in table.sdks if sdk.torch_neuronx == neuronx.split(".", 3)[-1]]
-    if not sdks:
-        return warn(f"no SDK of the table ships torch-neuronx {neuronx}", cure=install)
-    sdk = next((sdk for sdk in sdks if sdk.neuronx_cc == compiler), None)
-    if sdk is None:
-        return warn(f"torch-neuronx {neuronx} with neuronx-cc {compiler}: no SDK ships them together", cure=install)
-    if library and sdk.libneuronxla not in ("", library):
-        cure = from_index(f"libneuronxla=={sdk.libneuronxla}")
-        return warn(f"libneuronxla {library}: SDK {sdk.name} ships {sdk.libneuronxla}", cure=cure)
-    return ok(f"{text}: SDK {sdk.name}")
+    for sdk in table.sdks:
+        is_same = (sdk.torch_neuronx, sdk.neuronx_cc) == (neuronx.split(".", 3)[-1], compiler)
+        if is_same and (not library or sdk.libneuronxla in ("", library)):
+            return ok(f"{text}: SDK {sdk.name}")
+    return warn(f"{text}: no SDK of the table ships them together", cure=table.sdk.install)
 
 
 def driver(probe: Probe) -> Finding:
