@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections import Counter
 from itertools import combinations
@@ -21,7 +22,6 @@ from train.tools.doctor.collectives import (
     Measured,
     bus_bandwidth,
     compare,
-    device_size_mib,
     links_finding,
     rounds,
 )
@@ -39,13 +39,12 @@ def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members)
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
 
 
-@pytest.mark.parametrize(("num_ranks", "mib"), [(2, 256), (64, 512), (512, 1024)])
-def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks, mib):
+@pytest.mark.parametrize("num_ranks", [2, 64])
+def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
     link_bytes_per_s, num_bytes = 1e9, 10**8
     hops = 2 * (num_ranks - 1)  # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
     took_s = hops * num_bytes / num_ranks / link_bytes_per_s
     assert bus_bandwidth(num_bytes, took_s, num_ranks=num_ranks) == pytest.approx(link_bytes_per_s)
-    assert device_size_mib(num_ranks) == mib  # a tensor grows with the ranks that send its parts
 
 
 @pytest.mark.parametrize(
@@ -215,9 +214,9 @@ with collectives.deadline(f"an exchange of rank {os.environ['RANK']}", 0.1, "bac
 """
 
 
-def test_of_ranks_that_hang_without_an_error_the_first_one_names_it(tmp_path):
+def test_of_ranks_that_hang_without_an_error_one_names_it(tmp_path):
     (tmp_path / "script.py").write_text(HANGS)
     done = run_forked(launch(str(tmp_path / "script.py"), [], ranks=2), os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
-    assert "error: an exchange of rank 0: no end within 0.1 s (backend.timeout_s)\n" in done.stderr
-    assert "an exchange of rank 1" not in done.stderr
+    named = re.findall(r"error: an exchange of rank .: no end within 0.1 s \(backend.timeout_s\)\n", done.stderr)
+    assert len(named) == 1

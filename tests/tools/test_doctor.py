@@ -120,8 +120,6 @@ def trn1(root):
     files = {
         "/sys/module/neuron/version": "2.29.0.0\n",
         "/sys/devices/virtual/dmi/id/product_name": "trn1.32xlarge\n",
-        "/proc/sys/net/ipv4/ip_local_port_range": "32768\t60999\n",
-        "/proc/meminfo": "HugePages_Total:    5128\nHugePages_Free:     5128\n",
         "/etc/hosts": "127.0.0.1 localhost\n10.0.0.4 ip-10-0-0-4\n",
         "/cache/.keep": "",
     }
@@ -141,7 +139,7 @@ def trn1(root):
             "neuronx_cc": "2.26.6360.0+1a2b3c4d",
             "libneuronxla": "2.2.17544.0",
         },
-        env={"MALLOC_ARENA_MAX": "64", "FI_EFA_USE_HUGE_PAGE": "0", "NEURON_COMPILE_CACHE_URL": "ROOT/cache"},
+        env={"MALLOC_ARENA_MAX": "64", "NEURON_COMPILE_CACHE_URL": "ROOT/cache"},
         kernel="6.8.0-1021-aws",
         hostname="ip-10-0-0-4",
         num_cpus=128,
@@ -343,9 +341,6 @@ CASES = {
     "fork safety": [
         case(trn1, "bad", "5.10.230", "export FI_EFA_FORK_SAFE=1", kernel="5.10.230-amzn2"),
         case(trn1, "ok", "FI_EFA_FORK_SAFE=1", kernel="5.10.230-amzn2", env={"FI_EFA_FORK_SAFE": "1"}),
-        case(trn1, "ok", env={"FI_EFA_USE_HUGE_PAGE": ""}),  # a run sets it
-        case(trn1, "warn", "5,128 huge pages", "unset FI_EFA_USE", env={"FI_EFA_USE_HUGE_PAGE": "1"}),
-        case(trn1, "ok", env={"FI_EFA_USE_HUGE_PAGE": "1"}, files={"/proc/meminfo": "HugePages_Total:       0\n"}),
     ],
     "open files": [
         case(trn1, "ok", "65,535", "raises", limits={"nofile": (1024, math.inf)}),

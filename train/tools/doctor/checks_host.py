@@ -72,10 +72,6 @@ def fork_safety(probe: Probe) -> Finding:
     if probe.is_old_kernel and probe.environ.get("FI_EFA_FORK_SAFE", "0") == "0":
         text = f"Linux {probe.kernel} with EFA: a loader worker that forks corrupts what EFA sends"
         return bad(text, cure="export FI_EFA_FORK_SAFE=1")
-    huge = re.search(r"^HugePages_Total:\s*(\d+)", probe.text("/proc/meminfo") or "", re.MULTILINE)
-    if huge and int(huge[1]) and probe.environ.get("FI_EFA_USE_HUGE_PAGE") not in (None, "", "0"):
-        text = f"EFA uses some of {int(huge[1]):,} huge pages, so a fork may fail with 'Cannot allocate memory'"
-        return warn(text, cure="unset FI_EFA_USE_HUGE_PAGE (a run with loader workers sets it to 0)")
     return ok(f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
 
 

@@ -19,27 +19,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from train.config import BackendConfig, Failure, InstanceConfig
+from train.config import BackendConfig, Failure, InstanceConfig, shortlist
 from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S
 from train.observe.report.texts import plural
 from train.parallel.backends import Backend, open_backend
 from train.parallel.ranks import World
 from train.run.command import FAILED, printable
-from train.system.launched import launched
+from train.system.torchrun import is_reported
 from train.tools.doctor.probe import Finding, State, bad, ok
 
 REPEATS = 5
 MIB = 2**20
-HOST_MIB, DEVICE_MIB = 64, 256  # An accelerator's collectives need larger tensors to come near their peak.
-# A ring of n ranks sends 1/n of the tensor in a step, so with many ranks a small tensor measures only latency. The
-# size therefore grows with the ranks. Both numbers are chosen, not measured.
-RANK_MIB, MOST_DEVICE_MIB = 8, 1024
+# An accelerator's collectives need larger tensors to come near their peak. A ring of n ranks sends 1/n of the tensor in
+# a step, so with many ranks a small tensor measures only latency. Both numbers are chosen, not measured.
+HOST_MIB, DEVICE_MIB = 64, 512
 GRACE_S = 10.0  # seconds past the timeout in which a backend can raise its own error, which says more
 # "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
 # Guide, instance network bandwidth), and gloo uses one TCP connection for two ranks.
 FLOW_GBIT_PER_S = 5.0
 WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # shares of the expected figure
-NAMED = 8  # number of ranks that a message names
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
             world.all_reduce(tensor)
 
     host_bytes = MIB * (mib or HOST_MIB)
-    device_bytes = MIB * (mib or (HOST_MIB if is_cpu else device_size_mib(world.size)))
+    device_bytes = MIB * (mib or (HOST_MIB if is_cpu else DEVICE_MIB))
     with deadline("the all-reduce of the devices", timeout_s):
         of_devices = all_reduce(backend, add_up_on_device, device_bytes, backend.device)
     with deadline("the all-reduce over the hosts", timeout_s):
@@ -113,12 +111,11 @@ def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s
     """
 
     def end() -> None:
-        print(f"error: {operation}: no end within {timeout_s:g} s ({setting})", file=sys.stderr, flush=True)
+        if not is_reported():
+            print(f"error: {operation}: no end within {timeout_s:g} s ({setting})", file=sys.stderr, flush=True)
         os._exit(FAILED)
 
-    # The machine's first rank reports first, and torchrun then ends the other ranks. These report only if the first
-    # does not hang.
-    timer = threading.Timer(timeout_s + GRACE_S * (2 if launched().local_rank else 1), end)
+    timer = threading.Timer(timeout_s + GRACE_S, end)
     timer.daemon = True
     timer.start()
     try:
@@ -132,11 +129,6 @@ def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s
 
 
 # ---- measurements ----------------------------------------------------------------------------------------------------
-
-
-def device_size_mib(num_ranks: int) -> int:
-    """Return the size in MiB of an accelerator's all-reduce."""
-    return min(max(DEVICE_MIB, RANK_MIB * num_ranks), MOST_DEVICE_MIB)
 
 
 def all_reduce(
@@ -235,7 +227,7 @@ def all_reduce_finding(
     size, latency_ms = f"{seen.num_bytes / MIB:g} MiB", seen.latency_s * 1e3
     text = f"{shown(seen.bus_bytes_per_s)} for {size}, {latency_ms:.2g} ms for 4 bytes{figure}"
     if seen.wrong_ranks:
-        where = ", ".join(names[rank] for rank in seen.wrong_ranks[:NAMED])
+        where = shortlist([names[rank] for rank in seen.wrong_ranks])
         return bad(
             f"wrong sum on {plural(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
             cure="replace that machine; compare the versions that python -m train.doctor shows on all machines",
