@@ -144,13 +144,6 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     assert line["probabilities"] == pytest.approx(wanted[0]["probabilities"], abs=1e-5)
 
 
-def test_long_texts_make_smaller_parts(monkeypatch):
-    monkeypatch.setattr(predict, "CHARS_AT_ONCE", 10)
-    rows = [{"id": "0", "text": "x" * length} for length in (3, 4, 50, 1, 2)]
-    assert [len(chunk) for chunk in predict.in_chunks(rows)] == [3, 2]
-    assert list(predict.in_chunks([])) == []
-
-
 def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, monkeypatch):
     run, dev = answering
     monkeypatch.setattr(predict, "ROWS_AT_ONCE", 5)

@@ -25,13 +25,13 @@ from train.run.names import LABELS, TABLES
 from train.run.rejection import inform_others
 from train.system import rank_setup
 from train.system.exported import is_outdated, marked, saved_steps
-from train.system.folders import Folder, is_s3, local_path
+from train.system.folders import Folder
 from train.system.launched import launched
 from train.system.runtime import search_rarely
 from train.system.schema import read_object
 from train.system.torchrun import die_with_torchrun, end_torchrun
 from train.tools.checkpoints import chosen, fetch, opened
-from train.tools.predict import find_run
+from train.tools.predict import check_output, find_run
 
 if TYPE_CHECKING:
     from train.models.network import Network
@@ -86,15 +86,6 @@ def find(options: Namespace) -> Model:
         with opened(run[1], model.cache_dir) as store:
             model.step = chosen(store, step)[0]
     return model
-
-
-def check_output(output: str) -> Path:
-    """Return the path of the file to write. Raises InputError if no file can be written there."""
-    check(not is_s3(output), f"--output {output}: the file must be on this machine; copy it to S3 afterwards")
-    path = local_path(output)
-    check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
-    check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
-    return path
 
 
 def settings_of(model: Model, typed: Mapping[str, str]) -> list[str]:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -54,7 +54,7 @@ from train.tasks.spec import TaskSpec
 if TYPE_CHECKING:
     from train.tasks.predictor import Predictor
 
-ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # limits of rows and characters in a chunk of the input
+ROWS_AT_ONCE = 1_000  # rows that are in memory together
 FLAGS = {  # replacements in error messages about data: words with settings, words with flags
     "data.path=": "--input ",
     "set data.format to": "give --format",
@@ -193,30 +193,20 @@ def flags(names: Iterable[str]) -> str:
     return " and ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    chunk, chars = list[Row](), 0
-    for row in rows:
-        chunk.append(row)
-        chars += sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
-        if len(chunk) == ROWS_AT_ONCE or chars >= CHARS_AT_ONCE:
-            yield chunk
-            chunk, chars = [], 0
-    if chunk:
+def in_chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while chunk := list(islice(rows, ROWS_AT_ONCE)):
         yield chunk
 
 
 # ---- output --------------------------------------------------------------------------------------------------------
 
 
-def check_output(output: str, source: str | None) -> Path:
+def check_output(output: str) -> Path:
     """Return the path of the file to write. Raises InputError if no file can be written there."""
     check(not is_s3(output), f"--output {output}: the file must be on this machine; copy it to S3 afterwards")
     path = local_path(output)
-    check(path.suffix in (".jsonl", ".csv"), f"--output {output} must end in .jsonl or .csv")
     check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
     check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
-    is_input = source is not None and not is_s3(source) and path.resolve() == local_path(source).resolve()
-    check(not is_input, f"--output {output} is the input; choose another name")
     return path
 
 
@@ -297,7 +287,13 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
     if options.format is not None:
         check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))
-    return None if options.output is None else check_output(options.output, options.input)
+    if options.output is None:
+        return None
+    path, source = check_output(options.output), options.input
+    check(path.suffix in (".jsonl", ".csv"), f"--output {path} must end in .jsonl or .csv")
+    is_input = source is not None and not is_s3(source) and path.resolve() == local_path(source).resolve()
+    check(not is_input, f"--output {path} is the input; choose another name")
+    return path
 
 
 def predict(options: argparse.Namespace, s3: S3Config) -> int:
