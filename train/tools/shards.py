@@ -6,8 +6,6 @@ Exit code 0 means done, 1 that `verify` found damage or S3 did not answer, 2 wro
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +25,6 @@ from train.system.memory import usable_cpus
 MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's values, as in conf/task/mlm.yaml
 MOST_AT_ONCE = 8  # number of shards that `verify` reads at the same time
 ROWS_AT_ONCE = 65536  # number of rows that `stats` holds in memory
-RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
 
 
 def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
@@ -60,7 +57,7 @@ def find_damage(data: PreparedData) -> list[str]:
     return faults
 
 
-def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
+def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
     """Yield the first sequences of a split, each as text and as masked tokens with the predicted ones marked."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
@@ -80,9 +77,7 @@ def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> I
         predicted = masked.positions[row][masked.labels[row] != IGNORE_INDEX]
         pieces = tokenizer.convert_ids_to_tokens(masked.input_ids[row].tolist())
         for position in predicted:
-            piece = pieces[position]
-            hue = RED if piece == "[MASK]" else BLUE
-            pieces[position] = f"{hue}{piece}{OFF}" if colour else f"<{piece}>"
+            pieces[position] = f"<{pieces[position]}>"
         yield f"--- {split} {row}"
         yield tokenizer.decode(tokens[row].tolist())
         yield " ".join(pieces)
@@ -136,8 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(options: argparse.Namespace, s3: S3Config) -> int:
     check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
     if options.command == "ls":
-        lines = list_shards(options.location, read_manifest(open_folder(options.location, s3)))
-        print("\n".join(lines))
+        print(*list_shards(options.location, read_manifest(open_folder(options.location, s3))), sep="\n")
         return DONE
     data = PreparedData(ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False)
     if options.command == "verify":
@@ -145,8 +139,7 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
         print("\n".join(faults) or f"{options.location}: all {len(data.manifest.shards)} shards are valid")
         return FAILED if faults else DONE
     if options.command == "head":
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        lines = show_rows(data, options.split, options.n or 3, colour=colour)
+        lines = show_rows(data, options.split, options.n or 3)
     else:
         lines = describe(data, options.split, options.n or 20)
     for line in lines:

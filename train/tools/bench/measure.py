@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import tempfile
 import time
 import timeit
@@ -18,6 +17,7 @@ from train import loop
 from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainConfig
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
+from train.entry import leave_at_once
 from train.observe.metrics import Recorder
 from train.observe.report.texts import plural
 from train.parallel.backend import peak_device_bytes
@@ -61,8 +61,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
             raise Failure(f"nothing was measured: {error}") from error
         if launch.world_size > 1:  # Other ranks may wait for this one forever, so it ends the job.
             logger.exception("rank %d: %s", launch.rank, error)
-            logging.shutdown()
-            os._exit(cli.FAILED)
+            leave_at_once(cli.FAILED)
         raise
     if reason != MEASURED:
         raise Failure(f"stopped on {reason} at step {step}")
