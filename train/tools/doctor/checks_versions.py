@@ -90,7 +90,7 @@ def driver(probe: Probe) -> Finding:
     if not probe.is_trainium:
         return skip("no Trainium")
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
-    if answer.code is None:
+    if answer.is_missing:
         return skip(f"{answer.fault}: versions unknown")
     # A removed package has a name but no version. An unknown one makes the exit code 1, so the code is not read.
     rows = (line.split() for line in answer.out.splitlines())

@@ -32,27 +32,11 @@ TRAINIUM_PCI = ("0x7164", *NATIVE_PCI)
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """The output of a tool, or the reason why there is none."""
+    """The output of a tool, and the reason why it may not be usable."""
 
-    tool: str
-    code: int | None = None  # exit code; None if the tool did not end or is not installed
     out: str = ""
-    error: str = ""
-    waited_s: float = 0.0  # seconds after which it was killed; 0 if it ended or is not installed
-
-    @property
-    def is_missing(self) -> bool:
-        return self.code is None and not self.waited_s
-
-    @property
-    def fault(self) -> str | None:
-        """The reason why there is no usable output; None if the tool succeeded."""
-        if self.is_missing:
-            return f"{self.tool} is not installed"
-        if self.code is None:
-            return f"{self.tool} gave no answer in {self.waited_s:g} s"
-        message = (self.error.strip() or self.out.strip() or "no message").splitlines()[0]
-        return f"{self.tool} failed ({self.code}): {message[:160]}" if self.code else None
+    fault: str | None = None  # None if the tool succeeded
+    is_missing: bool = False
 
 
 def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
@@ -60,7 +44,7 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
     tool = command[0]
     path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *TOOL_FOLDERS]))
     if path is None:
-        return ToolOutput(tool)
+        return ToolOutput(fault=f"{tool} is not installed", is_missing=True)
     try:
         process = subprocess.Popen(
             [path, *command[1:]],
@@ -72,14 +56,15 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
             env={**os.environ, "LC_ALL": "C"},
         )
     except OSError as error:  # The file exists but cannot be executed.
-        return ToolOutput(tool, code=126, error=error.strerror or str(error))
+        return ToolOutput(fault=f"{tool} cannot be executed: {error.strerror}")
     try:
         out, error_text = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         # subprocess.run would wait after the kill, and a process that hangs in a driver may never end.
         process.kill()
-        return ToolOutput(tool, waited_s=timeout_s)
-    return ToolOutput(tool, process.returncode, out, error_text)
+        return ToolOutput(fault=f"{tool} gave no answer in {timeout_s:g} s")
+    message = (error_text.strip() or out.strip() or "no message").splitlines()[0]
+    return ToolOutput(out, f"{tool} failed ({process.returncode}): {message[:160]}" if process.returncode else None)
 
 
 @dataclass(frozen=True)
