@@ -39,8 +39,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak | None) -> dict[str, Any]:
-    """Return the speeds of all ranks together. The MFU is None if the model's FLOPs or the peak is unknown."""
+def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak) -> dict[str, Any]:
+    """Return the speeds of all ranks together. The MFU is None if the model's FLOPs are unknown."""
     wall_s, flops = sum(each.wall_s for each in windows), sum(each.flops for each in windows)
     tokens, slots = sum(each.tokens for each in windows), sum(each.slots for each in windows)
     flops_per_s = flops / wall_s or None
@@ -50,11 +50,11 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak 
         "sequences_per_s": spread([each.steps * global_batch_size / each.wall_s for each in windows]),
         "tokens_per_s": spread([each.tokens / each.wall_s for each in windows]),
         "padding_share": 1 - tokens / slots,
-        "mfu": flops_per_s / peak.flops_per_s if flops_per_s and peak else None,
+        "mfu": flops_per_s / peak.flops_per_s if flops_per_s else None,
         "flops_per_s": flops_per_s,
         "flops_source": FLOPS_SOURCE,
-        "peak_flops_per_s": peak.flops_per_s if peak else None,
-        "peak_source": peak.source if peak else None,
+        "peak_flops_per_s": peak.flops_per_s,
+        "peak_source": peak.source,
         "data_wait_share": sum(each.wait_s for each in windows) / wall_s,
         "compile_s_in_timed_steps": sum(each.compile_s for each in windows),
         "timed_s": wall_s,

@@ -65,7 +65,7 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
     Raises Failure with the name of the operation that failed.
     """
     timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
-    with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s, "backend.timeout_s"):
+    with deadline("joining the ranks", JOIN_TIMEOUT_S + timeout_s):
         backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
         world = backend.world
         seen = world.all_gather_object((printable(socket.gethostname()), world.local_rank))
@@ -104,7 +104,7 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
 
 
 @contextmanager
-def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s") -> Iterator[None]:
+def deadline(operation: str, timeout_s: float) -> Iterator[None]:
     """Turn a RuntimeError into a Failure that names the operation. End the process if the operation hangs.
 
     Not every backend raises after its timeout.
@@ -112,7 +112,7 @@ def deadline(operation: str, timeout_s: float, setting: str = "backend.timeout_s
 
     def end() -> None:
         if not is_reported():
-            print(f"error: {operation}: no end within {timeout_s:g} s ({setting})", file=sys.stderr, flush=True)
+            print(f"error: {operation}: no end within {timeout_s:g} s (backend.timeout_s)", file=sys.stderr, flush=True)
         os._exit(FAILED)
 
     timer = threading.Timer(timeout_s + GRACE_S, end)
