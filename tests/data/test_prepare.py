@@ -272,15 +272,15 @@ def test_what_others_put_into_an_output_stays_where_its_preparation_ends_in_vain
 def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, corpus, tmp_path):
     copy = shutil.copytree(prepared, tmp_path / "copy")
     before = content(copy)
-    assert "seq_len: 32 there, 64 here" in rejected(copy, corpus, "seq_len=64")
-    assert "tokenizer.vocab_size: 120 there, 100 here" in rejected(copy, corpus, "tokenizer.vocab_size=100")
+    assert "seq_len: 32 -> 64" in rejected(copy, corpus, "seq_len=64")
+    assert "tokenizer.vocab_size: 120 -> 100" in rejected(copy, corpus, "tokenizer.vocab_size=100")
     more = tmp_path / "text.txt"
     more.write_text(corpus.read_text() + "\nMore.\n")
     rejects("the corpus has changed", prepare.prepare, prepare_config(copy, more))
     assert content(copy) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
-    assert "neither empty nor a preparation" in rejected(tmp_path / "out", corpus)
+    assert "is not empty (thesis.tex), and no preparation" in rejected(tmp_path / "out", corpus)
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 

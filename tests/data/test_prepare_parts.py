@@ -223,8 +223,8 @@ def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus,
 
 def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
-    assert "parts: 3 there, 4 here" in rejected(parts, corpus, ready, "part=1/4")
-    assert "seed: 0 there, 1 here" in rejected(parts, corpus, ready, "merge=true", "seed=1")
+    assert "parts: 3 -> 4" in rejected(parts, corpus, ready, "part=1/4")
+    assert "seed: 0 -> 1" in rejected(parts, corpus, ready, "merge=true", "seed=1")
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
 
@@ -235,7 +235,7 @@ def test_text_that_an_earlier_version_split_otherwise_is_rejected(parts, corpus,
         if is_finished:
             merged(parts, corpus, ready)
         (parts / "source.json").write_text(json.dumps(json.loads(now) | {"split_rule": 1}))
-        assert "split_rule: 1 there, 2 here" in rejected(parts, corpus, ready, "merge=true")
+        assert "split_rule: 1 -> 2" in rejected(parts, corpus, ready, "merge=true")
         (parts / "source.json").write_bytes(now)
 
 

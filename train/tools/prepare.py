@@ -12,7 +12,6 @@ a preparation and the files that they write:
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from train.config import CorpusConfig, InputError, PrepareConfig, Unreachable, check, to_dict
+from train.config import CorpusConfig, InputError, PrepareConfig, Unreachable, check, flatten, shortlist, to_dict
 from train.data.random_bits import text_uniform
 from train.data.shards.format import FORMAT, SPLITS, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
@@ -61,6 +60,7 @@ from train.system.folders import (
     open_folder,
     sha256_json,
 )
+from train.system.identity import differences
 from train.system.progress import Phase
 from train.system.schema import BadContent, of_type, read_object
 
@@ -223,19 +223,19 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
     """
     names = folder.names()
     if "source.json" not in names:
-        hint = "choose another folder"
-        check(
-            not names, f"output={folder.location} is neither empty nor a preparation ({', '.join(names[:3])}); {hint}"
-        )
+        found = shortlist(names, 3)
+        check(not names, f"output={folder.location} is not empty ({found}), and no preparation; choose another folder")
         folder.create("source.json", canonical_json(wanted))
     there = claimed(folder)
     if "manifest.json" in names:  # A finished preparation may be read with any number of parts.
         there["settings"]["parts"] = wanted["settings"]["parts"]
-    if there != json.loads(canonical_json(wanted)):
-        raise InputError(
-            f"output={folder.location} holds a preparation with other settings ({difference(there, wanted)}); "
-            "choose another output or remove the folder"
-        )
+    changed = [each.removeprefix("settings.") for each in differences(dict(flatten(there)), dict(flatten(wanted)))]
+    words = ("the corpus has changed" if each.startswith("input: ") else each for each in changed)
+    check(
+        not changed,
+        f"output={folder.location} holds a preparation with other settings ({', '.join(words)}); choose another output "
+        "or remove the folder",
+    )
 
 
 def claimed(folder: Folder) -> dict[str, Any]:
@@ -248,15 +248,6 @@ def claimed(folder: Folder) -> dict[str, Any]:
     except BadContent as error:
         raise InputError(f"{folder.location}/source.json is damaged: {error}; choose another output") from error
     return source
-
-
-def difference(old: Any, new: Any, key: str = "") -> str:
-    """Return the first setting in which two fingerprints differ, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}):
-            if old.get(name) != new.get(name):
-                return difference(old.get(name), new.get(name), f"{key}.{name}".removeprefix(".settings."))
-    return "the corpus has changed" if key == ".input" else f"{key.lstrip('.')}: {old} there, {new} here"
 
 
 def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
