@@ -62,11 +62,6 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str) -> Varian
         return Variant(name, location, overrides, cli.load_config(TrainConfig, overrides))
 
 
-def settings(cfg: TrainConfig) -> bytes:
-    """Return all settings except run_dir, as canonical JSON."""
-    return canonical_json({**to_dict(cfg), "run_dir": None})
-
-
 def check_tasks(variants: Sequence[Variant]) -> None:
     """Raise InputError if a variant that is not done cannot open its files. This also prepares labelled data, once."""
     for variant in variants:
@@ -141,7 +136,8 @@ def is_done(variant: Variant) -> bool:
     """Return whether the run is done with exactly these settings. If they differ, the run itself decides what to do."""
     folder = open_folder(variant.location, variant.cfg.s3)
     if read_outcome(folder).get("outcome") == "done":
-        with suppress(FileNotFoundError, InputError):
-            there = read_yaml(folder.read("config.yaml"))
-            return isinstance(there, dict) and canonical_json({**there, "run_dir": None}) == settings(variant.cfg)
+        with suppress(FileNotFoundError, InputError, TypeError):  # TypeError: the file holds no table.
+            settings = read_yaml(folder.read("config.yaml")), to_dict(variant.cfg)
+            there, here = (canonical_json({**each, "run_dir": None}) for each in settings)
+            return there == here
     return False
