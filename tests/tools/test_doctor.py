@@ -193,9 +193,9 @@ def test_a_healthy_machine_is_green_on_one_screen(tmp_path, make):
 
 
 def test_a_machine_that_answers_nothing_is_no_traceback(tmp_path):
-    """No /proc, no tools, no limits: unknown things are left out, not guessed."""
+    """No /proc, no tools: unknown things are left out, not guessed."""
     bare = laptop(tmp_path / "laptop")
-    nothing = {"root": tmp_path, "limits": {}, "glibc": "", "kernel": "", "free_bytes": lambda path: None}
+    nothing = {"root": tmp_path, "glibc": "", "kernel": ""}
     probe = dataclasses.replace(bare, ask=missing, system="Darwin", **nothing)
     assert not is_red(checks.examine(probe))
     trainium = altered(probe, instance=read_instance("trn1.32xlarge"), num_machines=2, num_ranks=32)
@@ -371,7 +371,6 @@ CASES = {
         case(trn1, "warn", "10 GiB free", f"export {NATIVE_CACHE}=", instance=TRN2, free={"neffs": 10 * GIB}, **NEFFS),
         case(laptop, "bad", "export TMPDIR=", "/var/tmp", env={"TMPDIR": "/var/tmp"}, free={"/var/tmp": GIB}),
         case(laptop, "bad", "run_dir=", free={"": 3 * GIB}),
-        case(laptop, "skip", free={"": None}),
     ],
     "memory": [
         case(trn1, "warn", "32 ranks and the compiler", "ps", memory_bytes=(36 * GIB, 512 * GIB)),

@@ -31,7 +31,7 @@ LOOPBACK = ("127.", "::1")
 def open_files(probe: Probe) -> Finding:
     """Check the limit of open files. On an accelerator, ranks, loader workers and EFA open many."""
     least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
-    _, hard = probe.limits.get("nofile", (math.nan, math.nan))
+    _, hard = probe.limits["nofile"]
     if probe.system == "Linux" and hard >= wanted:
         return ok(f"a run raises its limit to {min(hard, OPEN_FILES):,.0f}")
     return limit(probe, "nofile", "n", wanted=wanted, least=least)
@@ -44,9 +44,7 @@ def processes(probe: Probe) -> Finding:
 
 def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) -> Finding:
     """Check a soft limit. It is a warning below `wanted` and an error below `least`; `flag` is ulimit's option."""
-    soft, hard = probe.limits.get(kind, (math.nan, math.nan))
-    if math.isnan(soft):
-        return skip("limit unknown")
+    soft, hard = probe.limits[kind]
     text = "unlimited" if soft == math.inf else f"{soft:,.0f}"
     if soft >= wanted:
         return ok(text)
@@ -57,12 +55,12 @@ def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) ->
 
 
 def locked_memory(probe: Probe) -> Finding:
-    soft, _ = probe.limits.get("memlock", (math.nan, math.nan))
+    soft, _ = probe.limits["memlock"]
     if not probe.efa_devices:
         return skip("only EFA needs it")
     if soft == math.inf:
         return ok("unlimited")
-    text = f"{soft / 1024:,.0f} KiB, but EFA must lock more" if not math.isnan(soft) else "limit unknown"
+    text = f"{soft / 1024:,.0f} KiB, but EFA must lock more"
     return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
 
 
@@ -128,17 +126,14 @@ def disk(probe: Probe) -> Finding:
     }
     if probe.is_trainium and "://" not in location:
         places["the compile cache"] = (Path(location).expanduser(), f"export {variable}=")
-    free = {name: probe.free_bytes(nearest(path)) for name, (path, _) in places.items()}
-    known = {name: value for name, value in free.items() if value is not None}
-    if not known:
-        return skip("free space unknown")
-    least = min(known, key=lambda name: known[name])
-    text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in known.items())
-    if known[least] >= WANTED_DISK:
+    free = {name: probe.free_bytes(nearest(path)) or 0 for name, (path, _) in places.items()}
+    least = min(free, key=lambda name: free[name])
+    text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in free.items())
+    if free[least] >= WANTED_DISK:
         return ok(text)
     path, setting = places[least]
     cure = f"free some space in {path}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
-    return (bad if known[least] < LEAST_DISK else warn)(text, cure=cure)
+    return (bad if free[least] < LEAST_DISK else warn)(text, cure=cure)
 
 
 def memory(probe: Probe) -> Finding:
