@@ -25,7 +25,6 @@ from train.observe.report import comparison
 from train.observe.report.figures import bars_of
 from train.observe.report.page import table
 from train.observe.report.run import Run, read_run, tell_apart
-from train.observe.report.texts import percent
 from train.run import compose as cli
 from train.run.command import DONE, FAILED, REJECTED, STOPPED
 from train.system.folders import LocalFolder
@@ -285,15 +284,6 @@ def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> 
     run = Run(LocalFolder(folder), *tables)
     run.add({**line, "time_unix_s": 1.0} for line in reversed(lines))
     return run
-
-
-@pytest.mark.parametrize(
-    ("share", "says"),
-    [(0, "0%"), (1e-9, "less than"), (0.0123, "1.2%"), (0.9949, "99%"), (0.995, None), (1e6, None)],
-)
-def test_a_share_is_written_without_exponents(share, says):
-    assert re.fullmatch(r"(less than )?\d+(\.\d+)?%", percent(share))
-    assert says is None or percent(share).startswith(says)
 
 
 # ---- variants ------------------------------------------------------------------------------------------------------

@@ -276,11 +276,9 @@ def find_failed(graphs: Mapping[str, bool]) -> list[str]:
 
 def advice(short_run: ShortRun) -> str:
     """Return a text that says where the graphs are, and which changes make them useless."""
-    versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
-    compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
     flags = shlex.quote(short_run.added["NEURON_CC_FLAGS"])
     return (
         f"cache: {short_run.cache}\n"
-        f"Start the run with the same NEURON_CC_FLAGS={flags}, NEURON_COMPILE_CACHE_URL, settings "
-        f"and world size, and {compiler}. If one of these changes, graphs are compiled again."
+        f"Start the run with the same NEURON_CC_FLAGS={flags}, NEURON_COMPILE_CACHE_URL, settings, world size and "
+        "compiler. If one of these changes, graphs are compiled again."
     )
