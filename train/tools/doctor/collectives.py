@@ -56,7 +56,7 @@ class Measured:
     is_cpu: bool
     device: AllReduce
     hosts: AllReduce
-    links: dict[str, float]  # bytes/s in each direction by "a - b", while both directions are used
+    links: dict[str, float]  # bytes/s between machines in each direction by "a - b", while both directions are used
 
 
 def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
@@ -88,7 +88,6 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
         of_devices = all_reduce(backend, add_up_on_device, device_bytes, backend.device)
     with deadline("the all-reduce over the hosts", timeout_s):
         of_hosts = all_reduce(backend, add_up_on_hosts, host_bytes, torch.device("cpu"))
-    members = firsts if len(firsts) > 1 else range(world.size)
     measured = Measured(
         where=f"{backend.name} on {backend.device_name}",
         names=names,
@@ -96,7 +95,7 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
         is_cpu=is_cpu,
         device=of_devices,
         hosts=of_hosts,
-        links=measure_links(world, names, members, host_bytes, timeout_s),
+        links=measure_links(world, names, firsts, host_bytes, timeout_s),
     )
     with deadline("leaving the group", timeout_s):
         backend.close()
@@ -194,15 +193,17 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     """Return findings by the name that is printed."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
-    several = measured.num_machines > 1
     figure = figure_text(wanted_device, instance.name)
     # Nobody has measured the share of the network that devices reach between machines, so a low figure only warns.
-    return {
+    can_fail = measured.num_machines == 1
+    findings = {
         "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
-        "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several),
+        "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=can_fail),
         "hosts": all_reduce_finding(measured.hosts, measured.names),
-        "links": links_finding(measured.links, wanted_link, instance.name, are_machines=several),
     }
+    if measured.links:
+        findings["links"] = links_finding(measured.links, wanted_link, instance.name)
+    return findings
 
 
 def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tuple[float | None, float | None]:
@@ -238,23 +239,18 @@ def all_reduce_finding(
     return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
 
 
-def links_finding(links: Mapping[str, float], should_be: float | None, instance: str, *, are_machines: bool) -> Finding:
-    """Return the finding on the slowest link, compared with the median link and with the expected bandwidth.
-
-    Ranks of one machine exchange through its memory. A slow link between them means a busy core, so it is only a
-    warning.
-    """
+def links_finding(links: Mapping[str, float], should_be: float | None, instance: str) -> Finding:
+    """Return the finding on the slowest link, compared with the median link and with the expected bandwidth."""
     slowest = min(links, key=lambda name: links[name])
     median = statistics.median(links.values())
     text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
-    if are_machines:
-        text += figure_text(should_be, instance)
+    text += figure_text(should_be, instance)
     share = links[slowest] / max(median, should_be or 0)
     cure = "python -m train.doctor on both; replace the machine whose links to others are slow too"
-    return graded(text, share, cure, can_fail=are_machines)
+    return graded(text, share, cure)
 
 
-def graded(text: str, share: float, cure: str, *, can_fail: bool) -> Finding:
+def graded(text: str, share: float, cure: str, *, can_fail: bool = True) -> Finding:
     """Return the finding on a speed, given its share of the expected speed: at most a warning without `can_fail`."""
     state: State = "ok" if share >= WARN_BELOW else "bad" if can_fail and share < BAD_BELOW else "warn"
     return Finding(state, text, "" if state == "ok" else cure)
