@@ -20,7 +20,6 @@ from train.tools.doctor.checks_versions import SYSTEM_PACKAGES
 from train.tools.doctor.explain import CAUSES, MAX_CHARS, MAX_LINES, explain, page
 from train.tools.doctor.probe import (
     TEXT_COLUMN,
-    Finding,
     Probe,
     ToolOutput,
     ask_tool,
@@ -223,7 +222,7 @@ def ubuntu(version):
 
 
 ONE_LESS = json.dumps(json.loads(recorded("neuron_ls_trn1_32xlarge.json"))[:-1])
-BROKEN = ("", "[", '{"a": 1}', '["chip"]', '[{"neuron_device": 0}]', '[{"nc_count": 2, "neuron_processes": [{}]}]')
+BROKEN = ("[", '["chip"]', '[{"neuron_device": 0}]', '[{"nc_count": 2, "neuron_processes": [{}]}]')
 HANGS = ToolOutput(fault="neuron-ls gave no answer in 20 s")
 SMI_FAILED = ToolOutput(fault=recorded("nvidia_smi_failed.txt").splitlines()[0])
 TWO_GPUS = "".join(recorded("nvidia_smi_gpus.txt").splitlines(keepends=True)[:2]).replace("40960", "[N/A]")
@@ -276,7 +275,6 @@ CASES = {
     "held by": [
         # Not 90001, neuron-monitor, which holds nothing.
         case(trn1, "bad", "113985 (/opt/venv/bin/python -m", "1 more on 2 of 16", "kill 113985 113986", **chips(HELD)),
-        case(trn1, "bad", "7 (?)", "kill 7", **chips(UNNAMED)),
         case(trn1, "bad", "7 (python -m x)", **chips(UNNAMED), files={"/proc/7/cmdline": "python\0-m\0x\0"}),
         case(trn1, "skip", **chips(None)),
         case(gpus, "warn", "process 41234 (/opt/venv/bin/python, 37 GiB) and 1 more", "kill 41234 41235", says=APPS),
@@ -319,14 +317,8 @@ CASES = {
         case(trn1, "bad", "pip uninstall torch-neuronx", "pip uninstall neuronx-cc", versions=STUBS),
         case(trn1, "ok", "native PyTorch of SDK 2.33.0", instance=TRN2, versions=NATIVE),
         case(trn1, "warn", "ships neuronx-cc 2.28", instance=TRN2, versions={**NATIVE, "neuronx_cc": "2.26.6360.0"}),
-        case(trn1, "bad", "stub", "uninstall neuronx-cc", instance=TRN2, versions={**NATIVE, "neuronx_cc": "1.0"}),
-        case(trn1, "bad", "2.13 or 2.14", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": "2.11.3"}),
         case(trn1, "bad", "same release", "=2.14.*", instance=TRN2, versions={**NATIVE, "torch": "2.14.0"}),
-        case(trn1, "bad", "has none", "torch-neuronx==2.14.*", instance=TRN2, versions={**NATIVE, "torch_neuronx": ""}),
-        *(
-            case(laptop, "bad", "has none", "torch-neuronx==2.14.*", files=pci(30, "0x1d0f", chip, "0x088000"))
-            for chip in ("0x7364", "0x7564", "0x7565")  # trn2, trn3
-        ),
+        case(laptop, "bad", "has none", "==2.14.*", files=pci(30, "0x1d0f", "0x7565", "0x088000")),  # trn3
         case(laptop, "bad", "torch is not installed", "pip install .", versions={"torch": ""}),
         case(gpus, "bad", "without CUDA", "--force-reinstall", versions={"torch": "2.9.1+cpu"}),
     ],
@@ -402,16 +394,12 @@ CASES = {
 }
 
 
-def assert_finding(finding, state, *words):
-    assert finding.state == state, finding
-    for word in words:
-        assert word in f"{finding.text} -> {finding.cure}", finding
-
-
 @pytest.mark.parametrize("check", checks.CHECKS)
 def test_what_a_check_says(tmp_path, check):
     for number, (make, state, words, changes) in enumerate(CASES[check]):
-        assert_finding(checks.CHECKS[check](altered(make(tmp_path / str(number)), **changes)), state, *words)
+        finding = checks.CHECKS[check](altered(make(tmp_path / str(number)), **changes))
+        said = f"{finding.text} -> {finding.cure}"
+        assert finding.state == state and all(word in said for word in words), finding
 
 
 def test_neuron_ls_of_other_versions_and_chips():
@@ -537,8 +525,6 @@ def test_the_screen_keeps_its_columns_and_is_coloured_on_terminals_that_want_it(
         monkeypatch.setenv("NO_COLOR", unwanted)
         command.main([])
         assert ("\033[31mBAD" in capsys.readouterr().out) == (not unwanted)
-    with pytest.raises(AssertionError):
-        Finding("bad", "a red line without a cure")
 
 
 def test_explain_by_command(capsys):
