@@ -17,7 +17,7 @@ from train.system import machine
 from train.tools.doctor import checks, command
 from train.tools.doctor.checks_devices import CHIP_QUERY, GPU_QUERY, HOLDER_QUERY
 from train.tools.doctor.checks_versions import SYSTEM_PACKAGES
-from train.tools.doctor.explain import CAUSES, MAX_CHARS, MAX_LINES, explain, page
+from train.tools.doctor.explain import CAUSES, MAX_LINES, explain, page
 from train.tools.doctor.probe import (
     TEXT_COLUMN,
     Probe,
@@ -463,27 +463,19 @@ def test_ordinary_lines_of_a_log_are_explained_by_nothing():
     assert names_of(recorded("../monitor/trn1.jsonl")) == []
 
 
-def test_a_hostile_log_is_read_in_bounded_time_and_memory(monkeypatch, capsys):
-    """Repetitions in patterns have an upper bound, so that a line takes time in proportion to its length."""
+def test_a_log_is_searched_in_time_in_proportion_to_its_length():
+    """Repetitions in patterns have an upper bound."""
     for cause in CAUSES:
         bare = re.sub(r"\\.|\[[^]]*\]", "x", cause["pattern"])
         assert not re.search(r"[*+]|\{\d+,\}", bare), cause["name"]
-    lines = iter([*["neuronx-cc world_size " * 10**5] * 3, *["x\n"] * (MAX_LINES + 9), "Errno 28"])
-    sizes = []
 
-    class Log:
-        def readline(self, size):
-            sizes.append(size)
-            return next(lines, "")[:size]
 
-    monkeypatch.setattr(sys, "stdin", Log())
+def test_a_log_in_another_encoding_is_explained_by_its_last_lines(monkeypatch, capsys):
+    log = b"received 0 items of ancdata\n" + b"\xff\n" * MAX_LINES + b"Errno 28"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log), encoding="utf-8"))
     assert command.main(["explain", "-"]) == 0
-    assert set(sizes) == {MAX_CHARS} and "the disk is full" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nErrno 28"), encoding="utf-8"))
-    assert command.main(["explain", "-"]) == 0
-    # One argument of several thousand characters, as a traceback in JSON.
-    assert command.main(["explain", f"{'x ' * 2 * MAX_CHARS}Errno 28"]) == 0
-    assert capsys.readouterr().out.count("the disk is full") == 2
+    said = capsys.readouterr().out
+    assert "the disk is full" in said and "too many open files" not in said
 
 
 def test_the_page_of_causes_is_made_of_the_table(capsys):

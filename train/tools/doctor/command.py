@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -43,7 +42,7 @@ def examine(options: argparse.Namespace) -> int:
     check(options.mib is None, "--mib needs --collectives")
     if options.command == "explain":
         check(options.text != "-" or sys.stdin is not None, "standard input is closed; give the text, or add < FILE")
-        return print_causes(read_log(sys.stdin if options.text == "-" else io.StringIO(options.text, newline=None)))
+        return print_causes(read_log(sys.stdin.buffer) if options.text == "-" else options.text.splitlines())
     if options.command == "causes":
         print(page(), end="")
         return DONE

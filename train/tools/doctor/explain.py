@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import yaml
 
 TABLE: dict[str, list[dict[str, str]]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
 CAUSES = [cause for causes in TABLE.values() for cause in causes]
 PATTERNS = [re.compile(cause["pattern"], re.IGNORECASE) for cause in CAUSES]
-MAX_LINES, MAX_CHARS = 2_000, 1_000  # number of a log's last lines, and of characters of a line, that are read
+MAX_LINES = 2_000  # number of a log's last lines that are read
 ISSUE = r"[\w.-]+/[\w.-]+#\d+"
 INTRODUCTION = """# Troubleshooting
 
@@ -33,16 +32,13 @@ def explain(lines: Iterable[str]) -> list[dict[str, str]]:
     """Return the rows of causes.yaml that explain these lines, in table order. Each line counts for its first match."""
     found = set()
     for line in lines:
-        text = line[:MAX_CHARS].strip()
-        found.add(next((number for number, pattern in enumerate(PATTERNS) if pattern.search(text)), -1))
+        found.add(next((number for number, pattern in enumerate(PATTERNS) if pattern.search(line.strip())), -1))
     return [cause for number, cause in enumerate(CAUSES) if number in found]
 
 
-def read_log(stream: TextIO) -> Iterable[str]:
-    """Return the last MAX_LINES lines of a log, split after MAX_CHARS characters, so that any file fits in memory."""
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")  # The log may have another encoding.
-    return deque(iter(lambda: stream.readline(MAX_CHARS), ""), maxlen=MAX_LINES)
+def read_log(stream: BinaryIO) -> Iterator[str]:
+    """Return the last MAX_LINES lines of a log, which may have any encoding."""
+    return (line.decode(errors="replace") for line in deque(stream, maxlen=MAX_LINES))
 
 
 def page() -> str:
