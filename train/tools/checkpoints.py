@@ -1,8 +1,4 @@
-"""The command `python -m train.checkpoints RUN [list | verify | prune | export]` for a run's checkpoints.
-
-Exit code 0 means done, 1 that a checkpoint is damaged or S3 did not answer, 2 wrong arguments or that a job holds the
-run.
-"""
+"""The command `python -m train.checkpoints RUN [list | verify | prune | export]` for a run's checkpoints."""
 
 from __future__ import annotations
 

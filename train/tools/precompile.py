@@ -173,10 +173,7 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
 
 
 def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return the number of machines, and torchrun's module with its flags for this machine.
-
-    The number comes from the options, else from Slurm, else it is 1.
-    """
+    """Return the number of machines (by the options, Slurm or 1), and torchrun's module with its flags for this one."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:

@@ -1,7 +1,5 @@
 """The command `python -m train.predict MODEL`, which prints a model's predictions for new rows.
 
-It reads --text "...", or --question "..." --context "...", or --input FILE [--output FILE].
-
 MODEL is a run, or a folder of transformers or Hub id with a head for labels or answers. A run's export is used, or else
 its best checkpoint, and its config.yaml says how to read the columns. The output has one row for each row of the input,
 in the same order, as JSON lines or CSV. The command is one process on the CPU or a CUDA device.

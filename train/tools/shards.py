@@ -1,7 +1,4 @@
-"""The command `python -m train.shards ls | verify | head | stats LOCATION`, which shows prepared data.
-
-Exit code 0 means done, 1 that `verify` found damage or S3 did not answer, 2 wrong arguments or no prepared data.
-"""
+"""The command `python -m train.shards ls | verify | head | stats LOCATION`, which shows prepared data."""
 
 from __future__ import annotations
 

@@ -62,10 +62,7 @@ def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak)
 
 
 def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> dict[str, Any]:
-    """Return the on-demand price in dollars of a million sequences, without the time outside steps.
-
-    The price is None if the instance has no known price.
-    """
+    """Return the on-demand price in dollars of a million sequences, without the time outside steps; None if unknown."""
     price = instance.usd_per_hour
     usd = None if price is None else price * machines * 1e6 / (3600 * sequences_per_s)
     return {"usd_per_million_sequences": usd, "usd_per_hour": price, "price_date": instance.price_date}

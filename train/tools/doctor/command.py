@@ -1,9 +1,6 @@
 """The command line of `python -m train.doctor`, which shows on one screen whether this machine can train.
 
 `explain "..."` prints the meaning of an error. `--collectives`, under torchrun, measures exchanges between ranks.
-
-Exit codes: 0 if nothing is red, or the error is known; 1 if something is red, or the error is not known; 2 for wrong
-arguments.
 """
 
 from __future__ import annotations

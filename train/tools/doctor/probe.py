@@ -1,7 +1,4 @@
-"""The probe, an object with all facts that checks read, and the finding that a check returns.
-
-Tests make a probe from recorded files.
-"""
+"""The probe, an object with all facts that checks read, and the finding that a check returns."""
 
 from __future__ import annotations
 
