@@ -37,7 +37,7 @@ DPKG = ("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
 FI_INFO, LDCONFIG, MODINFO = ("fi_info", "-p", "efa"), ("ldconfig", "-p"), ("modinfo", "-F", "version", "neuron")
 CHRONY, TIMEDATE = ("chronyc", "tracking"), ("timedatectl", "show", "-p", "NTPSynchronized")
 FOUR = "".join(f"    domain: rdmap{number}s27-{kind}\n" for number in range(4) for kind in ("rdm", "dgrm"))
-UNLIMITED = dict.fromkeys(("nofile", "memlock", "nproc"), (math.inf, math.inf))
+UNLIMITED = dict.fromkeys(("nofile", "memlock"), (math.inf, math.inf))
 
 
 # ---- machines ------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def laptop(root):
         python=(3, 12, 3),
         glibc="2.39",
         num_cpus=8,
-        limits={"nofile": (1024, 1048576), "memlock": (8192 * 1024, 8192 * 1024), "nproc": (30000, 30000)},
+        limits={"nofile": (1024, 1048576), "memlock": (8192 * 1024, 8192 * 1024)},
         memory_bytes=(12 * GIB, 16 * GIB),
         free_bytes=lambda path: 100 * GIB,
         cwd=root,
@@ -346,7 +346,6 @@ CASES = {
         case(laptop, "warn", "1,024 wanted", "nofile 1024", limits={"nofile": (512, 512)}),
     ],
     "locked memory": [case(trn1, "bad", "64 KiB", "memlock unlimited", limits={"memlock": (65536, 65536)})],
-    "processes": [case(trn1, "warn", "ulimit -u 4096", limits={"nproc": (1024, math.inf)})],
     "compile cache": [
         case(trn1, "ok", env={CACHE: "ROOT/cache/not/yet/there"}),
         case(trn1, "bad", "gs://bucket/cache", "folder or s3://", f"unset {CACHE}", env={CACHE: "gs://bucket/cache"}),

@@ -21,7 +21,7 @@ from train.tools.doctor import checks_devices, checks_host, checks_versions
 from train.tools.doctor.probe import Finding, Probe, ask_tool, ok, read_instance, warn
 
 PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"  # a file that names the instance type on EC2's Nitro machines
-LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
+LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
 
 
 def machine(probe: Probe) -> Finding:
@@ -48,7 +48,6 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # checks by the name that is 
     "fork safety": checks_host.fork_safety,
     "open files": checks_host.open_files,
     "locked memory": checks_host.locked_memory,
-    "processes": checks_host.processes,
     "compile cache": checks_host.cache,
     "disk": checks_host.disk,
     "memory": checks_host.memory,

@@ -31,27 +31,15 @@ LOOPBACK = ("127.", "::1")
 def open_files(probe: Probe) -> Finding:
     """Check the limit of open files. On an accelerator, ranks, loader workers and EFA open many."""
     least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
-    _, hard = probe.limits["nofile"]
+    soft, hard = probe.limits["nofile"]
     if probe.system == "Linux" and hard >= wanted:
         return ok(f"a run raises its limit to {min(hard, OPEN_FILES):,.0f}")
-    return limit(probe, "nofile", "n", wanted=wanted, least=least)
-
-
-def processes(probe: Probe) -> Finding:
-    """Check the limit of processes and threads. 32 ranks have 30 to 60 threads each, and loader workers in addition."""
-    return limit(probe, "nproc", "u", wanted=4096 if probe.is_accelerated else 512)
-
-
-def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) -> Finding:
-    """Check a soft limit. It is a warning below `wanted` and an error below `least`; `flag` is ulimit's option."""
-    soft, hard = probe.limits[kind]
-    text = "unlimited" if soft == math.inf else f"{soft:,.0f}"
     if soft >= wanted:
-        return ok(text)
-    cure = f"add '* - {kind} {wanted}' to /etc/security/limits.conf and log in again"
+        return ok("unlimited" if soft == math.inf else f"{soft:,.0f}")
+    cure = f"add '* - nofile {wanted}' to /etc/security/limits.conf and log in again"
     if hard >= wanted:
-        cure = f"ulimit -{flag} {wanted}"
-    return (bad if soft < least else warn)(f"{text}, {wanted:,} wanted", cure=cure)
+        cure = f"ulimit -n {wanted}"
+    return (bad if soft < least else warn)(f"{soft:,.0f}, {wanted:,} wanted", cure=cure)
 
 
 def locked_memory(probe: Probe) -> Finding:
