@@ -366,10 +366,6 @@ CASES = {
         case(trn1, "warn", "32 ranks and the compiler", "ps", memory_bytes=(36 * GIB, 512 * GIB)),
         case(laptop, "bad", "end other programs", memory_bytes=(GIB // 2, 16 * GIB)),
     ],
-    "shared memory": [
-        case(laptop, "warn", "64 MiB", "--shm-size=8g", free={"shm": 64 * 2**20}),
-        case(laptop, "skip", **DARWIN),
-    ],
     "malloc arenas": [case(trn1, "warn", "export MALLOC_ARENA_MAX=64", env={"MALLOC_ARENA_MAX": ""})],
     "variables": [
         case(trn1, "bad", "rounds", "unset XLA_USE_BF16", env={"XLA_USE_BF16": "1"}),

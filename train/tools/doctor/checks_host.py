@@ -16,7 +16,6 @@ GIB = 2**30
 # A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than 4
 # GiB the next one may not fit. 20 GiB are enough for the kept checkpoints, a new one, and some compiled graphs.
 LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB  # bytes; below the first an error, below the second a warning
-LEAST_SHM = GIB  # Each loader worker keeps two batches of some MB there. Containers have 64 MiB by default.
 LEAST_MEMORY = GIB
 RANK_MEMORY = GIB  # Importing torch and transformers takes a measured 0.65 GiB in each process.
 COMPILER_MEMORY = 8 * GIB  # an estimate; neuronx-cc is killed (exit code -9) if memory is short
@@ -114,7 +113,7 @@ def disk(probe: Probe) -> Finding:
     }
     if probe.is_trainium and "://" not in location:
         places["the compile cache"] = (Path(location).expanduser(), f"export {variable}=")
-    free = {name: probe.free_bytes(nearest(path)) or 0 for name, (path, _) in places.items()}
+    free = {name: probe.free_bytes(nearest(path)) for name, (path, _) in places.items()}
     least = min(free, key=lambda name: free[name])
     text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in free.items())
     if free[least] >= WANTED_DISK:
@@ -137,16 +136,6 @@ def memory(probe: Probe) -> Finding:
         cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
         text += " and the compiler"
     return (bad if free < LEAST_MEMORY else warn)(text, cure=cure)
-
-
-def shared_memory(probe: Probe) -> Finding:
-    free = probe.free_bytes(Path("/dev/shm")) if probe.system == "Linux" else None
-    if free is None:
-        return skip("no /dev/shm")
-    if free >= LEAST_SHM:
-        return ok(f"{free / GIB:,.0f} GiB free in /dev/shm")
-    text = f"{free / 2**20:,.0f} MiB free in /dev/shm, so loader workers may end with a bus error"
-    return warn(text, cure="docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm")
 
 
 # ---- clock, environment, names -------------------------------------------------------------------------------------

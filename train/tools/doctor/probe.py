@@ -80,7 +80,7 @@ class Probe:
     num_cpus: int = 1
     limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard limit; inf if unlimited
     memory_bytes: tuple[int, int] = (0, 0)  # available and total
-    free_bytes: Callable[[Path], int | None] = lambda path: None  # free space on a path's disk; None: no such path
+    free_bytes: Callable[[Path], int] = lambda path: 0  # free space on a path's disk
     cwd: Path = Path()
     now_s: float = 0.0
     instance: InstanceConfig | None = None
