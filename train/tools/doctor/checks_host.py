@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from pathlib import Path
 
 from train.system import machine
-from train.system.caches import foreign_fault
 from train.system.rank_setup import OPEN_FILES
 from train.tools.doctor.probe import Finding, Probe, bad, nearest, ok, skip, warn
 
@@ -64,7 +62,7 @@ def fork_safety(probe: Probe) -> Finding:
 
 
 def cache(probe: Probe) -> Finding:
-    """Check that the compile cache is on a local disk or in S3, writable, and without locks left by dead processes."""
+    """Check that the compile cache is on a local disk or in S3, and without locks left by dead processes."""
     if not probe.is_trainium:
         return skip("no Trainium")
     name, location = cache_of(probe)
@@ -72,18 +70,11 @@ def cache(probe: Probe) -> Finding:
         if "://" in location:
             return bad(f"{location} is not a folder", cure=f"unset {name}")
     else:
-        fault = machine.cache_fault(probe.environ)
-        if fault:
+        if fault := machine.cache_fault(probe.environ):
             what, _, cure = fault.partition("; ")
             return bad(what, cure=cure or f"unset {name}")
     if "://" in location:
         return ok(location)
-    folder = nearest(Path(location).expanduser())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        cure = f"sudo mkdir -p {location} && sudo chown $USER {location}, or export {name}=$HOME/neuron-cache"
-        return bad(f"{location} cannot be written to", cure=cure)
-    if fault := foreign_fault(folder.stat(), is_parent=folder != Path(location).expanduser()):
-        return bad(f"{folder} {fault}, and its graphs are executed", cure=f"chown and chmod it, or unset {name}")
     locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
     if locks:
         text = f"{len(locks)} locks in {location} are older than an hour, and compilations wait for them"
