@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from train.observe import profile
-from train.observe.profile import Profiler, covered_s
+from train.observe.profile import Profiler
 
 
 def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd, monkeypatch):
@@ -56,7 +56,3 @@ def test_kernels_of_a_device_come_first(tmp_path):
     profiler.write(tmp_path)
     text = written["profile/table.txt"].decode()
     assert 0 < text.index("gemm_kernel") < text.index("aten::mm")
-
-
-def test_seconds_of_events_that_overlap_count_once():
-    assert covered_s([event("a", *span) for span in ((5, 7), (0, 2), (1, 3), (6, 6.5))]) == 5

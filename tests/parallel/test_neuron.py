@@ -196,28 +196,20 @@ def test_work_is_timed_until_the_device_has_done_it(versions, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_operators_that_fell_back_to_the_cpu_are_named_once_with_what_a_step_loses_to_them(
-    versions, prepared, tmp_path, monkeypatch, kind
-):
+def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, tmp_path, monkeypatch, kind):
     package, forward = sys.modules["torch_neuronx"], torch.nn.Embedding.forward
 
     def fall_back(module, ids):
         if torch.is_grad_enabled() == (kind == "train"):
-            torch.rand(10_000).sort()
             package.fallen_back[:] = ["aten::sort.stable"]
         return forward(module, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", fall_back)
     train(tmp_path / "run", prepared, *NEURON)
-    named, *costs = lines(tmp_path / "run", "fault")
+    (named,) = lines(tmp_path / "run", "fault")
     assert "aten::sort.stable; their tensors are copied" in named["reason"]
-    assert named["step"] == (1 if kind == "train" else 3) and len(costs) == (kind == "train")
-    for cost in costs:
-        assert cost["step"] == 2
-        told = re.fullmatch(r"in this step (\S+) s went into aten::sort.stable on the CPU.*", cost["reason"])
-        assert 0 < float(told[1]) < 60
-    log = (tmp_path / "run/log/rank_0000.txt").read_text()
-    assert [log.count(line["reason"]) for line in (named, *costs)] == [1, *[1] * len(costs)]
+    assert named["step"] == (1 if kind == "train" else 3)
+    assert (tmp_path / "run/log/rank_0000.txt").read_text().count(named["reason"]) == 1
 
 
 def test_what_ran_on_the_cpu_before_the_first_step_is_no_fallback(versions, prepared, tmp_path):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from train.config import Plan, TrainConfig
 from train.observe.journal import Journal, RunConsole
 from train.observe.monitor import HardwareSample, Monitor
-from train.observe.profile import HostTimer, Profiler
+from train.observe.profile import Profiler
 from train.observe.stragglers import Stragglers
 from train.observe.trackers import open_trackers
 from train.parallel.backend import peak_device_bytes
@@ -104,9 +104,7 @@ class Recorder:
             is_measurement = self.on_line is not None or self.backend.collects
             to = [] if is_measurement else open_trackers(cfg, self.folder)
             self.journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard, to=to)
-        self.profiler: Profiler | HostTimer | None = None
-        if is_first_rank:
-            self.profiler = Profiler(cfg, self.folder, self.backend) if cfg.profile else HostTimer(self.backend)
+        self.profiler = Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
         self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
         if self.on_line is not None:
             self.on_line(self, "start", {})
@@ -164,8 +162,8 @@ class Recorder:
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         self.window.compile_s += compile_s
         self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
-        if self.profiler is not None and (told := self.profiler.end_step()):
-            self.alarm(told)
+        if self.profiler is not None:
+            self.profiler.end_step()
         for text in self.backend.notices():
             self.alarm(text)
         if is_due:

@@ -8,11 +8,8 @@ from __future__ import annotations
 import gzip
 import logging
 import tempfile
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from train.config import TrainConfig
 from train.system.run_folder import RunFolder
@@ -41,8 +38,8 @@ class Profiler:
             self.tracing = self.backend.tracer(Path(self.scratch.name) / "device")
             self.tracing.start()
 
-    def end_step(self) -> str:
-        """End the trace if it is complete. Call this after each step. Returns "": there is no fault to report."""
+    def end_step(self) -> None:
+        """End the trace if it is complete. Call this after each step."""
         self.steps += 1
         if self.tracing is not None and self.steps == FIRST + STEPS:
             self.backend.copy_to_host([], [])
@@ -50,7 +47,6 @@ class Profiler:
             with self.scratch as scratch:
                 self.write(Path(scratch))
             self.tracing = None
-        return ""
 
     def close(self) -> None:
         if self.tracing is not None:
@@ -75,51 +71,3 @@ class Profiler:
         folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
         folder.write("profile/table.txt", f"{title}\n\n{table}\n{backend.profile_text()}".encode())
         logger.info("profile: %s/profile/table.txt; the trace next to it opens in ui.perfetto.dev", self.cfg.run_dir)
-
-
-class HostTimer:
-    """The timer of operators that the device lacks, which is used if profile=false.
-
-    It traces the first step after a new one of these operators was seen.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.timed = backend, backend.lacking
-        self.tracing: Any = None
-
-    def begin_step(self) -> None:
-        if self.backend.lacking != self.timed:
-            self.timed = self.backend.lacking
-            self.tracing = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-            self.tracing.start()
-
-    def end_step(self) -> str:
-        """Return a fault line's text with the time in these operators; "" if the step was not traced or had none."""
-        if self.tracing is None:
-            return ""
-        self.close()
-        taken_s = on_host_s(self.tracing.events(), self.timed)
-        self.tracing = None
-        if not taken_s:  # the operators ran in an evaluation
-            return ""
-        names = ", ".join(sorted(self.timed))
-        return f"in this step {taken_s:.3g} s went into {names} on the CPU, including copies and waits for the device"
-
-    def close(self) -> None:
-        if self.tracing is not None:
-            self.tracing.stop()
-
-
-def on_host_s(events: Iterable[Any], lacking: Collection[str]) -> float:
-    """Return the seconds in which operators that the device lacks were running."""
-    names = {name.partition(".")[0] for name in lacking}  # a trace names operators without their overload
-    return covered_s(each for each in events if each.key in names)
-
-
-def covered_s(events: Iterable[Any]) -> float:
-    """Return the seconds in which at least one of the events ran."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted((each.time_range.start, each.time_range.end) for each in events):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total / 1e6
