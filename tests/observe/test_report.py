@@ -251,7 +251,7 @@ def test_a_damaged_line_is_left_out_and_named(tmp_path, log):
     run = report_run.read_run(write_run(tmp_path / "run", [train_line(10)], tail=tail))
     assert [line["step"] for line in run.train] == [10, 20]
     (message,) = log.messages
-    assert "metrics.jsonl line 2 is not JSON" in message and message.endswith("; damaged lines are left out")
+    assert "metrics.jsonl: a line is not JSON" in message and message.endswith("; damaged lines are left out")
 
 
 def long_run(number: int) -> Iterator[dict[str, Any]]:
@@ -495,12 +495,13 @@ def test_damaged_files_on_the_data_are_rejected_by_name(tmp_path, capsys, name, 
 @pytest.mark.parametrize(
     ("lines", "tail", "damage", "said"),
     [
-        ([], "", {}, "has no lines yet"),
-        ([], HALF, {}, "has no lines yet"),
+        ([], "", {}, "no lines yet"),
+        ([], HALF, {}, "no lines yet"),
+        ([], '{"kind": "train", "step": 1, "time_unix_s": 1}\n', {}, "a line is not an object with kind, attempt"),
         (whole_run(), "", {"config.yaml": "a: [1"}, "config.yaml is damaged"),
         (whole_run(), "", {"environment.json": None}, "Is a directory"),
     ],
-    ids=["empty", "half a line", "config", "unreadable"],
+    ids=["empty", "half a line", "earlier version", "config", "unreadable"],
 )
 def test_what_is_no_run_is_rejected_and_nothing_written(tmp_path, capsys, lines, tail, damage, said):
     run, good = write_run(tmp_path / "run", lines, tail=tail), write_run(tmp_path / "good", whole_run())

@@ -19,7 +19,7 @@ from typing import Any
 
 from train.config import InputError, check, flatten
 from train.config.checks import LARGEST
-from train.observe.lines import NAME, first_damage, read_back
+from train.observe.lines import NAME, read_back
 from train.observe.report.data import Records, read_mapping, read_records
 from train.observe.report.lines import Attempt, Faults, Line, Reading, Saves, high, highest, number, numbers, total
 from train.observe.report.texts import printable
@@ -97,14 +97,14 @@ def read_run(folder: Folder | Path) -> Run:
     newest = next(lines, None)
     if newest is None:
         check(folder.size(NAME) is not None, f"{folder.location} is not a run folder: it holds no {NAME}")
-        raise InputError(f"{where} has no lines yet: there is nothing to report")
+        raise InputError(f"{where}: {', '.join(damage) or 'no lines yet, so there is nothing to report'}")
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
     environment = dict(flatten(read_mapping(folder, "environment.json", json.loads)))
     run = Run(folder, config, environment, records=read_records(folder), outcome=read_outcome(folder))
     run.exported_step = marked(folder, "weights")
     run.add(chain([newest], lines))
     if damage:
-        logger.warning("%s; damaged lines are left out", first_damage(folder))
+        logger.warning("%s: %s; damaged lines are left out", where, damage[0])
     run.label = printable(run.name)
     return run
 
