@@ -18,64 +18,50 @@ class Pace:
     """One rank's work divided by the median of other ranks. Ratios do not depend on a line's steps and lengths."""
 
     past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
-    streak: list[float] = field(default_factory=list)  # ratios of the newest lines: all slow, or of a named rank none
-    is_named: bool = False
+    streak: list[float] = field(default_factory=list)  # slow ratios of the newest lines, which are not yet in `past`
 
     def see(self, ratio: float) -> int:
-        """Add a line's ratio. Return the length of the streak if it names the rank a straggler, or clears it, else 0.
+        """Add a line's ratio. Return the length of the streak of slow lines if it names the rank a straggler, else 0.
 
-        Until it is named, a rank must also exceed its earlier slow lines: on a shared machine, some lines are slow by
-        chance.
+        A slow line must also exceed the rank's earlier slow lines: on a shared machine, some are slow by chance.
         """
-        usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
-        if (ratio > max(FACTOR, usual)) == self.is_named:
-            if not self.is_named:
-                self.past.extend([*self.streak, ratio])  # a slow streak too short to name the rank is usual for it
+        usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past else 0.0
+        if ratio <= max(FACTOR, usual):
+            self.past.extend([*self.streak, ratio])
             self.streak = []
             return 0
         self.streak.append(ratio)
-        has_past = self.is_named or len(self.past) >= WINDOWS
-        needed = WINDOWS if has_past else 2 * WINDOWS
-        if len(self.streak) < needed:
-            return 0
-        if self.is_named:
-            self.past.extend(self.streak)
-        self.is_named, self.streak = not self.is_named, []
-        return needed
+        needed = WINDOWS if len(self.past) >= WINDOWS else 2 * WINDOWS
+        return needed if len(self.streak) == needed else 0
 
 
 class Stragglers:
     """The comparison of the ranks' work times for each metrics line.
 
-    `hosts` and `stages` have one entry per rank. A rank is compared with the other ranks of its pipeline stage; by
-    default, all ranks are in one stage.
+    `hosts` and `stages` have one entry per rank. A rank is compared with the other ranks of its pipeline stage.
     """
 
-    def __init__(self, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
-        self.hosts, self.stages = hosts, stages or [0] * len(hosts)
+    def __init__(self, hosts: Sequence[str], stages: Sequence[int]) -> None:
+        self.hosts, self.stages = hosts, stages
         self.paces = [Pace() for _ in hosts]
         self.seen = 0
         self.fields: dict[str, float] = {}  # fields for the line
 
     def see(self, works_s: Sequence[float]) -> list[str]:
-        """Return a message for each new or former straggler; `works_s` has each rank's seconds of work [world_size]."""
+        """Return a message for each new straggler; `works_s` has each rank's seconds of work [world_size]."""
         self.seen += 1
         ratios = self.ratios(works_s)
         if self.seen <= WARM_UP or not ratios:
             return []
         slowest = max(ratios, key=ratios.__getitem__)
         self.fields = {"slowest_rank": slowest, "slowest_ratio": ratios[slowest]}
-        texts = []
-        for rank, ratio in ratios.items():
-            pace = self.paces[rank]
-            if num_lines := pace.see(ratio):
-                texts.append(
-                    f"rank {rank} on {self.hosts[rank]} holds the others up: its work takes {ratio:.1f} times the "
-                    f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
-                    if pace.is_named
-                    else f"rank {rank} on {self.hosts[rank]} no longer holds the others up, {num_lines} lines in a row"
-                )
-        return texts
+        streaks = {rank: self.paces[rank].see(ratio) for rank, ratio in ratios.items()}
+        return [
+            f"rank {rank} on {self.hosts[rank]} holds the others up: its work takes {ratios[rank]:.1f} times the "
+            f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
+            for rank, num_lines in streaks.items()
+            if num_lines
+        ]
 
     def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
         """Return each rank's work divided by the median of its stage's other ranks; {} if there are none or it is 0."""
