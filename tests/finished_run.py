@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from train.system.exported import MARK
+
 LABELS = ["negative", "neutral", "positive"]
 SECRETS = ("/home/jane", "gpu-17.lan", "minio.lan", "private-bucket", "a private tweet")
 CONFIG = {
@@ -96,9 +98,10 @@ def lines() -> list[dict[str, Any]]:
     return [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(result)]
 
 
-def write(folder: Path, **config: dict[str, Any]) -> Path:
-    """All that the loop writes but the export. `config`: changes of its sections."""
-    folder.mkdir(parents=True)
+def write(folder: Path, *, weights: int = 20, **config: dict[str, Any]) -> Path:
+    """All that the loop writes, but of the export only the step of its `weights`. `config`: changes of its sections."""
+    (folder / "export").mkdir(parents=True)
+    (folder / "export" / MARK).write_text(json.dumps({"step": 30, "weights": weights}))
     changed = {key: {**value, **config[key]} if key in config else value for key, value in CONFIG.items()}
     files = {"config.yaml": changed, "environment.json": ENVIRONMENT, "data.json": DATA, "evaluation.json": EVALUATION}
     for name, content in files.items():

@@ -13,7 +13,6 @@ from finished_run import SECRETS, write
 from huggingface_hub import ModelCard
 
 from train.observe import card
-from train.system.exported import MARK
 
 
 def made(run: Path) -> tuple[dict[str, Any], str]:
@@ -45,28 +44,15 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path):
     assert {result.metric_name for result in read.data.eval_results} >= {"f1_macro", "accuracy", "loss"}
 
 
-@pytest.mark.parametrize(
-    ("exports_best", "metric", "mark", "step"),
-    [
-        (True, "f1_macro", None, 20),
-        (True, "loss", '{"step": 30}', 30),  # of before exports named the step of their weights
-        (False, "loss", '{"weights": 1e999}', 30),
-        (True, "f1_macro", '{"step": 30, "weights": 10}', 10),  # the best checkpoint could not be loaded
-        (True, "f1_macro", '{"step": 30, "weights": 15}', None),
-    ],
-)
-def test_the_results_are_of_the_weights_that_are_there(tmp_path, exports_best, metric, mark, step):
-    run = write(tmp_path / "run", best={"export": exports_best, "metric": metric})
-    if mark is not None:
-        (run / "export").mkdir()
-        (run / "export" / MARK).write_text(mark)
-    head, body = made(run)
-    if step is None:
+@pytest.mark.parametrize(("weights", "f1"), [(10, 0.5), (30, 0.7), (15, None)])
+def test_the_results_are_of_the_weights_that_are_there(tmp_path, weights, f1):
+    head, body = made(write(tmp_path / "run", weights=weights))
+    if f1 is None:
         assert "These are the weights of step 15, which was not evaluated." in body and "model-index" not in head
         return
-    assert f"These are the weights of step {step}." in body
+    assert f"These are the weights of step {weights}." in body
     metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
-    assert metrics["f1_macro"] == {10: 0.5, 20: 0.75, 30: 0.7}[step]
+    assert metrics["f1_macro"] == f1
 
 
 def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):
@@ -116,7 +102,7 @@ def test_ids_on_the_hub_are_whole_and_linked_and_paths_and_hosts_left_out(tmp_pa
 
 
 def test_a_pretraining_has_a_card_too_and_what_is_unknown_is_called_so(tmp_path):
-    run = write(tmp_path / "run", task={"kind": "mlm"}, model={"init_from": None}, best={"export": False})
+    run = write(tmp_path / "run", task={"kind": "mlm"}, model={"init_from": None})
     lines = [line for line in finished_run.lines() if line["kind"] not in ("summary", "eval")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("data.json", "evaluation.json"):

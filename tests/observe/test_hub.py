@@ -30,6 +30,7 @@ from train.config import Failure, HubConfig, InputError, S3Config
 from train.observe import card
 from train.observe import push as hub
 from train.system import hub_access
+from train.system.exported import MARK
 from train.system.run_folder import RunFolder
 from train.tools import hub as hub_command
 from train.tools import predict
@@ -112,7 +113,7 @@ def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finishe
     assert (repo.private, len(repo.commits)) == (True, 1)
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
     described = {"README.md", "evaluation.json", "metrics.jsonl", "runs/demo/events.out.tfevents.1732215000.4711.0"}
-    assert set(repo.files) == {"config.json", "model.safetensors", *tokenizer, *described}
+    assert set(repo.files) == {"config.json", "model.safetensors", MARK, *tokenizer, *described}
     assert repo.files["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
     everything = b"\n".join([name.encode() + b"\n" + content for name, content in repo.files.items()])
     assert not [secret for secret in (*SECRETS, str(finished)) if secret.encode() in everything]
@@ -150,7 +151,7 @@ def test_a_dry_run_lists_and_sends_nothing(the_hub, finished, capsys, monkeypatc
     *files, last = capsys.readouterr().out.splitlines()
     weights = (finished / "export" / "model.safetensors").stat().st_size
     assert [f"{weights / 1e6:.3f}", "MB", "model.safetensors"] in [line.split() for line in files]
-    assert len(files) == 8 and last.startswith("nothing was sent")
+    assert len(files) == 9 and last.startswith("nothing was sent")
     assert the_hub.requests == []
 
 
@@ -164,7 +165,7 @@ def test_a_run_in_s3_is_pushed_from_another_machine(the_hub, finished, bucket, t
     assert hub_command.main([bucket.location("demo"), "--to", TO, *flags]) == 0
     result = pushed(the_hub)
     assert result["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
-    assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(result) and len(result) == 7
+    assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(result) and len(result) == 8
     assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]  # the copy is gone
 
 

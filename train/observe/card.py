@@ -121,18 +121,8 @@ def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
 
 
 def exported_evaluation(run: Run) -> Line | None:
-    """Return the evaluation of the exported weights; None if there was none.
-
-    An export that does not state its step has the weights of the best evaluation if best.export is set, otherwise
-    of the last evaluation.
-    """
-    lines, metric = run.evaluations, str(run.config.get("best.metric", "loss"))
-    if run.exported_step is not None:
-        return next((line for line in lines if line["step"] == run.exported_step), None)
-    known = [line for line in lines if number(line, metric) is not None]
-    if not (run.config.get("best.export") and known):
-        return lines[-1] if lines else None
-    return max(known, key=lambda line: run.metric(metric).sign * line[metric])
+    """Return the evaluation of the exported weights; None if there was none."""
+    return next((line for line in run.evaluations if line["step"] == run.exported_step), None)
 
 
 # ---- names that may be published -----------------------------------------------------------------------------------
@@ -191,16 +181,14 @@ def results(run: Run, records: Records) -> Iterator[str]:
     if not run.evaluations:
         yield "The run was not evaluated."
         return
-    line = exported_evaluation(run)
     rows = [["Validation", "best", "last"]]
     for name, points in scores(run, run.evaluations).items():
         values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
         rows.append([name.replace("_", " "), *values])
     yield table(rows)
-    if line is None:
-        yield f"These are the weights of step {run.exported_step:,}, which was not evaluated."
-    else:
-        yield f"These are the weights of step {line['step']:,}."
+    if run.exported_step is not None:
+        remark = "" if exported_evaluation(run) else ", which was not evaluated"
+        yield f"These are the weights of step {run.exported_step:,}{remark}."
     of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
     tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
     if records.step is not None and tables:
