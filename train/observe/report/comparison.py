@@ -7,26 +7,28 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from train.config.checks import LARGEST_FLOAT, shortlist
+from train.config.checks import shortlist
 from train.observe.report.run import Run, divergence
-from train.observe.report.texts import as_text, count, factor, percent, printable, shortened
+from train.observe.report.texts import as_text, count, percent, printable, shortened
 
 SAME_EXAMPLES = 0.01  # share by which sequence counts may differ: not every epoch is a multiple of the batch
 WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that decide what is learnt
 BATCH = ("global_batch_size", "steps")  # figures that differ between runs with different batch sizes
 MACHINE = ("device", "instance", "world_size")
+MOST_TIMES = 1e6  # no two runs that somebody compares are further apart
 
 
 def ratio(run: Run, baseline: Run, key: str) -> float | None:
     """Return a run's figure divided by the baseline's; None if either is unknown or implausible."""
     value, base = run.summary[key] or 0.0, baseline.summary[key] or 0.0
-    return value / base if 0 < value < LARGEST_FLOAT and 1 / LARGEST_FLOAT < base < LARGEST_FLOAT else None
+    quotient = value / base if base > 0 else 0.0
+    return quotient if 1 / MOST_TIMES < quotient < MOST_TIMES else None
 
 
 def times(run: Run, baseline: Run, key: str) -> str:
     """Return the ratio in words; "" for the baseline itself and for an unknown ratio."""
     value = None if run is baseline else ratio(run, baseline, key)
-    return "" if value is None else f"{factor(value)} times"
+    return "" if value is None else f"{value:.2f} times"
 
 
 def quality(run: Run, baseline: Run, tolerance: float) -> str:
@@ -165,7 +167,7 @@ def is_same_work(runs: Sequence[Run]) -> bool:
 def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
     """Say how throughput and time compare with the baseline's, and whether quality and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
-    does = f"{factor(speed)} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
+    does = f"{speed:.2f} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
     parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
     if not same_batch:
         here, there = (count(each.summary["global_batch_size"]) for each in (run, baseline))
@@ -187,8 +189,8 @@ def time_text(run: Run, baseline: Run) -> str:
     if whole is None:
         return ""
     compiles = any(each.summary["compile_s"] for each in (run, baseline))
-    aside = f" ({factor(without)} without compiling{repaid_text(run, baseline)})" if compiles and without else ""
-    return f" in {factor(whole)} times the billable time{aside}"
+    aside = f" ({without:.2f} without compiling{repaid_text(run, baseline)})" if compiles and without else ""
+    return f" in {whole:.2f} times the billable time{aside}"
 
 
 def repaid_text(run: Run, baseline: Run) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from train.observe.report.comparison import times
 from train.observe.report.lines import number, points
 from train.observe.report.run import Run, last_finite
-from train.observe.report.texts import LONG, file_name, shortened
+from train.observe.report.texts import file_name, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def percent(value: float, _: float | None = None) -> str:
 
 
 def plain(value: float, _: float | None = None) -> str:
-    return f"{value:,.0f}" if 1000 <= abs(value) < LONG else f"{value:g}"
+    return f"{value:,g}"
 
 
 def x_axis(runs: list[Run]) -> str:

@@ -6,17 +6,11 @@ import json
 import re
 
 from train.config.checks import LARGEST
-from train.system.folders import sha256_bytes
-
-LONG = 1e6  # ratios above it are written with an exponent
 
 
 def printable(text: object) -> str:
     """Return the text with U+FFFD for characters that cannot be shown: control and direction marks, lone surrogates."""
-    plain = str(text)
-    if plain.isprintable():
-        return plain
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in plain)
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
 
 
 def shortened(text: str, length: int = 40) -> str:
@@ -30,10 +24,8 @@ def as_text(value: object) -> str:
 
 
 def file_name(prefix: str, name: str) -> str:
-    """Return a figure's file name, the same in every report. If characters are replaced, a hash is added."""
-    plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
-    hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
-    return f"{prefix}_{plain}{hashed}"
+    """Return a figure's file name, the same in every report."""
+    return f"{prefix}_{re.sub(r'[^a-z0-9_]', '_', name)[:60]}"
 
 
 def plural(count: float, one: str, many: str = "") -> str:
@@ -70,11 +62,5 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
 
 
-def factor(value: float) -> str:
-    return f"{value:.2f}" if value < LONG else f"{value:.3g}"
-
-
 def percent(part: float) -> str:
-    if 0 < part < 1e-4:
-        return "less than 0.01%"
-    return f"{100 * part:.2g}%" if part < 0.995 else f"{100 * part:{'.0f' if part <= LONG else '.3g'}}%"
+    return f"{100 * part:.3g}%"
