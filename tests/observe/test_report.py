@@ -422,7 +422,7 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
     ):
         assert text in shown(html)
     pngs = {path.stem for path in (run / "report").glob("*.png")}
-    assert {"labels_by_split", "lengths_by_split", "confusion_validation"} <= pngs and "confusion_other" not in pngs
+    assert {"lengths_by_split", "confusion_validation"} <= pngs and "confusion_other" not in pngs
     other = finished_run.write(tmp_path / "other")
     change(other, "evaluation.json", splits={"validation": {"per_class": {"negative": {"f1": 0.25}}}})
     _, *rows = report_data.f1_comparison([records_of(run), records_of(other), None], ["a", "b", "c"])
@@ -431,8 +431,6 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
 
 def test_figures_hold_the_numbers_of_the_files(tmp_path):
     records = records_of(finished_run.write(tmp_path / "run"))
-    (bars,) = data_figures.label_bars(records).axes
-    assert [round(bar.get_width(), 3) for bar in bars.patches] == [0.6, 0.3, 0.1, 0.5, 0.3, 0.2]
     (steps,) = data_figures.length_steps(records).axes
     stairs = [patch.get_data() for patch in steps.patches]
     assert [list(each.values) for each in stairs] == [[0.1, 0.2, 0.3, 0.4]] * 2
@@ -442,20 +440,6 @@ def test_figures_hold_the_numbers_of_the_files(tmp_path):
     assert matrix.images[0].get_array()[2].tolist() == [0.25, 0.25, 0.5]
     assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted", "true")
     assert {text.get_text() for text in matrix.texts} >= {"44\n88%", "10\n50%"}
-
-
-def test_many_labels_stay_readable(tmp_path):
-    run = finished_run.write(tmp_path / "run")
-    names, number = [f"label-{index}-{'x' * 60}" for index in range(90)], data_figures.MAX_LABELS
-    matrix = [[int(row == column) for column in range(90)] for row in range(90)]
-    split = {"label_counts": {name: index for index, name in enumerate(names)}}
-    change(run, "data.json", labels=names, splits={"train": split})
-    change(run, "evaluation.json", splits={"validation": {"labels": names, "confusion": matrix}})
-    records = records_of(run)
-    (bars,) = data_figures.label_bars(records).axes
-    assert len(bars.patches) == number and f"of {len(names)} labels" in bars.get_title()
-    assert max(len(label.get_text()) for label in bars.get_yticklabels()) <= 40
-    assert not data_figures.heat_map(records.evaluated[0]).axes[0].texts
 
 
 def test_question_answering_has_no_labels(tmp_path):
@@ -474,8 +458,6 @@ def test_question_answering_has_no_labels(tmp_path):
 DAMAGED = [
     ("data.json", "[1]", "expected a mapping"),
     ("data.json", '{"labels": [3]}', "labels[0] holds 3, not a text"),
-    ("data.json", '{"splits": {"train": {"length_histogram": {"up_to": [1], "counts": [1, 2]}}}}', "2 counts up to 1"),
-    ("evaluation.json", '{"splits": {"validation": {"labels": ["a", "b"], "confusion": [[1, 2]]}}}', "is not square"),
     ("evaluation.json", '{"splits": {"validation": {"per_class": {"a": {"f1": true}}}}}', "f1' holds True"),
 ]
 

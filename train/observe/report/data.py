@@ -43,10 +43,6 @@ class SplitFacts:
     padding_share: float | None = None  # share of padding in all tokens
     notes: Numbers = field(default_factory=dict)  # counts by name: truncated, cut questions, ...
 
-    def __post_init__(self) -> None:
-        if len(self.up_to) != len(self.counts):
-            raise BadContent(f"length_histogram has {len(self.counts)} counts up to {len(self.up_to)} lengths")
-
     @property
     def up_to(self) -> list[float]:
         """Upper ends of the bins: counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens."""
@@ -67,13 +63,6 @@ class Evaluated:
     per_class: dict[str, Numbers] = field(default_factory=dict)  # precision, recall, f1 and support by label
     confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
     pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # (truth, prediction) of some rows, by target
-
-    def __post_init__(self) -> None:
-        is_square = all(len(row) == len(self.confusion) for row in self.confusion)
-        if not is_square or len(self.confusion) not in (0, len(self.labels)):
-            raise BadContent(f"the confusion matrix of {len(self.labels)} labels is not square")
-        if any(len(pair) != 2 for pairs in self.pairs.values() for pair in pairs):
-            raise BadContent("a row of pairs is not a truth and a prediction")
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,20 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from train.observe.report.data import Evaluated, Records, label_names
+from train.observe.report.data import Evaluated, Records
 from train.observe.report.figures import MARK, SMALL, WIDTH, axes_of, look, percent, png_of, style
 from train.observe.report.texts import file_name, printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELS, MAX_NUMBERED = 40, 12  # maximum number of labels that a figure names, or a heat map shows with numbers
+MAX_LABELS, MAX_NUMBERED = 40, 12  # maximum number of labels that a heat map names, or shows with numbers
 MAX_SCATTERED = 8  # maximum number of targets per split with a scatter plot
 
 
 def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
     """Yield (file name, title, PNG) for each figure of the data and of the best evaluation."""
     with style():
-        if any(split.label_counts for split in records.splits):
-            yield "labels_by_split", "Labels", png_of(label_bars(records))
         if any(sum(split.counts) for split in records.splits):
             yield "lengths_by_split", "Lengths", png_of(length_steps(records))
         for evaluated in records.evaluated:
@@ -32,30 +30,6 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
             for number, (target, pairs) in enumerate(filled[:MAX_SCATTERED], 1):
                 name, title = file_name(f"scatter_{number}", evaluated.name), f"{target}: {evaluated.name}"
                 yield name, title, png_of(scatter(title, pairs))
-
-
-def label_bars(records: Records) -> Figure:
-    """Draw the share of each label in each split as bars. Of many labels, draw only the most frequent."""
-    splits = [split for split in records.splits if split.label_counts]
-    totals = {label: sum(split.label_counts.get(label, 0) for split in splits) for label in label_names(records)}
-    frequent = sorted(totals, key=lambda label: -totals[label])[:MAX_LABELS]
-    names = [label for label in totals if label in frequent]
-    title = "Labels" if len(names) == len(totals) else f"The {len(names)} most frequent of {len(totals)} labels"
-    thickness = 0.8 / len(splits)
-    figure, axes = axes_of(title, height=1.4 + max(1.6, 0.16 * len(names) * (len(splits) + 1)))
-    for index, split in enumerate(splits):
-        shares = [split.label_counts.get(label, 0) / (sum(split.label_counts.values()) or 1) for label in names]
-        ys = [row + (index - (len(splits) - 1) / 2) * thickness for row in range(len(names))]
-        bars = axes.barh(ys, shares, thickness * 0.9, color=look(index)["color"], label=f" {shortened(split.name)}")
-        axes.bar_label(bars, [f" {share:.1%}" for share in shares], fontsize=SMALL)
-    axes.set_yticks(range(len(names)), [shortened(label, 20) for label in names])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # leaves space for the numbers
-    axes.xaxis.set_major_formatter(percent)
-    axes.set_xlabel("share of the split's labels")
-    figure.legend(loc="outside lower center", ncols=4)
-    return figure
 
 
 def length_steps(records: Records) -> Figure:
