@@ -33,6 +33,12 @@ def total(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
+def seconds_in_steps(line: Line) -> float | None:
+    """Return the seconds of the steps of a train line, waits for data included; None if unknown."""
+    step_s, steps = number(line, "step_s"), number(line, "steps")
+    return step_s * steps if step_s and steps else None
+
+
 class Group(dict[str, Any]):
     """The mean of several train lines, with the lowest and the highest value of each figure."""
 
@@ -113,9 +119,8 @@ class Attempt:
     has_steps: bool = False  # whether it has a train line or a summary
     newest: Line = field(default_factory=dict)  # the newest known figures of all lines
     trained: Line = field(default_factory=dict)  # the newest known figures of train lines; compile_s is a sum
-    flops_s: float = 0.0  # MFU x seconds
-    known_s: float = 0.0  # seconds for which the MFU is known
-    later: tuple[float | None, float] | None = None  # MFU and end of the train line after the one being read
+    flops_s: float = 0.0  # MFU x seconds in steps
+    known_s: float = 0.0  # seconds in steps for which the MFU is known
 
     def add(self, line: Line) -> None:
         """Add a line that is older than all lines added so far."""
@@ -132,22 +137,10 @@ class Attempt:
                     self.trained[key] = value
             if (compile_s := number(line, "compile_s")) is not None:
                 self.trained["compile_s"] = self.trained.get("compile_s", 0.0) + compile_s
-            end_s = number(line, "train_s") or 0.0
-            self.add_mfu(end_s)
-            self.later = number(line, "mfu"), end_s
-
-    def add_mfu(self, begin_s: float) -> None:
-        """Add the MFU of the train line that began at `begin_s`."""
-        mfu, end_s = self.later or (None, 0.0)
-        if mfu is not None and end_s != begin_s:
-            self.flops_s, self.known_s = self.flops_s + mfu * (end_s - begin_s), self.known_s + end_s - begin_s
-
-    def finish(self) -> None:
-        """Complete the figures after all lines were added."""
-        self.add_mfu(0.0)
-        self.later = None
-        if self.known_s:
-            self.trained["mfu"] = self.flops_s / self.known_s
+            mfu, in_steps_s = number(line, "mfu"), seconds_in_steps(line)
+            if mfu is not None and in_steps_s:
+                self.flops_s, self.known_s = self.flops_s + mfu * in_steps_s, self.known_s + in_steps_s
+                self.trained["mfu"] = self.flops_s / self.known_s
 
     def figure(self, key: str) -> float | None:
         """Return a figure of the attempt, such as train_s, from its summary or, without one, from its train lines."""
@@ -160,21 +153,14 @@ class Saves:
 
     number: int = 0
     bytes: float | None = None  # size of the newest checkpoint
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum and line count of save_s and of stall_s
+    save_s: float = 0.0
+    stall_s: float = 0.0
 
     def add(self, line: Line) -> None:
         self.number += 1
         self.bytes = number(line, "bytes") if self.bytes is None else self.bytes
-        for key in ("save_s", "stall_s"):
-            if (value := number(line, key)) is not None:
-                seconds, count = self.sums.get(key, (0.0, 0))
-                self.sums[key] = seconds + value, count + 1
-
-    def total(self, key: str) -> float | None:
-        return self.sums[key][0] if key in self.sums else None
-
-    def mean(self, key: str) -> float | None:
-        return self.sums[key][0] / self.sums[key][1] if key in self.sums else None
+        self.save_s += number(line, "save_s") or 0.0
+        self.stall_s += number(line, "stall_s") or 0.0
 
 
 @dataclass
@@ -220,6 +206,9 @@ class Reading:
                 return
             self.reached[kind] = step
         if kind == "train":
+            waited_s, in_steps_s = number(line, "data_wait_s"), seconds_in_steps(line)
+            if waited_s is not None and in_steps_s:
+                line["data_wait_share"] = waited_s / in_steps_s
             self.curve.add(line)
         elif kind == "eval":
             self.evaluations.append(line)
@@ -238,6 +227,4 @@ class Reading:
     def attempts(self) -> list[Attempt]:
         """Return the attempts after all lines were added. Those without steps are left out, unless none has steps."""
         known = list(reversed(self.by_number.values()))
-        for attempt in known:
-            attempt.finish()
         return [attempt for attempt in known if attempt.has_steps] or known

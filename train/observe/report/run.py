@@ -62,9 +62,6 @@ class Run:
         for line in lines:
             if start_s is not None:
                 line["since_start_s"] = line["time_unix_s"] - start_s
-            waited_s, step_s, steps = (number(line, key) for key in ("data_wait_s", "step_s", "steps"))
-            if waited_s is not None and step_s and steps:
-                line["data_wait_share"] = waited_s / (step_s * steps)
             reading.add(line)
         self.attempts, self.train, self.evaluations = reading.attempts(), reading.curve.lines, reading.evaluations[::-1]
         self.summaries, self.saves, self.faults = reading.summaries, reading.saves, reading.faults
@@ -246,11 +243,11 @@ def reliability(run: Run) -> Summary:
         "faults_survived": faults.survived,
         "steps_lost": faults.steps_lost,
         "recover_s": faults.recover_s,
-        "stall_s": saves.mean("stall_s"),
+        "stall_s": saves.stall_s / saves.number if saves.number else None,
         "checkpoint_bytes": saves.bytes,
         "checkpoint_every": number(run.config, "checkpoint.every"),
         "checkpoints": saves.number,
-        "save_s": saves.total("save_s"),
+        "save_s": saves.save_s if saves.number else None,
         "alarms": faults.number,
         **{key: number(closing(run), key) for key in ("skipped_steps", "rollbacks")},
         **of_end,
