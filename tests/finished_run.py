@@ -13,8 +13,6 @@ SECRETS = ("/home/jane", "gpu-17.lan", "minio.lan", "private-bucket", "a private
 CONFIG = {
     "run_dir": "/home/jane/runs/tweets",
     "seed": 3,
-    "seq_len": 64,
-    "global_batch_size": 8,
     "task": {"kind": "classify", "label_smoothing": 0.1, "class_weights": None},
     "model": {"pretrained": None, "init_from": "/home/jane/runs/pretrained", "architecture": "albert"},
     "data": {"path": "/home/jane/data/tweets.csv", "format": "csv", "lengths": "auto", "name": None},
@@ -32,9 +30,10 @@ ENVIRONMENT = {
     "device": "Trainium",
     "parameters": 1234567,
     "precision": "bf16",
+    "seq_len": 64,
     "world_size": 2,
     "identity": {"data": "sha-of-the-data", "data.lengths": [32, 64]},
-    "plan": {"global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 10},
+    "plan": {"global_batch_size": 8, "micro_batch_size": 4, "total_steps": 30, "warmup_steps": 10},
     "versions": {"torch": "2.9.1", "torch-neuronx": None, "transformers": "5.0"},
 }
 DATA = {
@@ -93,8 +92,8 @@ def lines() -> list[dict[str, Any]]:
         metrics = {"loss": loss, "accuracy": f1 + 0.06, "f1_macro": f1, "other_accuracy": f1 - 0.09}
         result.append({"kind": "eval", "step": step, "examples": 8 * step, **metrics, "eval_s": 1.0})
     result.append({"kind": "fault", "step": 20, "reason": "gpu-17.lan: no such file /home/jane/x", "steps_lost": None})
-    end = {"train_s": 7200.0, "tokens": 7_200_000, "mfu": None, "cost_usd": 2.68, "world_size": 2, "device": "Trainium"}
-    result.append({"kind": "summary", "step": 30, "steps_total": 30, "reason": "done", **end, "precision": "bf16"})
+    end = {"reason": "done", "train_s": 7200.0, "tokens": 7_200_000, "mfu": None, "cost_usd": 2.68}
+    result.append({"kind": "summary", "step": 30, **end})
     return [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(result)]
 
 

@@ -12,21 +12,20 @@ TOKENS_PER_STEP = BATCH * SEQ_LEN
 CONFIG = {
     "run_dir": "runs/a",
     "seed": 0,
-    "global_batch_size": BATCH,
-    "seq_len": None,
-    "max_steps": 40,
     "task": {"kind": "mlm"},
     "model": {"architecture": "albert", "num_layers": 2, "hidden_size": 64},
     "optim": {"name": "adamw", "lr": 0.001},
-    "backend": {"name": "auto", "precision": "auto"},
     "instance": {"name": "local", "usd_per_hour": None, "source": "https://example.com/prices"},
 }
 ENVIRONMENT = {
     "parameters": 123456,
+    "plan": {"global_batch_size": BATCH, "total_steps": 40},
+    "device": "NVIDIA H100",
     "world_size": 2,
     "seq_len": SEQ_LEN,
     "backend": "ddp",
     "precision": "fp32",
+    "unigram_entropy": 7.5,
     "versions": {"torch": "2.9"},
 }
 
@@ -70,13 +69,13 @@ def fault_line(step: int, reason: str = "slow", **more: Any) -> dict[str, Any]:
 def summary_line(step: int, steps: int, **more: Any) -> dict[str, Any]:
     """The end of an attempt that did so many steps."""
     known = {"train_s": steps * STEP_S, "tokens": steps * TOKENS_PER_STEP, "mfu": None, "cost_usd": None}
-    known |= {"steps_total": 40, "world_size": 2, "reason": "done", "goodput": 0.5}
+    known |= {"reason": "done", "goodput": 0.5}
     return {"kind": "summary", "attempt": 1, "step": step, **known, **more}
 
 
 def whole_run(**summary: Any) -> list[dict[str, Any]]:
     lines = [line for step in (10, 20, 30, 40) for line in (train_line(step), eval_line(step))]
-    return [*lines, save_line(40), summary_line(40, 40, unigram_entropy=7.5, **summary)]
+    return [*lines, save_line(40), summary_line(40, 40, **summary)]
 
 
 def write_run(folder: Path, lines: list[dict[str, Any]], *, config=None, environment=None, tail: str = "") -> Path:

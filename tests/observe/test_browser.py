@@ -115,7 +115,7 @@ def chromium() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The reports on a pretraining with faults, on a fine-tuning with its data and samples, on two runs and on four."""
     folder = tmp_path_factory.mktemp("pages")
-    lines = [*whole_run()[:-1], fault_line(40), train_line(50), summary_line(50, 50, unigram_entropy=7.5)]
+    lines = [*whole_run()[:-1], fault_line(40), train_line(50), summary_line(50, 50)]
     names = {"pretraining": "a", "long": LONG}
     runs = {name: write_run(folder / place, lines) for name, place in names.items()}
     runs["changed"] = write_run(folder / "b", whole_run(), config={"path": "x" * 300, "optim": {"name": "lamb"}})

@@ -106,7 +106,8 @@ def test_several_runs_are_compared_beside_the_first(tmp_path, capsys):
     assert all(line[column - 1] == " " and line[column] != " " for line in table)
     runs = [report_run.read_run(first), report_run.read_run(second)]
     assert report_figures.x_axis(runs) == "step"
-    runs.append(report_run.read_run(write_run(tmp_path / "c" / "b", whole_run(), config={"global_batch_size": 64})))
+    plan = {"plan": {"global_batch_size": 64}}
+    runs.append(report_run.read_run(write_run(tmp_path / "c" / "b", whole_run(), environment=plan)))
     assert report_figures.x_axis(runs) == "examples"  # equal steps are unequal work
     report_run.tell_apart(runs[1:])
     assert [run.label for run in runs[1:]] == [f"{tmp_path.name}/b", "c/b"]
@@ -330,7 +331,6 @@ def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported, tmp_path)
     assert "$" not in printed and not (run / "report" / "mfu.png").exists()
     texts = facts(write_run(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1234.5)))
     assert (texts["MFU"], texts["Cost"]) == ("43.2%", "$1,234.50")
-    # What the configuration leaves open comes from the run.
     assert (texts["Sequence length (tokens)"], texts["Backend"], texts["Precision"]) == (str(SEQ_LEN), "ddp", "fp32")
 
 
@@ -354,15 +354,14 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
 def test_what_a_table_of_neighbours_knows_is_drawn_beside_the_accuracy(tmp_path):
     drawn = []
     for name, counted in (("known", {"neighbour_accuracy": 0.26}), ("unknown", {})):
-        run = report_run.read_run(write_run(tmp_path / name, [*whole_run()[:-1], summary_line(40, 40, **counted)]))
+        run = report_run.read_run(write_run(tmp_path / name, whole_run(), environment=counted))
         (panel,) = [each for each in report_figures.panels([run]) if each.name == "validation_masked_accuracy"]
         drawn.append(report_figures.draw(panel, [run], "step"))
     assert drawn[0] != drawn[1]
 
 
 def test_what_faults_and_saves_cost_is_in_the_table_and_what_a_killed_attempt_leaves_out_is_unknown(tmp_path):
-    known = {"wall_s": 7200.0, "mttf_s": 3600.0, "suggested_interval_s": 42.4, "suggested_every": 85}
-    known["steps_total"] = 85
+    known = {"wall_s": 7200.0, "mttf_s": 3600.0, "suggested_interval_s": 42.4, "suggested_every": 25}
     lines = [train_line(10), save_line(10), train_line(20)]
     lines += [fault_line(11, attempt=2, steps_lost=12, recover_s=30.0), save_line(15, attempt=2, stall_s=0.75)]
     lines += [train_line(20, attempt=2), fault_line(21, attempt=3, steps_lost=3, recover_s=12.5)]
@@ -379,7 +378,7 @@ def test_what_faults_and_saves_cost_is_in_the_table_and_what_a_killed_attempt_le
         "Checkpoint stall (s per save)": "0.500",
         "Checkpoint size (MB)": "3.0",
         "checkpoint.every (steps)": "500",
-        "Suggested checkpoint.every (steps)": "85",
+        "Suggested checkpoint.every (steps)": "25",
         "Suggested time between saves (s)": "42.4",
     }
     config = {"checkpoint": {"every": 500}}

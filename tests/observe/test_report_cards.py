@@ -33,8 +33,8 @@ def beside(*folders: Path) -> dict[str, list[cards.Cell]]:
     return cards.side_by_side([read_run(folder) for folder in folders], [cards_of(folder) for folder in folders])
 
 
-def made(folder: Path, lines: list[dict[str, Any]], **config: Any) -> dict[str, cards.Card]:
-    return cards_of(write_run(folder, lines, config=config))
+def made(folder: Path, lines: list[dict[str, Any]], **changes: Any) -> dict[str, cards.Card]:
+    return cards_of(write_run(folder, lines, **changes))
 
 
 # ---- cards of a run ------------------------------------------------------------------------------------------------
@@ -53,13 +53,14 @@ def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path)
     assert (lead["Training loss"].value, lead["Training loss"].notes[0]) == ("5.000", "8.000 at step 10")
     assert (lead["Tokens per second"].value, lead["Tokens per second"].notes[0]) == ("4,096", "MFU 43.2%")
     assert (lead["Training time"].value, lead["Cost"].value) == ("0:00:20", "$1.50")
-    tuned = made(tmp_path / "tuned", whole_run(), model={"architecture": "albert", "init_from": "runs/demo"})
+    begun = {"model": {"architecture": "albert", "init_from": "runs/demo"}}
+    tuned = made(tmp_path / "tuned", whole_run(), config=begun)
     assert (tuned["Model"].value, tuned["Model"].notes) == ("runs/demo", shape[1:] + lead["Model"].notes[-1:])
-    counted = made(tmp_path / "counted", [*whole_run()[:-1], summary_line(40, 40, neighbour_accuracy=0.26)])
+    counted = made(tmp_path / "counted", whole_run(), environment={"neighbour_accuracy": 0.26})
     assert counted["Final quality"].notes[-1].startswith("a lookup table of neighbouring tokens predicts 26%")
-    ordered = [train_line(10), eval_line(10, mlm_loss=6.0), summary_line(10, 10, unigram_entropy=5.0)]
+    ordered = [train_line(10), eval_line(10, mlm_loss=8.5), summary_line(10, 10)]
     quality = made(tmp_path / "sop", ordered)["Final quality"]  # the loss of the tokens, without that of the order
-    assert (quality.title, quality.value) == ("Validation mlm loss", "6.000")
+    assert (quality.title, quality.value) == ("Validation mlm loss", "8.500")
     assert quality.notes[0].startswith("1.000 nats worse than guessing")
 
 
@@ -111,7 +112,7 @@ def any_best(cells: list[cards.Cell]) -> bool:
 
 def test_the_best_of_several_runs_is_marked_and_a_failure_named(tmp_path):
     first = write_run(tmp_path / "a", whole_run(cost_usd=2.0))
-    slow = [*whole_run()[:-1], summary_line(40, 80, unigram_entropy=7.5, cost_usd=1.0)]
+    slow = [*whole_run()[:-1], summary_line(40, 80, cost_usd=1.0)]
     slow[-3] = eval_line(40, loss=4.0)
     second = write_run(tmp_path / "b", slow)
     rows = beside(first, second)
@@ -127,7 +128,7 @@ def test_the_best_of_several_runs_is_marked_and_a_failure_named(tmp_path):
 
 def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path):
     whole = write_run(tmp_path / "a", whole_run())
-    short = write_run(tmp_path / "b", [train_line(10), eval_line(10), summary_line(10, 10, unigram_entropy=7.5)])
+    short = write_run(tmp_path / "b", [train_line(10), eval_line(10), summary_line(10, 10)])
     on_data = [
         write_run(tmp_path / name, [train_line(10), eval_line(10, loss=loss)], environment={"identity": {"data": name}})
         for name, loss in (("x", 2.0), ("y", 4.0))
@@ -174,7 +175,7 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
 )
 def test_the_samples_of_a_language_model_come_with_what_it_can_do(tmp_path, loss, accuracy, says):
     evaluation = eval_line(10, loss=loss, masked_accuracy=accuracy)
-    lines = [train_line(10), evaluation, summary_line(10, 10, unigram_entropy=7.5)]
+    lines = [train_line(10), evaluation, summary_line(10, 10)]
     words = cards.ability(read_run(write_run(tmp_path / "run", lines)).summary)
     assert ("token frequencies alone" in words) == (says is not None)
     assert says is None or says in words

@@ -37,8 +37,6 @@ pytest.importorskip("matplotlib")
 
 STEPS, BATCH, TOKENS, BEGAN_S = 40, 28, 400_000, 1000.0
 CONFIG = {
-    "global_batch_size": None,
-    "seq_len": 384,
     "task": {"kind": "qa", "stride": 128},
     "model": {"pretrained": "albert", "num_layers": None},
     "backend": {"name": "ddp", "compile": "none"},
@@ -52,12 +50,13 @@ def write_run(
     """A finished run: `steps` steps of `batch` sequences, 400,000 tokens in `train_s` of `wall_s` seconds. `more`:
     changes of its config and environment, and values of its summary.
     """
-    plan = {"global_batch_size": batch, "micro_batch_size": batch, "accumulation": 1}
-    described = {"identity": {"data": "sha-of-squad"}, "first_started_unix_s": BEGAN_S, "plan": plan}
-    described |= {"device": "NVIDIA V100", "world_size": 1, "seq_len": None, **more.pop("environment", {})}
     config = CONFIG | more.pop("config", {})
+    plan = {"global_batch_size": batch, "micro_batch_size": batch, "total_steps": more.pop("planned", steps)}
+    described = {"identity": {"data": "sha-of-squad"}, "first_started_unix_s": BEGAN_S, "plan": plan}
+    described |= {"device": "NVIDIA V100", "world_size": 1, "seq_len": 384, "compile": config["backend"]["compile"]}
+    described |= more.pop("environment", {})
     numbers = {"loss": 2.5, "examples": steps * batch, "tokens_per_s": TOKENS / train_s, "train_s": train_s}
-    end = {"train_s": train_s, "tokens": TOKENS, "steps_total": steps, "reason": "done", "graphs": 0, "compile_s": 0.0}
+    end = {"train_s": train_s, "tokens": TOKENS, "reason": "done", "graphs": 0, "compile_s": 0.0}
     evaluated = {"kind": "eval", "time_unix_s": BEGAN_S + wall_s - 1, "step": steps, "loss": 2.0, "f1": f1}
     written = [
         {"kind": "train", "time_unix_s": BEGAN_S + 30, **numbers, "step": steps // 2, "loss": 4.0},
@@ -124,7 +123,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(
 
     squad, cola = {"kind": "qa"}, {"kind": "classify"}
     first = [of(f"squad_{seed}", seed, squad, f1=f1) for seed, f1 in enumerate([80.0, 81.0, 85.0])]
-    other = [of("alone", 7, squad, config={"seq_len": 128}), of("cola_1", 1, cola, f1=0.5)]
+    other = [of("alone", 7, squad, config={"eval_every": 5}), of("cola_1", 1, cola, f1=0.5)]
     lost = of("cola_2", 2, cola, f1=0.75, diverged=True)
     assert comparison.over_seeds(compared(*first[:1], *other, first[0])[0]) == []  # no seed differs alone
     assert main(list(map(str, [*first, *other, lost]))) == DONE
@@ -180,7 +179,7 @@ def test_quality_is_equal_within_its_tolerance_and_never_where_it_cannot_be_comp
     ("changes", "names"),
     [
         ({"config": {"seed": 7}}, "seed: 0 there, 7 here"),
-        ({"config": {"seq_len": 128}}, "seq_len: 384 there, 128 here"),
+        ({"environment": {"seq_len": 128}}, "seq_len: 384 there, 128 here"),
         ({"config": {"task": {"kind": "qa", "stride": 64}}}, "task.stride: 128 there, 64 here"),
         ({"config": {"model": {"pretrained": "albert", "num_layers": 6}}}, "num_layers: unknown there, 6 here"),
         (OTHER_DATA, "data: sha-of-squad there, other here"),
@@ -215,7 +214,7 @@ def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch
 
 
 def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path, capsys):
-    stopped = write_run(tmp_path / "stopped", reason="SIGTERM", steps_total=90)
+    stopped = write_run(tmp_path / "stopped", reason="SIGTERM", planned=90)
     resumed, goes_on = compiled_run(tmp_path / "resumed"), write_run(tmp_path / "goes on")
     again = json.loads((resumed / "metrics.jsonl").read_text().splitlines()[-1])
     again |= {"attempt": 2, "time_unix_s": BEGAN_S + 1000}
@@ -232,15 +231,6 @@ def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path, capsys
     assert main([str(stopped), str(resumed)]) == DONE
     page = (tmp_path / "report" / "report.html").read_text()
     assert said[0] in page and said[0] in capsys.readouterr().out.splitlines()
-
-
-def test_the_length_of_sequences_is_what_the_run_recorded(tmp_path):
-    config = {"seq_len": None}
-    runs = [write_run(tmp_path / "old", config=config)]  # which did not record it, at another share of padding
-    for name, seq_len, train_s in (("new", 512, 100.0), ("same", 512, 10.0), ("longer", 1024, 100.0)):
-        runs.append(write_run(tmp_path / name, config=config, environment={"seq_len": seq_len}, train_s=train_s))
-    assert "not the same work" not in compared(runs[0], runs[1])[1][0] + compared(runs[1], runs[2])[1][0]
-    assert "not the same work (seq_len: 512 there, 1024 here)" in compared(runs[1], runs[3])[1][0]
 
 
 # ---- what others wrote ---------------------------------------------------------------------------------------------

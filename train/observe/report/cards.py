@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from train.observe.report.comparison import is_same_work, times
 from train.observe.report.data import Records
-from train.observe.report.run import Run, Summary, divergence, newest_summary, number
+from train.observe.report.run import Run, Summary, divergence, number
 from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
@@ -173,11 +173,10 @@ def loss(run: Run) -> Card | None:
 
 
 def throughput(run: Run) -> Card | None:
-    summary, end = run.summary, newest_summary(run)
+    summary, device = run.summary, shown(run.environment.get("device"))
     value, ranks = summary["tokens_per_s"], summary["world_size"]
     if value is None:
         return None
-    device = shown(end.get("device") or run.environment.get("device") or summary["backend"])
     mfu = "" if summary["mfu"] is None else f"MFU {summary['mfu']:.1%}"
     where = f"{plural(ranks, 'rank')} on {device}, {shown(summary['precision'])}" if ranks else ""
     return Card(f"{value:,.0f}", [mfu, where], value, key="tokens_per_s")

@@ -65,10 +65,7 @@ def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
     there, here = (each.summary["examples"] for each in both)
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
-    for key in ("seq_len", "lengths"):
-        if all(each.summary[key] for each in both):  # a run of an old version lacks them, which is not a difference
-            result += summaries_differ(run, baseline, (key,))
-    return result + (summaries_differ(run, baseline, BATCH) if same_batch else [])
+    return result + summaries_differ(run, baseline, ("seq_len", "lengths", *(BATCH if same_batch else ())))
 
 
 def validated_on(run: Run) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, flatten
-from train.config.checks import LARGEST
 from train.observe.lines import NAME, read_back
 from train.observe.report.data import Records, read_mapping, read_records
 from train.observe.report.lines import Attempt, Faults, Line, Reading, Saves, high, highest, number, numbers, total
@@ -131,7 +130,7 @@ def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
 
 # ---- summary -------------------------------------------------------------------------------------------------------
 
-NOT_SCORES = re.compile("attempt|step|examples|epoch|unigram_entropy|.*_s")  # keys of an eval line that are not scores
+NOT_SCORES = re.compile("attempt|step|examples|epoch|.*_s")  # keys of an eval line that are not scores
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
 OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interval_s", "suggested_every")
 
@@ -156,7 +155,7 @@ def summarise(run: Run) -> Summary:
 
 def setting(run: Run) -> Summary:
     """Return what was trained, on which data and machines. Settings left to auto show the value used."""
-    config, environment, end = run.config, run.environment, newest_summary(run)
+    config, environment = run.config, run.environment
     from_elsewhere = config.get("model.pretrained") or config.get("model.init_from")  # then the architecture is unknown
     model = from_elsewhere or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
@@ -165,9 +164,6 @@ def setting(run: Run) -> Summary:
         device = device.removesuffix(" through XLA")  # the device is the same with and without XLA
     versions = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
     versions |= {key[9:]: value for key, value in environment.items() if key.startswith("versions.")}
-    guessing = ("unigram_entropy", "neighbour_accuracy")
-    counted = {name: last(run.summaries + run.evaluations, name) for name in guessing}
-    counted = {name: number(environment, name) if value is None else value for name, value in counted.items()}
     return {
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
@@ -175,39 +171,38 @@ def setting(run: Run) -> Summary:
         "data": environment.get("identity.data"),
         "instance": config.get("instance.name"),
         "device": device,
-        "world_size": number(end, "world_size") or number(environment, "world_size"),
-        "backend": end.get("backend") or environment.get("backend") or config.get("backend.name"),
-        "compile": environment.get("compile") or config.get("backend.compile"),
-        "precision": end.get("precision") or environment.get("precision") or config.get("backend.precision"),
-        "global_batch_size": number(config, "global_batch_size") or number(environment, "plan.global_batch_size"),
-        "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
+        "world_size": number(environment, "world_size"),
+        "backend": environment.get("backend"),
+        "compile": environment.get("compile"),
+        "precision": environment.get("precision"),
+        "global_batch_size": number(environment, "plan.global_batch_size"),
+        "micro_batch_size": number(environment, "plan.micro_batch_size"),
         "accumulation": number(environment, "plan.accumulation"),
-        "seq_len": number(environment, "seq_len") or number(config, "seq_len"),
+        "seq_len": number(environment, "seq_len"),
         "lengths": environment.get("identity.data.lengths"),
-        **counted,
+        "unigram_entropy": number(environment, "unigram_entropy"),
+        "neighbour_accuracy": number(environment, "neighbour_accuracy"),
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value) or None,
     }
 
 
 def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
-    config, environment, end, newest = run.config, run.environment, newest_summary(run), run.train[-1:]
+    environment, newest = run.environment, run.train[-1:]
     train_s, tokens, compile_s, graphs = (
         total([attempt.figure(key) for attempt in run.attempts]) for key in ("train_s", "tokens", "compile_s", "graphs")
     )
     steps, wall_s, examples = run.attempts[-1].step, billable_s(run), last(run.train, "examples")
-    batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
+    batch = number(environment, "plan.global_batch_size")
     if batch and examples is not None:  # a stopped run may have no line for its last step
         examples += batch * max(0, steps - run.train[-1]["step"])
     once = examples if len(run.attempts) == 1 else None  # `examples` leaves out redone steps, `train_s` does not
     without_summary = sum(attempt.last["kind"] != "summary" for attempt in run.attempts)
     is_cpu = str(environment.get("device")).startswith("cpu")  # XLA on a CPU too; device memory is host memory
-    of_ranks = end.get("peak_bytes_of_ranks")
-    of_ranks = of_ranks if isinstance(of_ranks, list) else []
-    peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]
+    peaks = newest_summary(run).get("peak_bytes_of_ranks", [])
     return {
         "steps": steps,
-        "steps_total": planned_steps(run),
+        "steps_total": number(environment, "plan.total_steps"),
         "examples": examples,
         "tokens": tokens,
         "train_s": train_s,
@@ -234,7 +229,8 @@ def speed(run: Run) -> Summary:
 
 def reliability(run: Run) -> Summary:
     """Return figures of faults and saves. A killed attempt leaves no count of its skipped steps and rollbacks."""
-    saves, faults, end, planned = run.saves, run.faults, newest_summary(run), planned_steps(run)
+    saves, faults, end = run.saves, run.faults, newest_summary(run)
+    planned = number(run.environment, "plan.total_steps")
     of_end = {key: number(end, key) for key in OF_SUMMARY}
     if planned and of_end["suggested_every"]:  # a short run needs only the save at its end
         of_end["suggested_every"] = min(planned, of_end["suggested_every"])
@@ -268,11 +264,6 @@ def divergence(run: Run) -> str:
         return ""
     since = f"after step {high(line, 'step'):,.0f}" if line else "at any step"
     return f"no finite loss {since}: try a lower optim.lr, and look at the weights and the data"
-
-
-def planned_steps(run: Run) -> float | None:
-    known = (newest_summary(run), "steps_total"), (run.environment, "plan.total_steps"), (run.config, "max_steps")
-    return next((steps for line, key in known if (steps := number(line, key))), None)
 
 
 def newest_summary(run: Run) -> Line:
