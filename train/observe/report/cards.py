@@ -14,11 +14,9 @@ from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
 MOST_CHARS = 300  # maximum length of an outcome's reason
-# A masked language model uses little context if its loss is below the unigram entropy by less than this.
-FREQUENCIES_NATS = 1.0
-MOST_WRONG = 0.5  # most answers are wrong if the share of right ones is below this
 MOST_NATS = 20.0  # upper limit of a loss before exp() turns it into a number of choices
 MOST_OTHERS = 3  # maximum number of other metrics on the card of the main metric
+TONES = {"done": "good", "failed": "bad", "refused": "bad"}
 
 
 @dataclass(frozen=True)
@@ -43,29 +41,18 @@ def cards(run: Run) -> dict[str, Card]:
 
 def outcome(run: Run) -> Card:
     """Return a card on the last attempt's end and last step. A run that diverged says so, however it ended."""
-    card, lost = ending(run), divergence(run)
-    if not lost and run.outcome.get("kind") != "not_finite":
-        return card
-    return replace(card, value="diverged", notes=[card.notes[0], lost, *card.notes[1:]], tone="bad")
-
-
-def ending(run: Run) -> Card:
-    """Return a card on the last attempt's end, from outcome.json or else its last line, and on its last step."""
     steps, planned = run.summary["steps"], run.summary["steps_total"]
     far = f"step {steps:,}" if planned is None else f"step {steps:,} of {planned:,.0f}"
     far += f" ({steps / planned:.0%})" if planned and steps < planned else ""
+    end, reason, tone = "no end recorded", "it is still running, or was killed", ""
     if run.outcome:
-        end = shown(run.outcome["outcome"])
-        is_early = run.outcome["kind"] == "early_stop"
-        reason = "stopped early: no later evaluation was better" if is_early else shown(run.outcome["reason"])
-        tone = {"done": "good", "failed": "bad", "refused": "bad"}.get(end, "")
-        return Card(end, [far, reason if reason != end else ""], tone=tone)
-    if run.attempts[-1].last["kind"] != "summary":
-        return Card("no end recorded", [far, "it is still running, or was killed"])
-    reason = shown(run.summary["reason"])
-    if reason in ("done", "early_stop"):
-        return Card("done", [far, "stopped early" if reason != "done" else ""], tone="good")
-    return Card("stopped", [far, reason])
+        end, reason = (shown(run.outcome[key]) for key in ("outcome", "reason"))
+        reason = "stopped early: no later evaluation was better" if run.outcome["kind"] == "early_stop" else reason
+        reason, tone = reason if reason != end else "", TONES.get(end, "")
+    lost = divergence(run)
+    if lost or run.outcome.get("kind") == "not_finite":
+        end, tone = "diverged", "bad"
+    return Card(end, [far, lost, reason], tone=tone)
 
 
 def shown(reason: object) -> str:
@@ -130,26 +117,15 @@ def against_entropy(loss: float, entropy: float | None) -> str:
 def ability(summary: Summary) -> str:
     """Return a text on what a masked language model can do, judged by loss and accuracy; "" if these are unknown."""
     scores, entropy = summary["scores"], summary["unigram_entropy"]
-    loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in ("loss", "masked_accuracy"))
-    loss = scores["mlm_loss"]["last"][0] if "mlm_loss" in scores else loss
-    if loss is None or right is None or entropy is None or not 0 <= right <= 1:
+    names = ("mlm_loss" if "mlm_loss" in scores else "loss", "masked_accuracy")
+    loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in names)
+    if loss is None or right is None or entropy is None:
         return ""
     choices, by_frequency = (math.exp(min(each, MOST_NATS)) for each in (loss, entropy))
-    said = (
+    return (
         f"Its first guess is right for {right:.0%} of the masked tokens. It is as uncertain as a choice among "
         f"{choices:,.0f} equally likely tokens; token frequencies alone leave {by_frequency:,.0f}."
     )
-    if entropy - loss < FREQUENCIES_NATS:
-        said += (
-            " So it knows which tokens are frequent ('.', 'the', word endings) but makes little use of the context: "
-        )
-        return (
-            said
-            + "most answers below are wrong. Use it as a start for fine-tuning or more training, not for its answers."
-        )
-    if right < MOST_WRONG:
-        said += " So it knows word forms and common phrases; do not expect rare words or facts."
-    return said
 
 
 def against_majority(records: Records) -> str:
