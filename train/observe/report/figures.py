@@ -63,7 +63,6 @@ class Panel:
 X_LABELS = {
     "step": "optimizer step",
     "examples": "sequences consumed",
-    "train_s": "seconds in steps",
     "since_start_s": "seconds since the first start",
 }
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", "loss", from_zero=False)
@@ -289,10 +288,7 @@ def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
     with style():
         drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
         if len(runs) > 1:
-            # If a run did not record its start, the axis is the time in steps.
-            is_recorded = all("since_start_s" in line for run in runs for line in run.train)
             over_time = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
-            png = draw(over_time, runs, "since_start_s" if is_recorded else "train_s")
-            drawn.append((over_time.name, over_time.title, png))
+            drawn.append((over_time.name, over_time.title, draw(over_time, runs, "since_start_s")))
             drawn += [(bars.name, bars.title, draw_bars(bars, runs)) for bars in bars_of(runs)]
     return [(name, title, png) for name, title, png in drawn if png is not None]
