@@ -171,8 +171,10 @@ class LineParser:
                 # The guide names the key `flops`, one recording has `effective_flops`, others have neither.
                 flops.append(values.get("flops", values.get("effective_flops")))
             memory.append((used.get("neuron_runtime_used_bytes") or {}).get("neuron_device"))
+            active = [core for core, values in cores.items() if values.get("neuroncore_utilization")] or list(cores)
+            name = f"NeuronCore {', '.join(active)}" if active else f"Neuron process {entry.get('pid')}"
             if stats:
-                reading.add({f"{name_of(entry, cores)}: {what}": count for what, count in errors_of(stats).items()})
+                reading.add({f"{name}: {what}": count for what, count in errors_of(stats).items()})
         if entries and num_counted == len(entries):
             shares = [min(1.0, percent / 100) for percent in busy.values()]
             reading.totals["device_utilisation"] = (sum(shares), max(self.num_devices, sum(map(bool, shares))))
@@ -214,12 +216,3 @@ def errors_of(stats: dict[str, Any]) -> dict[str, int]:
         **{what: outcomes.get(name) or 0 for name, what in FAILED.items()},
         "executions completed with other errors": (outcomes.get("completed_with_err") or 0) - sum(typed.values()),
     }
-
-
-def name_of(entry: dict[str, Any], cores: dict[str, dict[str, Any]]) -> str:
-    """Return the NeuronCore that a process uses if there is only one (idle ones may be listed), else the process."""
-    busy = [core for core, values in cores.items() if values.get("neuroncore_utilization")]
-    for known in (busy, list(cores)):
-        if len(known) == 1:
-            return f"NeuronCore {known[0]}"
-    return f"Neuron process {entry.get('pid')}"

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from train.config import TelemetryConfig, TrainConfig, check, flat
 from train.system.run_folder import RunFolder
@@ -65,15 +65,6 @@ class Run:
     settings: dict[str, Any]
 
 
-class Client(Protocol):
-    """A connection to a tracker, made by calling its class with a Run. Every failure raises an exception."""
-
-    def send(self, line: Line) -> None: ...
-
-    def end(self, status: str) -> None:
-        """Record how the attempt ended: FINISHED, FAILED or KILLED."""
-
-
 class MLflow:
     """The run in MLflow that has our run's id as a tag. It is created if it is missing."""
 
@@ -105,6 +96,7 @@ class MLflow:
             self.client.log_batch(self.id, metrics=metrics, synchronous=True)
 
     def end(self, status: str) -> None:
+        """Record how the attempt ended: FINISHED, FAILED or KILLED."""
         self.client.set_terminated(self.id, status)
 
 
@@ -139,7 +131,7 @@ class WandB:
         self.run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
-CLIENTS: dict[str, Callable[[Run], Client]] = {"mlflow": MLflow, "wandb": WandB}
+CLIENTS: dict[str, type[MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
 
 
 @dataclass
@@ -147,7 +139,7 @@ class Tracker:
     """The thread that sends lines to one tracker."""
 
     name: str
-    connect: Callable[[], Client]
+    connect: Callable[[], MLflow | WandB]
     lines: queue.Queue[Line | None] = field(default_factory=lambda: queue.Queue(MOST_LINES))
     unsent: deque[Line] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     status: str | None = None  # how the attempt ended; None until then
@@ -156,7 +148,7 @@ class Tracker:
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
-        self.client: Client | None = None
+        self.client: MLflow | WandB | None = None
 
     def add(self, line: Line) -> None:
         """Queue a line to be sent, without waiting."""
