@@ -61,8 +61,7 @@ def print_results(results: dict[str, list[Run]]) -> None:
     print(table(head, [row for row in rows if any(row[1:])]), end="\n\n")
     for variant, runs in others:
         for number, (run, base) in enumerate(zip(runs, bases, strict=True), 1):
-            differences = work_differences(run, base, same_batch="_batch_" not in variant)
-            work = "; ".join(differences) or "the same"
+            work = "; ".join(work_differences(run, base)) or "the same"
             print(f"{variant}, round {number}: {quality(run, base, TOLERANCE)}; work: {work}")
 
 

@@ -13,7 +13,6 @@ from train.observe.report.texts import as_text, count, percent, printable, short
 
 SAME_EXAMPLES = 0.01  # share by which sequence counts may differ: not every epoch is a multiple of the batch
 WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that decide what is learnt
-BATCH = ("global_batch_size", "steps")  # figures that differ between runs with different batch sizes
 MACHINE = ("device", "instance", "world_size")
 MOST_TIMES = 1e6  # no two runs that somebody compares are further apart
 
@@ -57,15 +56,18 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 # ---- the same work on the same machine -----------------------------------------------------------------------------
 
 
-def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
-    """List the settings in which the run's work differs from the baseline's: "key: value there, value here"."""
+def work_differences(run: Run, baseline: Run) -> list[str]:
+    """List the settings in which the run's work differs from the baseline's: "key: value there, value here".
+
+    The same sequences in larger batches are the same work, in fewer steps.
+    """
     both = (baseline, run)
     settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
     result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))
     there, here = (each.summary["examples"] for each in both)
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
-    return result + summaries_differ(run, baseline, ("seq_len", "lengths", *(BATCH if same_batch else ())))
+    return result + summaries_differ(run, baseline, ("seq_len", "lengths"))
 
 
 def validated_on(run: Run) -> dict[str, Any]:
@@ -86,27 +88,7 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     return texts
 
 
-# ---- groups --------------------------------------------------------------------------------------------------------
-
-
-def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
-    """Return each variant's run with the largest batch, the baseline's variant first; [] if these batches are equal."""
-    # Runs of one variant have the same backend, parallel settings and machine.
-
-    def variant(run: Run) -> str:
-        settings = {key: value for key, value in run.config.items() if key.startswith(("backend.", "parallel."))}
-        known = {key: run.summary[key] for key in (*MACHINE, "backend", "precision")}
-        return json.dumps([settings, known], sort_keys=True, default=str)
-
-    def batches(run: Run) -> tuple[float, float]:
-        return run.summary["micro_batch_size"] or 0.0, run.summary["global_batch_size"] or 0.0
-
-    largest: dict[str, Run] = {}
-    for run in runs:
-        key = variant(run)
-        if key not in largest or batches(run) > batches(largest[key]):
-            largest[key] = run
-    return list(largest.values()) if len({*map(batches, largest.values())}) > 1 else []
+# ---- what the report says ------------------------------------------------------------------------------------------
 
 
 def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
@@ -133,45 +115,26 @@ def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-# ---- what the report says ------------------------------------------------------------------------------------------
-
-
-def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run, bool]]:
-    """Return (run, baseline, same batch) for each pair to compare.
-
-    Runs with the batch size of the first run are compared with it; variants are compared at their largest batch.
-    """
-    same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
-    largest = at_largest_batch(runs)
-    known = [(run, same[0], True) for run in same[1:]]
-    for run in largest[1:]:
-        if not (run in same and largest[0] in same):  # those pairs already compare the variants
-            known.append((run, largest[0], False))
-    # Without any pair, the runs are of one variant and differ in batch size.
-    return known or [(run, runs[0], True) for run in runs[1:]]
-
-
 def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
-    return [sentence(run, baseline, tolerance, same_batch=same) for run, baseline, same in pairs(runs)]
+    return [sentence(run, runs[0], tolerance) for run in runs[1:]]
 
 
 def is_same_work(runs: Sequence[Run]) -> bool:
     """Return whether each run does the same work as the first one, as far as `sentence` can tell."""
-    known = [*pairs(runs), *((run, runs[0], False) for run in runs[1:])]
-    return not any(work_differences(run, baseline, same_batch=same) for run, baseline, same in known)
+    return not any(work_differences(run, runs[0]) for run in runs[1:])
 
 
-def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
+def sentence(run: Run, baseline: Run, tolerance: float) -> str:
     """Say how throughput and time compare with the baseline's, and whether quality and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
     does = f"{speed:.2f} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
     parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
-    if not same_batch:
-        here, there = (count(each.summary["global_batch_size"]) for each in (run, baseline))
-        parts[0] += f", each at its largest batch ({here} against {there})"
+    here, there = (each.summary["global_batch_size"] for each in (run, baseline))
+    if here != there:
+        parts.append(f"with batches of {count(here)} against {count(there)}")
     parts.append(quality(run, baseline, tolerance))
     for what, differences in (
-        ("not the same work", work_differences(run, baseline, same_batch=same_batch)),
+        ("not the same work", work_differences(run, baseline)),
         ("not the same machine", summaries_differ(run, baseline, MACHINE)),
     ):
         if differences:
