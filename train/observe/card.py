@@ -44,9 +44,8 @@ def write(folder: RunFolder) -> Path:
     folder.ownership.check()
     if folder.is_remote and folder.folder.size("evaluation.json") is not None:
         write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
-    name = folder.location.rstrip("/").rpartition("/")[2]
     folder.export.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder.export / NAME, card(folder.path, name).encode())
+    write_atomic(folder.export / NAME, card(folder.path, Path(folder.location).name).encode())
     return folder.export / NAME
 
 

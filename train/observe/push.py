@@ -57,7 +57,7 @@ def check_push(cfg: TrainConfig) -> None:
 def push(folder: RunFolder, to: str) -> str:
     """Push a complete run to a private repository and return its address. Raises Failure if the Hub rejects it."""
     try:
-        return send(gathered(folder.path, name_of(folder)), to, private=True)
+        return send(gathered(folder.path, Path(folder.location).name), to, private=True)
     except (InputError, Unreachable) as error:
         again = command(folder.location, to, folder.s3)
         raise Failure(f"{error}; the run is complete, push it again with {again}") from None
@@ -67,10 +67,6 @@ def command(location: str, to: str, s3: S3Config) -> str:
     """Return the command line that pushes a run later."""
     arguments = ["python", "-m", "train.hub", location, "--to", to]
     return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
-
-
-def name_of(folder: RunFolder) -> str:
-    return folder.location.rstrip("/").rpartition("/")[2] or "run"
 
 
 # ---- what is pushed ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -136,15 +135,13 @@ CLIENTS: dict[str, type[MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
 
 @dataclass
 class Tracker:
-    """The thread that sends lines to one tracker."""
+    """The thread that sends lines to one tracker, and at last how the attempt ended."""
 
     name: str
     connect: Callable[[], MLflow | WandB]
-    lines: queue.Queue[Line | None] = field(default_factory=lambda: queue.Queue(MOST_LINES))
-    unsent: deque[Line] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
-    status: str | None = None  # how the attempt ended; None until then
+    waiting: queue.SimpleQueue[Line | str] = field(default_factory=queue.SimpleQueue)
+    unsent: deque[Line | str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
     has_warned: bool = False
-    has_ended: bool = False  # all lines and the status were sent
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
@@ -154,63 +151,48 @@ class Tracker:
         """Queue a line to be sent, without waiting."""
         if self.thread.ident is None:
             self.thread.start()
-        try:
-            self.lines.put_nowait(line)
-        except queue.Full:
-            self._warn(f"{MOST_LINES} lines wait to be sent; more are dropped")
-
-    def end(self, status: str) -> None:
-        """Queue the end of the attempt, without waiting. `thread` ends when it has sent all lines and the status."""
-        self.status = status
-        with suppress(queue.Full):  # the lines of a full queue wake the thread as well
-            self.lines.put_nowait(None)
+        if self.waiting.qsize() < MOST_LINES:
+            self.waiting.put(line)
+        else:
+            self.warn(f"{MOST_LINES} lines wait to be sent; more are dropped")
 
     def _work(self) -> None:
         is_over = False
         while not is_over:
-            line = self.lines.get()
-            is_over = self.status is not None  # all lines are in the queue by now
-            while True:
-                if line is not None:
-                    self.unsent.append(line)
-                if self.lines.empty():
-                    break
-                line = self.lines.get_nowait()
+            self.unsent.append(self.waiting.get())
+            while not self.waiting.empty():
+                self.unsent.append(self.waiting.get())
+            is_over = isinstance(self.unsent[-1], str)
             for number in range(END_TRIES if is_over else 1):
                 time.sleep(RETRY_S if number else 0)
-                if self._try_to_send(is_over):
+                if self._try_to_send():
                     break
         if self.unsent:
             logger.info("tracker %s: %d lines were not sent", self.name, len(self.unsent))
 
-    def _try_to_send(self, is_over: bool) -> bool:
-        """Send the waiting lines and, at the end, the status. Return whether all were sent; the rest is retried."""
+    def _try_to_send(self) -> bool:
+        """Send what waits, and return whether all was sent; the rest is retried."""
         try:
             if self.client is None:
                 self.client = self.connect()
             while self.unsent:
-                self.client.send(self.unsent[0])
+                item = self.unsent[0]
+                if isinstance(item, str):
+                    self.client.end(item)
+                else:
+                    self.client.send(item)
                 self.unsent.popleft()
-            if is_over and self.status is not None:
-                self.client.end(self.status)
-                self.has_ended = True
         except Exception as error:  # any exception of the library: training continues
-            self._warn(f"{type(error).__name__}: {error}"[:300])
+            self.warn(f"{type(error).__name__}: {error}"[:300])
             return False
         return True
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Log the first failure, in one line without credentials."""
         if not self.has_warned:
             self.has_warned = True
             text = re.sub(r"//[^/@\s]*@", "//", " ".join(text.split()))
             logger.warning("tracker %s: %s; the run continues", self.name, text)
-
-    def wait(self, until_s: float) -> None:
-        """Wait for the thread's end, at most until `until_s` on the monotonic clock."""
-        self.thread.join(max(0.0, until_s - time.monotonic()))
-        if self.thread.is_alive():
-            self._warn("it does not answer; the last lines and the final status may be missing there")
 
 
 def check_trackers(cfg: TelemetryConfig) -> None:
@@ -230,8 +212,7 @@ def open_trackers(cfg: TrainConfig, folder: RunFolder) -> list[Tracker]:
     """Return the trackers of a run, for rank 0. Nothing is imported or sent before the first line."""
     if cfg.telemetry.trackers:
         os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
-    name = folder.location.rstrip("/").rpartition("/")[2]
-    run = Run(folder.run_id, name, folder.path, flat(cfg))
+    run = Run(folder.run_id, Path(folder.location).name, folder.path, flat(cfg))
     return [Tracker(name, partial(CLIENTS[name], run)) for name in cfg.telemetry.trackers]
 
 
@@ -248,8 +229,10 @@ def end(trackers: Sequence[Tracker], status: str, *, waits: bool) -> None:
     """End the trackers that have received a line. If `waits`, wait for them briefly."""
     begun = [tracker for tracker in trackers if tracker.thread.ident is not None]
     for tracker in begun:
-        tracker.end(status)
+        tracker.waiting.put(status)
     until_s = time.monotonic() + END_WAIT_S
     for tracker in begun if waits else ():
-        tracker.wait(until_s)
-    unended.extend(tracker for tracker in begun if not tracker.has_ended)
+        tracker.thread.join(max(0.0, until_s - time.monotonic()))
+        if tracker.thread.is_alive():
+            tracker.warn("it does not answer; the last lines and the final status may be missing there")
+    unended.extend(tracker for tracker in begun if tracker.unsent or tracker.thread.is_alive())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from train.config import S3Config
-from train.observe.push import check_name, gathered, name_of, run_here, send
+from train.observe.push import check_name, gathered, run_here, send
 from train.run.command import DONE, EXITS, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.system.run_folder import RunFolder
 
@@ -37,7 +38,7 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     check_name("--to ", options.to)
     folder = RunFolder(options.run, s3)
     with run_here(folder, options.cache_dir) as run:
-        files = gathered(run, name_of(folder))
+        files = gathered(run, Path(folder.location).name)
         if options.dry_run:
             for name, content in files.items():
                 size = len(content) if isinstance(content, bytes) else content.stat().st_size
