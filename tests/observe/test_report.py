@@ -422,10 +422,6 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
         assert text in shown(html)
     pngs = {path.stem for path in (run / "report").glob("*.png")}
     assert {"lengths_by_split", "confusion_validation"} <= pngs and "confusion_other" not in pngs
-    other = finished_run.write(tmp_path / "other")
-    change(other, "evaluation.json", splits={"validation": {"per_class": {"negative": {"f1": 0.25}}}})
-    _, *rows = report_data.f1_comparison([records_of(run), records_of(other), None], ["a", "b", "c"])
-    assert rows[0] == ["validation: negative", "0.8899", "0.2500", "unknown"]
 
 
 def test_figures_hold_the_numbers_of_the_files(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -183,16 +183,3 @@ def classes_table(evaluated: Evaluated) -> Table:
         scores = evaluated.per_class[label]
         rows.append([label, *(score(scores.get(name)) for name in SCORES[:-1]), count(scores.get("support"))])
     return with_header("Label", ("Precision", "Recall", "F1", "Support"), rows)
-
-
-def f1_comparison(runs: Sequence[Records | None], names: Sequence[str]) -> Table:
-    """Return a table with a row per split and label and a column per run: F1 at the run's best evaluation."""
-    columns = [
-        {(split.name, label): scores.get("f1") for split in run.evaluated for label, scores in split.per_class.items()}
-        if run is not None
-        else {}
-        for run in runs
-    ]
-    keys = {key: None for column in columns for key in column}
-    rows = [[f"{split}: {label}", *(score(column.get((split, label))) for column in columns)] for split, label in keys]
-    return with_header("F1 at the best evaluation", names, rows)

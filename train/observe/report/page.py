@@ -12,15 +12,7 @@ from train.config import InputError, check
 from train.config.train import TOLERANCE
 from train.observe.report import comparison
 from train.observe.report.cards import ability, cards, side_by_side
-from train.observe.report.data import (
-    Records,
-    Table,
-    classes_table,
-    f1_comparison,
-    labels_table,
-    metrics_table,
-    splits_table,
-)
+from train.observe.report.data import Records, Table, classes_table, labels_table, metrics_table, splits_table
 from train.observe.report.data_figures import data_figures
 from train.observe.report.figures import DPI, MAX_POINTS, WIDTH, curves, look, x_axis
 from train.observe.report.run import Run, tell_apart
@@ -232,7 +224,6 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
             "figures": shown_figures(figures),
             "sections": sections(only) if only is not None else [],
             "pictures": shown_figures(pictures),
-            "comparison": [] if is_one else f1_comparison([run.records for run in runs], [run.label for run in runs]),
             "column": WIDTH * 72,
             "by_sequences": x_axis(runs) == "examples",
             "averaged": any(len(run.train) > MAX_POINTS for run in runs),
