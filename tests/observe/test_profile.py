@@ -2,14 +2,10 @@
 
 import gzip
 import json
-from types import SimpleNamespace
 
 from running import lines, run, train_here, train_overrides
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from train.observe import profile
-from train.observe.profile import Profiler
 
 
 def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd, monkeypatch):
@@ -35,24 +31,3 @@ def test_a_run_through_xla_adds_what_its_device_says(prepared, tmp_path):
     text = (tmp_path / "run/profile/table.txt").read_text()
     assert text.startswith("xla on cpu through XLA") and "CompileTime" in text
     assert lines(tmp_path / "run", "summary")[0]["graphs"] == 2  # tracing added none
-
-
-def event(name, start_s, end_s, device=DeviceType.CPU):
-    """An event as PyTorch's profiler returns it."""
-    more = {"thread": 1, "stack": [], "use_device": "cuda", "device_type": device}
-    return FunctionEvent(0, name, start_us=1e6 * start_s, end_us=1e6 * end_s, **more)
-
-
-def test_kernels_of_a_device_come_first(tmp_path):
-    events = EventList([event("aten::mm", 0, 9), event("gemm_kernel", 0, 2, DeviceType.CUDA)], use_device="cuda")
-    events._build_tree()
-    written = {}
-    backend = SimpleNamespace(name="ddp", device_name="a card", precision="bf16", profile_text=lambda: "")
-    folder = SimpleNamespace(folder=SimpleNamespace(write=written.__setitem__))
-    profiler = Profiler(SimpleNamespace(run_dir="run"), folder, backend)
-    profiler.tracing = SimpleNamespace(
-        key_averages=events.key_averages, export_chrome_trace=lambda path: (tmp_path / "trace.json").touch()
-    )
-    profiler.write(tmp_path)
-    text = written["profile/table.txt"].decode()
-    assert 0 < text.index("gemm_kernel") < text.index("aten::mm")
