@@ -154,17 +154,12 @@ def splits_table(records: Records) -> Table:
 def labels_table(records: Records) -> Table:
     """Return a table with a row per label: its count in each split, and its share of the split's labels."""
     columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
+    counted = [label for counts in columns.values() for label in counts]
     rows = []
-    for label in label_names(records):
+    for label in dict.fromkeys([*records.labels, *counted]):
         shares = ((counts.get(label, 0), sum(counts.values()) or 1) for counts in columns.values())
         rows.append([label, *(f"{count(value)} ({share(value / total)})" for value, total in shares)])
     return with_header("Label", columns, rows)
-
-
-def label_names(records: Records) -> list[str]:
-    """Return the labels in the order of their class numbers, and then labels that occur only in counts."""
-    counted = [label for split in records.splits for label in split.label_counts]
-    return list(dict.fromkeys([*records.labels, *counted]))
 
 
 def metrics_table(records: Records) -> Table:

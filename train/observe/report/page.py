@@ -131,8 +131,6 @@ def why_unknown(run: Run, figure: str) -> str:
         return "the run has not written a summary yet: it is still running, or it was killed"
     peak = "instance.device_tflops_" + ("fp32" if run.summary["precision"] == "fp32" else "bf16")
     what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
-    if run.config.get(key) is not None:
-        return f"the run recorded none, though {key} is set"
     return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
 
 

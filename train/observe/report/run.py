@@ -132,6 +132,8 @@ def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
 
 NOT_SCORES = re.compile("attempt|step|examples|epoch|.*_s")  # keys of an eval line that are not scores
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
+OF_ENVIRONMENT = ("parameters", "world_size", "seq_len", "unigram_entropy", "neighbour_accuracy")  # numbers
+OF_PLAN = ("global_batch_size", "micro_batch_size", "accumulation")
 OF_SUMMARY = ("bubble_share", "bubble_share_ideal", "mttf_s", "suggested_interval_s", "suggested_every")
 
 
@@ -167,21 +169,13 @@ def setting(run: Run) -> Summary:
     return {
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
-        "parameters": number(environment, "parameters"),
         "data": environment.get("identity.data"),
         "instance": config.get("instance.name"),
         "device": device,
-        "world_size": number(environment, "world_size"),
-        "backend": environment.get("backend"),
-        "compile": environment.get("compile"),
-        "precision": environment.get("precision"),
-        "global_batch_size": number(environment, "plan.global_batch_size"),
-        "micro_batch_size": number(environment, "plan.micro_batch_size"),
-        "accumulation": number(environment, "plan.accumulation"),
-        "seq_len": number(environment, "seq_len"),
         "lengths": environment.get("identity.data.lengths"),
-        "unigram_entropy": number(environment, "unigram_entropy"),
-        "neighbour_accuracy": number(environment, "neighbour_accuracy"),
+        **{key: environment.get(key) for key in ("backend", "compile", "precision")},
+        **{key: number(environment, key) for key in OF_ENVIRONMENT},
+        **{key: number(environment, f"plan.{key}") for key in OF_PLAN},
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value) or None,
     }
 
