@@ -100,7 +100,7 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     html = (page / "report.html").read_text()
     assert f'<div class="card headline">{says}</div>' in html
     assert "$1.28 (0.64 times) \u2605 best" in shown(html.replace("&#9733;", "\u2605"))
-    names = {"throughput_by_run", "time_by_run", "cost_by_run", "memory_by_run", "training_loss_over_time"}
+    names = {"throughput_by_run", "time_by_run", "cost_by_run", "training_loss_over_time"}
     assert names <= {path.stem for path in page.glob("*.png")}
     expected = {
         "Tokens/s over the whole run": ["4,000", "8,000 (2.00 times)"],

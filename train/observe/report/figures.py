@@ -238,7 +238,6 @@ class Bars(NamedTuple):
     key: str  # key of the summary
     form: str  # format of the value beside the bar
     unit: str
-    scale: float = 1.0
 
 
 BARS = (
@@ -247,18 +246,11 @@ BARS = (
     Bars("cost_by_run", "Cost", "cost_usd", "${:,.2f}", "US dollars"),
     Bars("compiling_by_run", "Compiling", "compile_s", "{:,.1f} s", "seconds"),
 )
-MEMORY = (  # sources of the peak; the first that every run has is taken
-    ("peak_device_bytes", "device memory, GB, of rank 0 as PyTorch counts it"),
-    ("monitored_device_bytes", "device memory, GB, the most that the monitor saw"),
-    ("peak_host_bytes", "host memory, GB, of the process of rank 0"),
-)
 
 
 def bars_of(runs: list[Run]) -> list[Bars]:
     """Return the bar charts that have a value to show."""
-    memory = [Bars("memory_by_run", "Peak memory", key, "{:,.2f} GB", unit, scale=1e-9) for key, unit in MEMORY]
-    memory = [bars for bars in memory if all(run.summary[bars.key] for run in runs)][:1]
-    return [*(bars for bars in BARS if any(run.summary[bars.key] for run in runs)), *memory]
+    return [bars for bars in BARS if any(run.summary[bars.key] for run in runs)]
 
 
 def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
@@ -266,12 +258,12 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
     values = [run.summary[bars.key] for run in runs]
-    texts = ["unknown" if value is None else bars.form.format(value * bars.scale) for value in values]
+    texts = ["unknown" if value is None else bars.form.format(value) for value in values]
     ratios = [times(run, runs[0], bars.key) for run in runs]
     texts = [f" {text}  ({ratio})" if ratio else f" {text}" for text, ratio in zip(texts, ratios, strict=True)]
     colours = [look(index)["color"] for index in range(len(runs))]
     figure, axes = axes_of(bars.title, height=max(3.0, 1.6 + 0.3 * len(runs)), xlabel=bars.unit)
-    drawn = axes.barh(range(len(runs)), [(value or 0.0) * bars.scale for value in values], 0.6, color=colours)
+    drawn = axes.barh(range(len(runs)), [value or 0.0 for value in values], 0.6, color=colours)
     axes.bar_label(drawn, texts, fontsize=SMALL)
     axes.set_yticks(range(len(runs)), [shortened(run.label, 16) for run in runs])
     axes.invert_yaxis()
