@@ -36,34 +36,25 @@ def read_back(
 
     def limited() -> Iterator[bytes]:
         left = limit_bytes
-        for number, row in enumerate(rows_back(folder, NAME)):
+        for row in rows_back(folder, NAME):
             left -= len(row) + 1
             if left < 0:
                 return
-            if number or is_whole(row):
-                yield row
+            yield row
 
     with suppress(FileNotFoundError):
         yield from sound(limited(), containing, [] if damage is None else damage)
 
 
-def is_whole(row: bytes) -> bool:
-    try:
-        json.loads(row)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def sound(found: Iterator[bytes], containing: bytes, damage: list[str]) -> Iterator[Line]:
     """Yield the lines that are not damaged."""
-    for row in found:
+    for number, row in enumerate(found):
         if containing not in row or not row.strip():
             continue
         try:
             line = parse(row)
         except BadContent as error:
-            if not damage:
+            if number and not damage:  # row 0 of `read_back` may be unfinished
                 damage.append(str(error))
         else:
             yield line

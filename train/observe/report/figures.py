@@ -143,10 +143,10 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
 
 
 def add_marks(axes: Axes, values: list[float | None], name: str) -> None:
-    """Draw a horizontal line for each distinct value of the runs, in the run's colour if there are several values."""
-    known = {value: values.index(value) for value in values if value is not None}
-    for value, first in known.items():
-        axes.axhline(value, **MARK | ({"color": look(first)["color"]} if len(set(values)) > 1 else {}))
+    """Draw a horizontal line for each distinct value of the runs, which is named once in the legend."""
+    known = {value for value in values if value is not None}
+    for value in known:
+        axes.axhline(value, **MARK)
     if known:
         axes.plot([], [], **MARK, label=f" {name}")
 
