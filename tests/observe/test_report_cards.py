@@ -163,14 +163,6 @@ def test_a_report_leads_with_what_people_look_for(tmp_path):
     assert "a [1] text \u2717 [1] good bad · 75.0%" in shown(html)
 
 
-def test_the_samples_of_a_language_model_come_with_what_it_can_do(tmp_path):
-    lines = [train_line(10), eval_line(10, loss=4.0, masked_accuracy=0.8), summary_line(10, 10)]
-    words = cards.ability(read_run(write_run(tmp_path / "run", lines)).summary)
-    assert words.startswith("Its first guess is right for 80% of the masked tokens.")
-    assert "among 55 equally likely tokens; token frequencies alone leave 1,808." in words  # exp(4), exp(7.5)
-    assert cards.ability(read_run(write_run(tmp_path / "none", [train_line(10)])).summary) == ""
-
-
 def test_figures_have_the_same_names_in_every_report(tmp_path):
     few = read_run(write_run(tmp_path / "few", [train_line(10), eval_line(10)]))
     odd = {"x/../y": 1.0, "z" * 300: 1.0}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from train.observe.report.comparison import is_same_work, times
 from train.observe.report.data import Records
-from train.observe.report.run import Run, Summary, divergence, number
+from train.observe.report.run import Run, divergence, number
 from train.observe.report.texts import duration, figure, plural, printable
 from train.tasks import TASKS
 
 MOST_CHARS = 300  # maximum length of an outcome's reason
-MOST_NATS = 20.0  # upper limit of a loss before exp() turns it into a number of choices
 MOST_OTHERS = 3  # maximum number of other metrics on the card of the main metric
 TONES = {"done": "good", "failed": "bad", "refused": "bad"}
 
@@ -112,20 +110,6 @@ def against_entropy(loss: float, entropy: float | None) -> str:
     better = "better" if loss <= entropy else "worse"
     words = f"{abs(entropy - loss):.3f} nats {better} than guessing tokens by their frequency"
     return f"{words} (unigram entropy {entropy:.3f})"
-
-
-def ability(summary: Summary) -> str:
-    """Return a text on what a masked language model can do, judged by loss and accuracy; "" if these are unknown."""
-    scores, entropy = summary["scores"], summary["unigram_entropy"]
-    names = ("mlm_loss" if "mlm_loss" in scores else "loss", "masked_accuracy")
-    loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in names)
-    if loss is None or right is None or entropy is None:
-        return ""
-    choices, by_frequency = (math.exp(min(each, MOST_NATS)) for each in (loss, entropy))
-    return (
-        f"Its first guess is right for {right:.0%} of the masked tokens. It is as uncertain as a choice among "
-        f"{choices:,.0f} equally likely tokens; token frequencies alone leave {by_frequency:,.0f}."
-    )
 
 
 def against_majority(records: Records) -> str:

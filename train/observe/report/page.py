@@ -11,7 +11,7 @@ from typing import Any
 from train.config import InputError, check
 from train.config.train import TOLERANCE
 from train.observe.report import comparison
-from train.observe.report.cards import ability, cards, side_by_side
+from train.observe.report.cards import cards, side_by_side
 from train.observe.report.data import Records, Table, classes_table, labels_table, metrics_table, splits_table
 from train.observe.report.data_figures import data_figures
 from train.observe.report.figures import DPI, MAX_POINTS, WIDTH, curves, look, x_axis
@@ -216,7 +216,6 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
             "warnings": [*failed, *comparison.warnings(runs)] if not is_one or failed else [],
             "tolerance": percent(tolerance),
             "samples": learnt,
-            "ability": "" if learnt is None else ability(runs[0].summary),
             "table": table(runs),
             "differences": config_differences(runs),
             "figures": shown_figures(figures),
