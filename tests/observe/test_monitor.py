@@ -33,6 +33,11 @@ DEADLINE_S = 90.0  # never waited for unless a test fails
 HOST_ALONE = {"cpu_utilisation", "host_memory_bytes"}
 
 
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.system.atomic_io.said", set())
+
+
 def recorded(name: str) -> list[bytes]:
     return (RECORDED / f"{name}.jsonl").read_bytes().splitlines()
 

@@ -25,7 +25,8 @@ import psutil
 import pynvml
 
 from train.observe import monitor_neuron
-from train.observe.monitor_neuron import Notes, Reading, Totals
+from train.observe.monitor_neuron import Reading, Totals
+from train.system.atomic_io import warn_once
 
 logger = logging.getLogger("train")
 
@@ -164,7 +165,6 @@ def host_reading() -> Reading:
 def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
     """Yield NVML's readings of the first `num_devices` GPUs that CUDA shows. NVML does not count FLOPs."""
     pynvml.nvmlInit()
-    note = Notes()
     errors_before: dict[int, int] = {}  # uncorrected memory errors by GPU index
     hot: set[int] = set()
 
@@ -173,7 +173,7 @@ def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float)
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
-            note(call.__name__, f"NVML: {call.__name__}: {error}; left out")
+            warn_once(call.__name__, f"NVML: {call.__name__}: {error}; left out")
             return None
 
     heat = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown

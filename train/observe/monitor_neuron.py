@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger("train")
+from train.system.atomic_io import warn_once
 
 TOOL, FOLDER = "neuron-monitor", "/opt/aws/neuron/bin"
 RUNTIME_GROUPS = ("neuroncore_counters", "memory_used", "execution_stats")
@@ -50,18 +49,6 @@ class Reading:
     def add(self, errors: dict[str, int]) -> None:
         """Add the error counts that are above 0."""
         self.errors = Counter(self.errors) + Counter(errors)
-
-
-class Notes:
-    """A logger of warnings that logs each kind only once."""
-
-    def __init__(self) -> None:
-        self.logged: set[str] = set()
-
-    def __call__(self, kind: str, text: str) -> None:
-        if kind not in self.logged:
-            self.logged.add(kind)
-            logger.warning(text)
 
 
 # ---- the child -----------------------------------------------------------------------------------------------------
@@ -123,7 +110,6 @@ class LineParser:
 
     num_devices: int  # the run's devices on this machine; the tool may leave out idle cores
     run_tag: str | None
-    note: Notes = field(default_factory=Notes)
     ecc: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def parse(self, line: bytes) -> Reading | None:
@@ -138,7 +124,7 @@ class LineParser:
             self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
-                self.note("line", f"{TOOL} wrote a line that is not a report; such lines are left out: {error!r:.200}")
+                warn_once("line", f"{TOOL} wrote a line that is not a report; such lines are left out: {error!r:.200}")
             return None
         return reading
 
@@ -149,7 +135,7 @@ class LineParser:
             return tagged
         untagged = [entry for entry in entries if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
         if untagged and self.run_tag:
-            self.note("tag", f"no Neuron process carries the tag {self.run_tag}: those without a tag are counted")
+            warn_once("tag", f"no Neuron process carries the tag {self.run_tag}: those without a tag are counted")
         return untagged
 
     def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
@@ -160,7 +146,7 @@ class LineParser:
         num_counted = 0
         for entry in entries:
             if entry.get("error"):
-                self.note("process", f"{TOOL} on process {entry.get('pid')}: {entry['error']}")
+                warn_once("process", f"{TOOL} on process {entry.get('pid')}: {entry['error']}")
             counters, used, stats = (self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS)
             listed = counters.get("neuroncores_in_use")
             num_counted += listed is not None
@@ -187,7 +173,7 @@ class LineParser:
     def group(self, groups: dict[str, Any], name: str) -> dict[str, Any] | None:
         group: dict[str, Any] | None = groups.get(name)
         if group and group.get("error"):
-            self.note(name, f"{TOOL} could not read {name}: {group['error']}")
+            warn_once(name, f"{TOOL} could not read {name}: {group['error']}")
             return None
         return group
 
