@@ -79,7 +79,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return fake
 
 
-WANDB = TelemetryConfig(trackers=["wandb"])
+WANDB, MLFLOW = (TelemetryConfig(trackers=[name]) for name in ("wandb", "mlflow"))
 ALL = [("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("train", 4), ("train", 5), ("train", 6), ("eval", 6)]
 
 
@@ -250,9 +250,6 @@ class Server:
         history = MlflowClient(self.uri).get_metric_history(run.info.run_id, f"{kind}/loss") if run else []
         return [each.step for each in history]
 
-    def settings(self) -> TelemetryConfig:
-        return TelemetryConfig(trackers=["mlflow"])
-
     def kill(self) -> None:
         """With the processes that it has started."""
         with suppress(ProcessLookupError):
@@ -281,7 +278,7 @@ def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 def test_a_run_that_fails_and_resumes_is_one_run_of_mlflow(toy, mlflow_server):
     """It fails in its fourth step and goes on from its second: the third step is sent once."""
     toy.scale = lambda call: 1 / 0 if call == 4 else 1.0
-    settings: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "telemetry": mlflow_server.settings()}
+    settings: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "telemetry": MLFLOW}
     with pytest.raises(ZeroDivisionError):
         toy.train(checkpoint={"every": 2}, **settings)
     assert mlflow_server.run().info.status == "FAILED" and mlflow_server.steps() == [1, 2, 3]
@@ -305,7 +302,7 @@ def test_a_server_of_mlflow_that_dies_costs_one_warning(toy, mlflow_server):
         return 1.0
 
     toy.losses, toy.scale = 0, scale
-    assert toy.train(telemetry=mlflow_server.settings()) == ("done", 6)
+    assert toy.train(telemetry=MLFLOW) == ("done", 6)
     assert toy.values("train", "loss") == toy.values("train", "loss", "without")
     (said,) = warnings(toy)
     assert said.startswith("tracker mlflow: ")

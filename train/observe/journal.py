@@ -55,7 +55,7 @@ class Journal:
     def cost_before_usd(self) -> float:
         """The cost of the earlier attempts up to their last line; 0 if their price is unknown."""
         costs = (line.get("cost_usd") for line in read_back(self.folder.local) if line["attempt"] < self.attempt)
-        return next((float(cost) for cost in costs if isinstance(cost, int | float) and 0 <= cost < math.inf), 0.0)
+        return next((cost for cost in costs if cost is not None), 0.0)
 
     def write(self, kind: str, values: dict[str, Any], then: Callable[[], None] = lambda: None) -> None:
         """Write a line, then call `then`. Lines are written in the order of the calls.
@@ -170,7 +170,6 @@ class RunConsole:
         )
 
     def train(self, line: dict[str, Any]) -> None:
-        """Show a train line."""
         loss, speed, mfu = line["loss"], line["tokens_per_s"], line.get("mfu")
         shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
         self.bar.set_postfix(shown | ({} if mfu is None else {"mfu": f"{mfu:.1%}"}), refresh=False)
