@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -106,10 +105,7 @@ def parse(content: bytes) -> Any:
     def drop_unknown(table: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if value is not None}
 
-    def finite(text: str) -> float | None:
-        return float(text) if math.isfinite(float(text)) else None
-
-    return json.loads(content, object_hook=drop_unknown, parse_float=finite, parse_constant=finite)
+    return json.loads(content, object_hook=drop_unknown, parse_constant=lambda _: None)
 
 
 DATA: dict[str, Any] = {"labels": list[str], "lengths": list[float]}
