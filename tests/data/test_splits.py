@@ -34,7 +34,7 @@ def pipeline(stages, micro_batches, schedule):
         (2, pipeline(2, 3, "1f1b"), "micro_batch_size=8 is not a multiple of parallel.micro_batches=3"),
         (4, pipeline(4, 2, "gpipe"), "parallel.micro_batches=2 does not go with parallel.stages=4"),
         (2, pipeline(2, 5, "interleaved"), "parallel.micro_batches=5 does not go with parallel.stages=2"),
-        (8, pipeline(8, 8, "interleaved"), "schedule=interleaved cuts the model into 16 parts, but it has 8 layers"),
+        (8, pipeline(8, 8, "interleaved"), "cuts the model into 16 parts, more than it has layers (8)"),
         (2, ["parallel=pipeline", "parallel.name=data"], "use parallel=data"),
         (2, pipeline(1, 4, "1f1b"), "parallel.stages=1 must be 2 or more"),
         (2, pipeline(2, 4, "zigzag"), "parallel.schedule=zigzag is not known"),

@@ -201,7 +201,7 @@ def convolving():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (built("label", config("bert", num_layers=2)), "cuts the model into 3 parts, but it has 2 layers"),
+        (built("label", config("bert", num_layers=2)), "cuts the model into 3 parts, more than it has layers .2."),
         (convolving(), "cannot cut a deberta-v2 with conv_kernel_size=3"),
         (built("label", config("mpnet")), "parallel=pipeline supports albert, bert, .*, but not mpnet"),
         (torch.nn.Linear(2, 2), "parallel=pipeline splits transformers' encoders, not a Linear"),

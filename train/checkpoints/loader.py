@@ -23,7 +23,7 @@ from train.system.identity import check_same_run, differences
 from train.system.schema import BadContent, shown
 
 if TYPE_CHECKING:
-    from train.parallel.backends import Backend, State
+    from train.parallel.backend import Backend, State
     from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")

@@ -43,5 +43,4 @@ from train.config.prepare import (
     HFDataset,
     PrepareConfig,
 )
-from train.config.telemetry import TelemetryConfig
-from train.config.train import HubConfig, TrainConfig, flat, flatten, to_dict
+from train.config.train import HubConfig, TelemetryConfig, TrainConfig, flat, flatten, to_dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from train.config.checks import Section, check, check_choice, setting
 
@@ -14,6 +15,8 @@ NEURON_TIMEOUT_S = 7200.0  # seconds for a collective on Trainium, where ranks a
 
 @dataclass(kw_only=True)
 class BackendConfig(Section, prefix="backend."):
+    precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "tf32", "bf16", "fp16")
+
     name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))  # The backend; auto takes xla on Trainium 1,
     # else ddp.
     device: str = setting("auto", among=("auto", "cpu", *DEVICES))  # The device; auto takes the best of this machine.
@@ -44,7 +47,7 @@ class BackendConfig(Section, prefix="backend."):
             f"backend.name={self.name} does not go with the settings of backend={type(self).name}: use "
             f"backend={self.name}",
         )
-        check_choice("backend.precision", self.precision, self.precisions())
+        check_choice("backend.precision", self.precision, self.precisions)
         check(
             not (self.activation_checkpointing and self.cuda_graphs),
             "backend.cuda_graphs=true is not for backend.activation_checkpointing=true; leave one of them out",
@@ -54,6 +57,11 @@ class BackendConfig(Section, prefix="backend."):
             f"backend.deterministic=true is for GPUs; leave it out with backend={self.name}",
         )
         check(
+            self.grad_compression == "none" or self.name in ("auto", "ddp"),
+            f"backend.grad_compression={self.grad_compression} is for backend=ddp; leave it out with "
+            f"backend={self.name}",
+        )
+        check(
             self.compile in ("none", "auto") or self.name != "xla",
             f"backend.compile={self.compile} is not for backend=xla, which compiles every graph by itself",
         )
@@ -61,10 +69,6 @@ class BackendConfig(Section, prefix="backend."):
             self.compile != "none" or self.compile_cache is None,
             "backend.compile_cache is for backend.compile=layers or model; on trn1 set NEURON_COMPILE_CACHE_URL",
         )
-
-    def precisions(self) -> tuple[str, ...]:
-        """Return the values that `precision` may have."""
-        return ("auto", "fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(kw_only=True)
@@ -78,42 +82,27 @@ class XLAConfig(BackendConfig):
     memory as bf16_master.
     """
 
+    precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
+
     name: str = "xla"
     batches_per_execution: int = setting(1, above=0)  # The number of micro batches in one graph, at most a step's.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_reduces_plainly(self, self.name)
-
-    def precisions(self) -> tuple[str, ...]:
-        return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
 
 
 @dataclass(kw_only=True)
 class NeuronConfig(BackendConfig):
     """Native PyTorch on Trainium 2 and 3. Not run on hardware."""
 
+    precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16")
+
     name: str = "neuron"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_reduces_plainly(self, self.name)
         check(not self.cuda_graphs, "backend.cuda_graphs=true is for GPUs; leave it out with backend=neuron")
         check(
             self.compile_cache is None,
             "backend.compile_cache is for GPUs and CPUs; set TORCH_NEURONX_NEFF_CACHE_DIR with backend=neuron",
         )
-
-    def precisions(self) -> tuple[str, ...]:
-        return ("auto", "fp32", "bf16")
-
-
-def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
-    """Raise InputError if the settings want gradient compression, which only backend=ddp has."""
-    check(
-        cfg.grad_compression == "none",
-        f"backend.grad_compression={cfg.grad_compression} is for backend=ddp; leave it out with backend={name}",
-    )
 
 
 @dataclass(kw_only=True)
@@ -142,12 +131,6 @@ class InstanceConfig(Section, prefix="instance."):
     # zone, so the catalogue has none. The command aws ec2 describe-spot-price-history prints it.
     price_date: str | None = None  # The date of the prices, such as 2026-11-09.
     source: str | None = None  # The origin and the date of the figures.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = self.rank_counts
-        ok = counts is None or (counts != [] and min(counts) > 0)
-        check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Return the peak of one rank's device in FLOP/s; None if it is unknown."""

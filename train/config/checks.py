@@ -9,7 +9,7 @@ from dataclasses import field, fields
 from typing import Any, ClassVar, TypeVar
 
 LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
-LARGEST = 2**63  # upper bound of integers: NumPy, torch and safetensors store them in 64 bits
+LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store integers in 64 bits
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
 CONTROLS = ("Cc", "Zl", "Zp")  # Unicode categories: control characters, line and paragraph separators
 SHOWN_NAMES = 10  # maximum number of names in a message
@@ -50,15 +50,12 @@ def check(ok: bool, message: str) -> None:
 def check_values(settings: Mapping[str, Any]) -> None:
     """Raise InputError if a value is invalid for every setting.
 
-    Invalid values are numbers that are not finite or need more than 64 bits, times too long for the operating system's
-    timers, empty texts (mostly from an unset variable), and texts with control characters or references (${...}).
+    Invalid values are numbers that are not finite or not below 2^63, times too long for the operating system's timers,
+    empty texts (mostly from an unset variable), and texts with control characters or references (${...}).
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
-            given = f"{value:g}" if isinstance(value, float) else "a whole number of more than 100 digits"
-            check(abs(value) < LARGEST_FLOAT, f"{key}={given} must be a finite number")  # False for NaN
-            is_real = isinstance(value, float) and key != "max_epochs"  # max_epochs is converted to an integer
-            check(is_real or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
+            check(abs(value) < LARGEST, f"{key}={value} must be a finite number below 2^63")  # False for NaN
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
             check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")

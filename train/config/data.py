@@ -13,7 +13,6 @@ from train.config.checks import Section, check, setting, shortlist
 MOST_LENGTHS = 255  # each row stores the index of its length in one byte; one more length is always added
 MAX_LOADER_PROCESSES = 128  # maximum per rank; a trn1.32xlarge has 128 vCPUs for its 32 ranks
 FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by Dataset.save_to_disk
-MAX_CACHE_GB = 10**6  # a petabyte, more than the disk of any machine
 
 
 @dataclass(kw_only=True)
@@ -32,8 +31,8 @@ class DataConfig(Section, prefix="data."):
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare` wrote."""
 
-    cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # The disk space for local copies in GB (1e9
-    # bytes); None takes 90 % of the free space.
+    cache_gb: float | None = setting(None, above=0)  # The disk space for local copies in GB (1e9 bytes); None takes
+    # 90 % of the free space.
     attempt_s: float = setting(60.0, above=0)  # The seconds without a byte after which a download is restarted with a
     # new client.
     deadline_s: float = setting(300.0, above=0)  # The seconds for which a batch waits while no byte of any shard
@@ -118,7 +117,6 @@ class RecordsConfig(DataConfig):
             len(given) <= MOST_LENGTHS,
             f"data.lengths has {len(given)} lengths, but at most {MOST_LENGTHS} are supported",
         )
-        check(self.label_separator != "", "data.label_separator is empty; leave it out, or set it to a character")
         self.columns.label = column_names(self.columns.label)
         for name in ("delimiter", "quote", "escape"):
             value = getattr(self, name)

@@ -197,13 +197,10 @@ class PipelineConfig(ParallelConfig):
         return world_size // self.stages
 
     def check_layers(self, num_layers: int) -> None:
-        keys = f"parallel.stages={self.stages}"
-        if self.num_parts != self.stages:
-            keys += f" with parallel.schedule={self.schedule}"
-        layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
         check(
             self.num_parts <= num_layers,
-            f"{keys} cuts the model into {self.num_parts} parts, but it has {layers}; lower it",
+            f"parallel.stages={self.stages} with parallel.schedule={self.schedule} cuts the model into "
+            f"{self.num_parts} parts, more than it has layers ({num_layers}); lower it",
         )
 
     def held(self, world_size: int) -> Held:

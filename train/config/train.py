@@ -18,11 +18,10 @@ from train.config.attempt import (
     WatchdogConfig,
 )
 from train.config.backend import DEFAULT_TIMEOUT_S, BackendConfig, InstanceConfig
-from train.config.checks import Section, Unset, check, setting
+from train.config.checks import Section, Unset, check, check_choice, setting
 from train.config.data import DataConfig, RecordsConfig, S3Config, ShardsConfig
 from train.config.learning import ModelConfig, OptimConfig, TaskConfig
 from train.config.parallel import ParallelConfig
-from train.config.telemetry import TelemetryConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
@@ -42,6 +41,23 @@ class HubConfig:
 
     push_to: str | None = None  # The user/name of a private repository for model, card and TensorBoard files, created
     # if it is missing; None pushes nothing. `python -m train.hub RUN --to NAME --public` pushes to a public one.
+
+
+@dataclass(kw_only=True)
+class TelemetryConfig(Section, prefix="telemetry."):
+    """Experiment trackers that receive the metrics of a run.
+
+    Servers, projects, keys and passwords come from environment variables such as MLFLOW_TRACKING_URI and WANDB_PROJECT.
+    """
+
+    trackers: list[str] = field(default_factory=list)  # The trackers that receive the metrics: mlflow, wandb or both.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.trackers:
+            check_choice("telemetry.trackers", name, ("mlflow", "wandb"))
+        names = ",".join(self.trackers)
+        check(len(set(self.trackers)) == len(self.trackers), f"telemetry.trackers=[{names}] names a tracker twice")
 
 
 @dataclass(kw_only=True)

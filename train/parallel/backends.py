@@ -13,21 +13,10 @@ import torch
 
 from train.config import BackendConfig, InstanceConfig, S3Config, TrainConfig, check
 from train.parallel.auto_compile import Workload
-from train.parallel.backend import Backend, State
-from train.parallel.grad_sync import GradSync
+from train.parallel.backend import Backend
 from train.system import machine
 from train.system.launched import launched
 
-__all__ = [
-    "Backend",
-    "GradSync",
-    "State",
-    "Workload",
-    "check_attention",
-    "compiles_each_length",
-    "is_cuda",
-    "open_backend",
-]
 logger = logging.getLogger("train")
 
 
@@ -102,10 +91,6 @@ def open_backend(
             setting = f"instance={kind}" if is_known else f"instance.name={kind} and its figures (docs/trainium.md)"
             logger.warning("this is a %s: set %s to check the ranks and report MFU and cost", kind, setting)
     name = name_of(cfg, instance)
-    check(
-        cfg.compile in ("none", "auto") or name != "xla",
-        f"backend.compile={cfg.compile} is for GPUs, CPUs, trn2 and trn3; leave it out with xla",
-    )
     # The imports are here, so that a run imports only the backend that it uses.
     if name == "xla":
         from train.parallel import xla_environment
