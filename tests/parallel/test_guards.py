@@ -42,7 +42,8 @@ from train.parallel.backends import open_backend
 from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.graphs import Compilers, GraphBudget
-from train.parallel.optimizers import build_optimizer, set_learning_rate
+from train.parallel.optimizer_spec import set_learning_rate
+from train.parallel.optimizers import build_optimizer
 from train.run import compose as cli
 from train.run import rejection as announcing
 from train.system import machine, rank_setup

@@ -19,14 +19,15 @@ from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
 from train.parallel.backend import split_like
 from train.parallel.captured import Graphs, Inputs
-from train.parallel.engine import Engine
-from train.parallel.optimizers import build_optimizer, parameter_groups, part_of, roles, set_learning_rate
+from train.parallel.engines import Engine
+from train.parallel.optimizer_spec import parameter_groups, part_of, roles, set_learning_rate
+from train.parallel.optimizers import build_optimizer
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
-    from train.parallel.backends import Backend
+    from train.parallel.backend import Backend, State
     from train.parallel.ddp import DDP
-    from train.parallel.engine import LossFunction, State, Statistics
+    from train.parallel.engines import LossFunction, Statistics
     from train.parallel.grad_sync import GradSync
     from train.parallel.optimizer_spec import Roles
     from train.parallel.pieces import Tensors

@@ -1,19 +1,140 @@
-"""The ways to split a model and a step over ranks: a table of engines."""
+"""The table of engines, which own a model and its optimizer, run steps, save and load the state; their base class."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from train.config import OptimConfig, ParallelConfig, check_choice
-from train.parallel.engine import Engine, LossFunction, State, Statistics
+from train.parallel import guards
+from train.parallel.optimizer_spec import load_state, set_learning_rate
 
 if TYPE_CHECKING:
-    from train.parallel.backends import Backend
+    from train.data.batches.loader import Batch
+    from train.parallel.backend import Backend, State
+    from train.parallel.grad_sync import GradSync
+    from train.parallel.pieces import Tensors
 
-__all__ = ["ENGINES", "Engine", "LossFunction", "State", "Statistics", "build_engine"]
+LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+Statistics = LossFunction
+ENGINES = {  # the module of each engine, which has a function `build`
+    "data": "train.parallel.data",
+    "fsdp": "train.parallel.fsdp",
+    "pipeline": "train.parallel.pipeline",
+}
+
+
+class Engine:
+    """A model, its optimizer and its steps. All ranks call each method, in the same order.
+
+    A step is `begin_step`, `forward_backward` for each micro batch, `reduce_and_clip`, `optimizer_step`. The methods
+    for checkpoints assume that every rank holds the whole model. Engines that split the model override them.
+    """
+
+    parameters: list[nn.Parameter]  # parameters that this rank trains
+    sync: GradSync  # reduces gradients over the ranks; train/parallel/grad_sync.py lists the classes
+    data_rank: int  # ranks with the same data_rank see the same rows
+    data_size: int  # count of distinct data_ranks
+    loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
+
+    def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take a `model` that the task has built, including its head."""
+        self.backend, self.model, self.optimizer = backend, model, optimizer
+
+    def ready(self) -> None:
+        """Prepare the first step. Weights and optimizer state are final by now."""
+        self.backend.ready(self.optimizer, self.parameters)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, count: float, lr: float) -> None:
+        """Begin a step at learning rate `lr`. Its micro batches have `count` labels in total on this data rank."""
+        set_learning_rate(self.optimizer, lr)
+        self.sync.begin(count)
+
+    def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
+        """Add the gradients and the loss sum of a micro batch. `is_last`: it is the step's last micro batch."""
+        raise NotImplementedError
+
+    def reduce_and_clip(self) -> Tensor:
+        """Reduce gradients, divide them by the total label count, clip. Returns the global norm [] before clipping."""
+        divisor = self.sync.reduce()
+        self.backend.unscale(self.optimizer, self.parameters)
+        return self.clip(divisor)
+
+    def clip(self, divisor: Tensor) -> Tensor:
+        """Divide the reduced gradients by `divisor` [1] and clip them. Returns their global norm [] before clipping."""
+        raise NotImplementedError
+
+    def optimizer_step(self, norm: Tensor) -> None:
+        """Update the weights and clear the gradients. If `norm` is not finite, no rank updates anything."""
+        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
+
+    def take_loss(self) -> float:
+        """Return this rank's loss sum since the last call. Waits for the device."""
+        taken = float(self.backend.to_host([self.loss_sum])[0])
+        # Zeros are copied from the host into the same tensor: a new tensor, or zeros made on the device, would change
+        # XLA's graph.
+        self.loss_sum.copy_(torch.zeros(1))
+        return taken
+
+    def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
+        """Return statistics [batch, n] of a batch, on the device; None on ranks that do not compute them."""
+        raise NotImplementedError
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def check_replicas(self) -> None:
+        """Raise RuntimeError if ranks differ in a few small weights that should be equal."""
+        weights = guards.smallest(self.model.parameters())
+        sums = [float(copy.double().sum()) for copy in self.backend.to_host(weights)]
+        guards.check_same(self.backend.world.gather(sums))
+
+    def state(self) -> dict[str, State]:
+        """Return this rank's part of a checkpoint; {} if other ranks save everything.
+
+        A part has "model", by parameter name, and "optimizer", without settings. A tensor is in one part only, unless
+        it is split into `piece`s. Everything outside "model" and the optimizer's "state" is in rank 0's part.
+        """
+        state = self.local_state_dict()
+        return state if self.backend.world.rank == 0 else {}
+
+    def local_state_dict(self) -> dict[str, State]:
+        """Return all the state that this rank holds."""
+        moments = self.optimizer.state_dict()
+        groups = [{"params": group["params"]} for group in moments["param_groups"]]
+        scaler = self.backend.scaler
+        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
+        # keep_vars returns the parameters themselves, so tied names share one.
+        return {
+            "model": self.model.state_dict(keep_vars=True),
+            "optimizer": {**moments, "param_groups": groups, **scale},
+        }
+
+    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
+        """Return the ranks whose parts of a checkpoint `rank` loads, besides rank 0's part. None: all ranks.
+
+        `num_ranks` and `settings` are those of the run that saved the checkpoint. They suffice, so no rank asks others.
+        """
+        return None
+
+    def load(self, model: Tensors, optimizer: State) -> None:
+        """Restore this rank's share of a checkpoint, saved by any kind of device and any number of ranks.
+
+        Tensors are read only when accessed. Raises InputError if the saved optimizer has a different number of
+        parameters.
+        """
+        self.model.load_state_dict(model)
+        load_state(self.optimizer, optimizer)
+        if "loss_scale" in optimizer:
+            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
+
+    def gather_full_model(self) -> None:
+        """Collect the trained weights of all ranks in the model of rank 0, for an export."""
 
 
 def build_engine(
@@ -34,10 +155,3 @@ def build_engine(
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine
-
-
-ENGINES = {  # the module of each engine, which has a function `build`
-    "data": "train.parallel.data",
-    "fsdp": "train.parallel.fsdp",
-    "pipeline": "train.parallel.pipeline",
-}

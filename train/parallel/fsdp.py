@@ -26,8 +26,7 @@ from train.parallel.grad_sync import GradSync
 from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
-    from train.parallel.backends import Backend
-    from train.parallel.engine import State
+    from train.parallel.backend import Backend, State
 
 EMPTY = torch.empty(0)
 

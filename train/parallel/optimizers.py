@@ -13,23 +13,11 @@ from typing import TYPE_CHECKING
 
 from train.config import WSD, OptimConfig, Plan, check, check_choice
 from train.parallel import adamw, lamb
-from train.parallel.optimizer_spec import OptimizerSpec, load_state, parameter_groups, part_of, roles, set_learning_rate
+from train.parallel.optimizer_spec import OptimizerSpec, parameter_groups
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-__all__ = [
-    "build_optimizer",
-    "check_continues",
-    "check_optimizer",
-    "learning_rate",
-    "load_state",
-    "parameter_groups",
-    "part_of",
-    "roles",
-    "set_learning_rate",
-]
 
 logger = logging.getLogger("train")
 OPTIMIZERS: dict[str, OptimizerSpec] = {

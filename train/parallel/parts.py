@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from train.config import OptimConfig, PipelineConfig, check
 from train.models.chain import Chain
 from train.parallel import guards
-from train.parallel.engine import Engine
+from train.parallel.engines import Engine
 from train.parallel.guards import replace
-from train.parallel.optimizers import load_state, parameter_groups, part_of
+from train.parallel.optimizer_spec import load_state, parameter_groups, part_of
 
 if TYPE_CHECKING:
-    from train.parallel.backends import Backend
-    from train.parallel.engine import LossFunction, State, Statistics
+    from train.parallel.backend import Backend, State
+    from train.parallel.engines import LossFunction, Statistics
     from train.parallel.optimizer_spec import Roles
     from train.parallel.pieces import Tensors
 

@@ -25,13 +25,14 @@ from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
 from train.parallel.grad_sync import GradSync, sent
-from train.parallel.optimizers import build_optimizer, roles
+from train.parallel.optimizer_spec import roles
+from train.parallel.optimizers import build_optimizer
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backends import Backend
-    from train.parallel.engine import LossFunction, Statistics
+    from train.parallel.engines import LossFunction, Statistics
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
