@@ -445,18 +445,12 @@ def test_ranks_that_the_device_runtime_does_not_join_or_that_draw_alike_are_reje
     assert "ranks share random states [101, 101]: their dropout would be the same" in ranks[0]["seeds"]
 
 
-def test_sums_that_reach_nobody_are_rejected(ranks, monkeypatch):
+def test_sums_that_reach_nobody_are_rejected(ranks):
     for result in ranks:
         assert "the process group 2, and ones summed over the ranks give 1" in result["ones"]
-    os.environ.update(launched_as(2, 2))
-    monkeypatch.setattr("train.parallel.ddp.join", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Mock())
-    rejects("1 ranks answered, but WORLD_SIZE is 2", open_ddp, error=RuntimeError)
 
 
-def test_ranks_that_do_not_agree_are_named():
-    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] have different weights from rank 0"):
-        guards.check_same([[1.0, 2.0], [1.0, 2.5], [1.0, 2.0], [0.0, 2.0]])
+def test_counts_of_ranks_that_do_not_agree_are_rejected():
     counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
     guards.check_world(**counts)
     for count in counts:
@@ -681,12 +675,6 @@ def test_on_trainium_each_graph_too_many_is_one_warning_and_those_from_before_th
     for _ in range(5):
         budget.check()
     assert [text.split(",")[0] for text in log.messages] == ["graph 2 was compiled", "graph 3 was compiled"]
-
-
-def test_a_ragged_batch_is_rejected():
-    shapes = guards.Shapes()
-    assert shapes.see({"ids": torch.zeros(2, 8)}) and not shapes.see({"ids": torch.zeros(2, 8)})
-    rejects(r"ragged batch: ids is \[1, 8\] after \[2, 8\]", shapes.see, {"ids": torch.zeros(1, 8)})
 
 
 if __name__ == "__main__":

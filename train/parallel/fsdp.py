@@ -44,8 +44,8 @@ class FSDP(DataParallel):
 
     def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
         self.cfg, self.mesh = cfg, backend.mesh()
-        weights = guards.smallest(model.parameters())  # compared now: once sharded, no weight is on two ranks
-        guards.check_same(backend.world.gather([float(weight.detach().double().sum()) for weight in weights]))
+        # Weights are compared now: once sharded, no weight is on two ranks.
+        guards.check_same(backend, model, guards.smallest(model.parameters()))
         # `half` is the dtype in which weights are gathered and used.
         half = torch.bfloat16 if backend.precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)

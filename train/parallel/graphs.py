@@ -105,22 +105,3 @@ class Compilers:
         with suppress(dist.DistError):  # the store's machine has ended
             self.signs = self.store.add("signs_of_compiling", own_signs)
             self.others_compile = before is not None and self.signs > before
-
-
-class ThreadSource:
-    """A stream of batches for torch_xla's loader thread, which takes any exception for the end of the data."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self.batches = batches
-        self.failure: BaseException | None = None
-
-    def __iter__(self) -> Iterator[Batch]:
-        try:
-            yield from self.batches
-        except Exception as error:
-            self.failure = error
-
-    def raise_failure(self) -> None:
-        """Raise the loader thread's exception, if any. The training thread calls this after the last batch."""
-        if self.failure is not None:
-            raise self.failure

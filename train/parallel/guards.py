@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from train.config import InputError, check
+from train.config import InputError
+
+if TYPE_CHECKING:
+    from train.parallel.backend import Backend
 
 NUM_WATCHED = 8  # count of parameters that are compared
 Tied = list[list[str]]  # groups of names, each for one parameter
@@ -90,14 +93,19 @@ def smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return sorted(parameters, key=lambda parameter: parameter.numel())[:NUM_WATCHED]
 
 
-def check_same(sums: Sequence[Sequence[float]]) -> None:
-    """Raise RuntimeError unless all ranks have the same sums over their weights."""
-    others = [rank for rank, own in enumerate(sums) if own != sums[0]]
-    if others:
-        raise RuntimeError(
-            f"ranks {others[:8]} have different weights from rank 0: they read different files at the start, or a "
-            "reduction of gradients did not reach them"
-        )
+def check_same(backend: Backend, model: nn.Module, weights: list[nn.Parameter]) -> None:
+    """Raise RuntimeError on rank 0 unless each of these weights is equal on all ranks that hold it."""
+    names = {weight: name for name, weight in model.named_parameters()}
+    copies = zip(weights, backend.to_host(weights), strict=True)
+    sums = backend.world.gather({names[weight]: float(copy.double().sum()) for weight, copy in copies})
+    for name in {name for own in sums for name in own}:
+        first, *ranks = (rank for rank, own in enumerate(sums) if name in own)
+        others = [rank for rank in ranks if sums[rank][name] != sums[first][name]]
+        if others:
+            raise RuntimeError(
+                f"ranks {others[:8]} have different weights from rank {first} ({name}): they read different files at "
+                "the start, or a reduction of gradients did not reach them"
+            )
 
 
 def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: str) -> None:
@@ -139,26 +147,17 @@ def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
 
 
 class Shapes:
-    """The distinct shapes in a stream of batches. Each is a graph to compile. A ragged last batch is rejected."""
+    """The distinct shapes in a stream of batches. Each is a graph to compile."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, tuple[int, ...]]] = []
 
     def see(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Return whether these shapes are new. Raises InputError if the number of rows differs from the first batch."""
+        """Return whether these shapes are new."""
         shapes = {name: tuple(value.shape) for name, value in inputs.items()}
-        if shapes in self.seen:
-            return False
-        if self.seen:
-            for name, shape in shapes.items():
-                first = self.seen[0].get(name, shape)
-                check(
-                    shape[:1] == first[:1],
-                    f"ragged batch: {name} is {list(shape)} after {list(first)}; on XLA all batches must have the same "
-                    "number of rows: leave out the incomplete one or pad it",
-                )
-        self.seen.append(shapes)
-        return True
+        is_new = shapes not in self.seen
+        self.seen += [shapes] if is_new else []
+        return is_new
 
     def last_change(self) -> str | None:
         """Describe how the newest shapes differ from the first; None if there is only one kind."""

@@ -24,7 +24,7 @@ def build(cfg: OptimConfig, groups: list[Group], options: dict[str, bool]) -> to
     # first value. A tensor avoids both.
     if device.type not in ("cpu", CUDA) or options.get("capturable"):
         groups = [{**group, "lr": torch.tensor([cfg.lr]).to(device)} for group in groups]
-    optimizer = Lamb(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps)
+    optimizer = Lamb(groups, {"lr": cfg.lr, "betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps})
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     return optimizer
 

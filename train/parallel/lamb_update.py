@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,12 +24,6 @@ class Lamb(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust_ratio": True}
-        super().__init__(params, defaults)
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """False if weights are split over ranks: `found_inf` needs DTensor operations that torch 2.9 lacks."""
@@ -38,8 +31,6 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ValueError("Lamb takes no closure")
         skips = None if self.found_inf is None else self.found_inf != 0
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -136,15 +136,5 @@ class PipelineState(Engine):
     def check_replicas(self) -> None:
         # A few weights of each stage, and a few that several stages hold, are compared between all their ranks.
         held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
-        few = guards.smallest(held.values())
-        few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)
-        names = {weight: name for name, weight in held.items()}
-        sums = self.backend.world.gather({names[weight]: float(weight.detach().double().sum()) for weight in few})
-        for name in {name for own in sums for name in own}:
-            ranks = [rank for rank, own in enumerate(sums) if name in own]
-            others = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]
-            if others:
-                raise RuntimeError(
-                    f"ranks {others[:8]} have a different {name} from rank {ranks[0]}: they read different files at "
-                    "the start, or a reduction of gradients did not reach them"
-                )
+        shared = [weight for name, weight in held.items() if len(self.holders[name]) > 1]
+        guards.check_same(self.backend, self.model, guards.smallest(held.values()) + guards.smallest(shared))

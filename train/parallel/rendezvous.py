@@ -36,7 +36,6 @@ set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # missing ranks named in a message
-MOST_TEXT = 100_000  # characters that are read of a value
 ROUNDS = "rounds"  # key of the newest round's number
 ROSTER = "roster"
 REJECTION = "rejection"  # key of the reason for a rejection; never removed, since a rejection ends torchrun for good
@@ -129,7 +128,7 @@ class Rendezvous:
         self.store = store = self.store or self.open_store()
         is_first, size = self.launch.rank == 0, self.launch.world_size
         if store.check([REJECTION]):
-            raise InputError(text_of(store, REJECTION))
+            raise InputError(store.get(REJECTION).decode())
         newest = self.round if is_first and self.round else store.add(ROUNDS, int(is_first))
         if newest == 0:
             raise Absent(f"rank 0 of {size}")
@@ -141,7 +140,7 @@ class Rendezvous:
             self.write_roster(ours)
         if not ours.check([ROSTER]):  # only rank 0 looks for all ranks: 512 of them would keep the store too busy
             raise Absent("another rank")
-        if self.process_id not in text_of(ours, ROSTER).split():
+        if self.process_id not in ours.get(ROSTER).decode().split():
             raise Absent(f"rank 0 of {size}")
         return ours
 
@@ -154,7 +153,7 @@ class Rendezvous:
             raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
         roster = []
         for rank, key in enumerate(keys):
-            process_id, _, rest = text_of(ours, key).partition("\n")
+            process_id, _, rest = ours.get(key).decode().partition("\n")
             host, _, device = rest.partition("\n")
             fault = f"rank {rank} on {host} trains with {device}, but rank 0 with {self.device}"
             check(device == self.device, f"{fault}; run python -m train.doctor there")
@@ -214,8 +213,3 @@ def listener(launch: Launched) -> int | None:
         if launch.is_one_machine:
             return socket.create_server((launch.master_addr, launch.master_port)).detach()
     return None
-
-
-def text_of(store: dist.Store, key: str) -> str:
-    """Return a value from the store as text. Any process may have written it, so its length is limited."""
-    return store.get(key).decode(errors="replace")[:MOST_TEXT]

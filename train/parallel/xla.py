@@ -36,7 +36,7 @@ from train.config.backend import DEFAULT_TIMEOUT_S, JOIN_TIMEOUT_S, NEURON_TIMEO
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, all_reduce_flat, round_to_bf16, widen
 from train.parallel.grad_sync import GradSync
-from train.parallel.graphs import Compilers, GraphBudget, Graphs, ThreadSource
+from train.parallel.graphs import Compilers, GraphBudget, Graphs
 from train.system import machine
 
 if TYPE_CHECKING:
@@ -190,15 +190,19 @@ class XLA(Backend):
         if self.budget.base is None:
             self.executed_before = metric("ExecuteTime")[0]
         self.budget.start()
-        source = ThreadSource(self.budget.watched(batches))
-        device_loader = pl.MpDeviceLoader(
-            source,
-            self.device,
-            loader_prefetch_size=HOST_PREFETCH,
-            device_prefetch_size=DEVICE_PREFETCH,
+        failures: list[Exception] = []
+
+        def source() -> Iterator[Batch]:
+            try:
+                yield from self.budget.watched(batches)
+            except Exception as error:  # torch_xla's loader thread would take it for the end of the data
+                failures.append(error)
+
+        loader = pl.ParallelLoader(
+            source(), [self.device], loader_prefetch_size=HOST_PREFETCH, device_prefetch_size=DEVICE_PREFETCH
         )
         try:
-            iterator, seed = iter(device_loader), xm.get_rng_state()
+            iterator, seed = loader.per_device_loader(self.device), xm.get_rng_state()
             while (batch := next(iterator, None)) is not None:
                 # The loader may end a graph, which advances the seed. Dropout must not depend on when a batch is
                 # loaded.
@@ -206,10 +210,11 @@ class XLA(Backend):
                 yield batch
                 seed = xm.get_rng_state()
             xm.set_rng_state(seed)
-            source.raise_failure()
+            if failures:
+                raise failures[0]
             self.budget.check()
         finally:
-            device_loader._parallel_loader.close()
+            loader.close()
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
