@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from train.config import BackendConfig, NeuronConfig, S3Config, check
+from train.config import BackendConfig, NeuronConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
 from train.parallel import guards
 from train.parallel.backend import Backend, Work
@@ -29,9 +28,6 @@ from train.system import machine, rank_setup
 from train.system.caches import place_graphs
 from train.system.launched import launched
 from train.system.versions import read_versions
-
-if TYPE_CHECKING:
-    from train.parallel.compiled import TorchCompiler
 
 DEVICE = "neuron"  # without an index: a process sees a single core
 COLLECTIVES = "cpu:gloo,neuron:neuron"
@@ -67,7 +63,9 @@ class Neuron(DDP):
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
         if cfg.compile not in ("none", "auto"):
-            self.compiler = self.open_compiler(cfg, S3Config(), must_keep=False)
+            from train.parallel.compiled import TorchCompiler  # late: it imports Dynamo
+
+            self.compiler = TorchCompiler(cfg, {}, None, compiles_with="neuron")
         self.device = torch.device(DEVICE)
         self.work, self.span = WaitedWork(self.device), WaitedWork(self.device)
         if self.world.is_distributed:
@@ -80,11 +78,6 @@ class Neuron(DDP):
                 group=dist.get_world_size(),
                 ones=float(ones.cpu()),
             )
-
-    def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
-        from train.parallel.compiled import TorchCompiler  # late: it imports Dynamo
-
-        return TorchCompiler(cfg, {}, None, compiles_with="neuron")
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         super().ready(optimizer, parameters)

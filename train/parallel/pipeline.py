@@ -213,7 +213,12 @@ class PipelineSync(GradSync):
     @torch.no_grad()
     def reduce(self) -> Tensor:
         for group, weights, is_shared in self.sums:
-            all_reduce(weights, group, is_shared=is_shared)
+            # A missing gradient is sent as zeros if other stages hold the weight too, and otherwise left out.
+            held = [weight for weight in weights if is_shared or weight.grad is not None]
+            gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in held]
+            totals = all_reduce_flat(gradients, group) if held else []
+            for weight, total in zip(held, totals, strict=True):
+                weight.grad = total
         self.adding.wait()
         return self.count
 
@@ -224,14 +229,3 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))
     return chain, chain.cut(cfg.num_parts)
-
-
-def all_reduce(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
-    """Sum gradients over a group in one message. Missing gradients are left out, or sent as zeros if `is_shared`."""
-    if not is_shared:
-        weights = [weight for weight in weights if weight.grad is not None]
-    if not weights:
-        return
-    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-    for weight, total in zip(weights, all_reduce_flat(gradients, group), strict=True):
-        weight.grad = total
