@@ -63,6 +63,16 @@ def asking(folder: Path, texts: Sequence[str], *, train: int, dev: int, v2: bool
     return [*task, "data=records", f"data.path={folder}", "data.train=train.json", "data.validation=dev.json"]
 
 
+def two_lengths(folder: Path) -> list[str]:
+    """Settings of a classifier of short and of long texts, which are written into a folder."""
+    for part, word in {"train": "ba", "dev": "na"}.items():
+        rows = [(f"{word} " * size, label) for size in (2, 20) for label in ("good", "bad")] * 20
+        text = "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows])
+        (folder / f"{part}.csv").write_text(text)
+    settings = ["task=classify", "data=records", f"data.path={folder}", "data.train=train.csv", "backend=ddp"]
+    return [*settings, "data.validation=dev.csv", "model.num_layers=1", "data.lengths=[16]", "seq_len=32"]
+
+
 def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) -> dict[str, Any]:
     """A SQuAD file: contexts of several sentences, answers of some words of theirs; in v2 every third has none."""
     rng = random.Random(seed)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from finetuning import tuned
+from finetuning import tuned, two_lengths
 from forks import DEVICE
 from rejections import rejects
 from run_results import assert_same_run, losses
@@ -78,13 +78,7 @@ def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
 
 
 def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folder, tmp_path):
-    rows = [(f"ba na {'ba ' * size}", label) for size in (2, 20) for label in ("good", "bad")] * 20
-    for part in ("train", "dev"):
-        (tmp_path / f"{part}.csv").write_text(
-            "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows])
-        )
-    settings = ["task=classify", "data=records", f"data.path={tmp_path}", "data.train=train.csv", "backend=ddp"]
-    settings += ["data.validation=dev.csv", "model.num_layers=1", "data.lengths=[16]", "seq_len=32", "max_steps=16"]
+    settings = [*two_lengths(tmp_path), "max_steps=16"]
     plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
     run = tuned(tmp_path / "run", tokenizer_folder, *settings)
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from finetuning import tuned
+from finetuning import tuned, two_lengths
 from forks import DEVICE, run_forked
 from rejections import rejects
 from run_results import assert_same_run, losses
@@ -29,7 +29,6 @@ from train.tools import precompile
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]
 WIDE = "model.intermediate_size=8192"  # a layer of 2 MB: above DDP's first bucket, at which torch would cut graphs
-SHALLOW = "model.num_layers=1"
 
 
 def summary(run_dir):
@@ -176,14 +175,7 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
     tokenizer_folder, tmp_path, monkeypatch
 ):
     without_kernels(monkeypatch.setattr)
-    for part, word in (("train", "ba"), ("dev", "na")):
-        rows = [(f"{word} " * size, label) for size in (2, 20) for label in ("good", "bad")] * 20
-        (tmp_path / f"{part}.csv").write_text(
-            "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows])
-        )
-    settings = ["task=classify", "data=records", f"data.path={tmp_path}", "data.train=train.csv", "backend=ddp"]
-    settings += ["data.validation=dev.csv", SHALLOW]
-    settings += ["data.lengths=[16]", "seq_len=32", "eval_every=null", "max_steps=8"]
+    settings = [*two_lengths(tmp_path), "eval_every=null", "max_steps=8"]
     tuned(tmp_path / "plain", tokenizer_folder, *settings)
     expect = compiled.TorchCompiler.expect
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from rejections import rejects
-from run_results import assert_same_run, assert_same_weights, losses
+from run_results import assert_same_run, assert_same_weights, grad_norms, losses
 from running import ROOT, command, eventually, lines, run, train_here, train_overrides
 from saved_steps import cut_back
 
@@ -41,6 +41,16 @@ def test_several_ranks_are_one(finished, prepared, tmp_path):
     assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "run", finished)
     assert lines(tmp_path / "run", "summary")[0]["world_size"] == 4
+
+
+def test_gradients_that_ranks_send_in_bf16_are_those_of_one_rank_but_for_rounding(finished, prepared, tmp_path):
+    """Replicas stay equal, which each save checks. bf16 rounds each gradient, and each sum, by up to 2**-9."""
+    options = ["micro_batch_size=2", "backend.grad_compression=bf16"]
+    result = run(train_overrides(tmp_path / "run", prepared, *options), ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert grad_norms(tmp_path / "run") != pytest.approx(grad_norms(finished), rel=1e-5)
+    assert grad_norms(tmp_path / "run") == pytest.approx(grad_norms(finished), rel=1e-2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=1e-3)
 
 
 def test_loader_processes_change_nothing(finished, prepared, tmp_path):

@@ -11,21 +11,22 @@ import pytest
 from running import eventually, lines, run, train_overrides
 
 HANG_S = 400.0  # never waited for unless a test fails
-# A rank that is killed in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
+# A rank that is killed or hangs in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
 DISTURBED = """
 import os, signal, sys, time
 from pathlib import Path
 from train.run.stopping import Votes
 
 rank, mark = os.environ["RANK"], Path(os.environ["MARK"])
-if rank == os.environ["LATE"]:
+if rank == os.environ.get("LATE"):
     time.sleep(2)
 before, steps = Votes.cast, []
 
 def cast(votes, failure):
     steps.append(failure)
-    if rank == os.environ["KILLED"] and len(steps) == 5 and not mark.exists():
+    if rank in (os.environ.get("KILLED"), os.environ.get("HANGS")) and len(steps) == 5 and not mark.exists():
         mark.touch()
+        time.sleep(600 if "HANGS" in os.environ else 0)
         os.kill(os.getpid(), signal.SIGKILL)
     before(votes, failure)
 
@@ -130,35 +131,16 @@ def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
     assert all("cards eth0 eth0 aside sum 2.0" in text for text in said), said
 
 
-DIES = """
-import os, sys, time
-from pathlib import Path
-from train.run.stopping import Votes
-before, steps = Votes.cast, []
-
-def cast(votes, failure):
-    steps.append(failure)
-    if os.environ["RANK"] == "2" and len(steps) == 6:
-        Path(os.environ["MARK"]).touch()
-        time.sleep(600)
-    before(votes, failure)
-
-Votes.cast = cast
-from train.__main__ import main
-sys.exit(main())
-"""
-
-
 def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, prepared, tmp_path):
     """The run folder is in S3. The dead machine closes no connection, so the others are ended by their watchdogs."""
     same = ["global_batch_size=12", "eval_every=6"]  # once, at the end: the first evaluation has the time of a start
     assert run(train_overrides(tmp_path / "whole", prepared, *same), ranks=3).returncode == 0
     script, mark = tmp_path / "script.py", tmp_path / "mark"
-    script.write_text(DIES)
+    script.write_text(DISTURBED)
     with machines.reaching(bucket.service.server.port) as address:
         arguments = train_overrides(bucket.location("run"), prepared, *same, *bucket.overrides())
         arguments += [f"s3.endpoint=http://{address}", "lease.ttl_s=2", "watchdog.step_s=4"]
-        env = {"MARK": str(mark), "NO_PROXY": "*", "no_proxy": "*"}
+        env = {"HANGS": "2", "MARK": str(mark), "NO_PROXY": "*", "no_proxy": "*"}
         agents = machines.torchrun(script, arguments, env=env, log=tmp_path / "three", count=3)
         eventually(lambda: mark.exists() or not agents[0].is_alive())
         assert mark.exists(), (tmp_path / "three.0").read_text()

@@ -97,10 +97,14 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
     assert log.count("no-neuron-monitor is neither on PATH nor in") == log.count("training continues") == 1
 
 
-def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch):
+PIPELINE = "parallel=pipeline parallel.stages=2 parallel.micro_batches=2 micro_batch_size=4"
+
+
+@pytest.mark.parametrize("split", ["micro_batch_size=2", "parallel=fsdp micro_batch_size=4", PIPELINE])
+def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch, split):
+    """AWS's documents say that FSDP2 and pipelines are supported; not run on hardware."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests:{ROOT}/tests/parallel")
-    arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=2")
-    done = run(arguments, ranks=2, module="test_neuron")
+    done = run(train_overrides(tmp_path / "run", prepared, *NEURON, *split.split()), ranks=2, module="test_neuron")
     assert done.returncode == 0, done.stderr
     (summary,) = lines(tmp_path / "run", "summary")
     assert (summary["backend"], summary["world_size"]) == ("neuron", 2)
@@ -339,16 +343,6 @@ def test_auto_is_native_on_trn2_and_trn3_and_xla_on_trn1(versions, monkeypatch, 
     assert opened == [chosen]
     setting = f"set instance={kind} to" if kind in machine.instance_names() else f"set instance.name={kind} and its"
     assert (setting in log.text) == (instance == "local")
-
-
-@pytest.mark.parametrize("split", ["parallel=fsdp", "parallel=pipeline parallel.stages=2 parallel.micro_batches=2"])
-def test_a_model_can_be_split(by_ddp, prepared, tmp_path, monkeypatch, split):
-    """AWS's documents say that FSDP2 and pipelines are supported; not run on hardware."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests:{ROOT}/tests/parallel")
-    arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=4", *split.split())
-    done = run(arguments, ranks=2, module="test_neuron")
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == pytest.approx(losses(by_ddp), rel=TOLERANCE)
 
 
 def fill(tensor, *values):
