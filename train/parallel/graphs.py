@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from train.parallel.guards import Shapes
-
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
@@ -33,7 +31,8 @@ class GraphBudget:
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
-        self.shapes = Shapes()  # shapes of the stream of batches that last had a new one
+        # The distinct shapes, by input, in the stream of batches that last had a new one.
+        self.shapes: list[dict[str, tuple[int, ...]]] = []
 
     def start(self) -> None:
         """Begin to count, unless counting has begun. Earlier graphs belong to the set-up."""
@@ -51,10 +50,12 @@ class GraphBudget:
 
     def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches and record their shapes, which explain an extra graph."""
-        shapes = Shapes()
+        seen: list[dict[str, tuple[int, ...]]] = []
         for batch in batches:
-            if "failure" not in batch and shapes.see(batch["inputs"]):
-                self.shapes = shapes
+            shapes = {} if "failure" in batch else {name: tuple(each.shape) for name, each in batch["inputs"].items()}
+            if shapes and shapes not in seen:
+                seen.append(shapes)
+                self.shapes = seen
             yield batch
 
     def check(self) -> None:
@@ -66,9 +67,12 @@ class GraphBudget:
         if used <= max(self.limit, self.reported):
             return
         self.reported = used
-        message = f"graph {used} was compiled, {self.limit} are expected; " + (
-            self.shapes.last_change() or f"no input changed its shape: {self.hint}"
-        )
+        cause = f"no input changed its shape: {self.hint}"
+        if len(self.shapes) > 1:
+            first, last = self.shapes[0], self.shapes[-1]
+            changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]
+            cause = "inputs changed their shape: " + ", ".join(changed)
+        message = f"graph {used} was compiled, {self.limit} are expected; {cause}"
         if self.is_fatal:
             raise RuntimeError(message)
         logger.warning(message)

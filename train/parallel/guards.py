@@ -144,25 +144,3 @@ def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from outermost(child, argument)
-
-
-class Shapes:
-    """The distinct shapes in a stream of batches. Each is a graph to compile."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, tuple[int, ...]]] = []
-
-    def see(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Return whether these shapes are new."""
-        shapes = {name: tuple(value.shape) for name, value in inputs.items()}
-        is_new = shapes not in self.seen
-        self.seen += [shapes] if is_new else []
-        return is_new
-
-    def last_change(self) -> str | None:
-        """Describe how the newest shapes differ from the first; None if there is only one kind."""
-        if len(self.seen) < 2:
-            return None
-        first, last = self.seen[0], self.seen[-1]
-        changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]
-        return "inputs changed their shape: " + ", ".join(changed)
