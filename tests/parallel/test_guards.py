@@ -206,14 +206,14 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
             patch.setenv(knob.name, "1")
             if knob.is_dangerous:
                 with pytest.raises(InputError) as error:
-                    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
+                    xla_environment.ready(XLAConfig(device="cpu"), collects=False)
                 assert f"{knob.name}=1 {knob.why}" in str(error.value) and "unset it" in str(error.value)
             else:
-                xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
+                xla_environment.ready(XLAConfig(device="cpu"), collects=False)
                 named.append(f"{knob.name}=1 {knob.why}")
     assert log.messages == named and 0 < len(named) < len(machine.KNOBS)
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
-    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=True)  # the run that is for it
+    xla_environment.ready(XLAConfig(device="cpu"), collects=True)  # the run that is for it
 
 
 @pytest.fixture
@@ -240,11 +240,11 @@ def test_packages_that_do_not_fit_or_are_missing_are_rejected_with_what_to_insta
 def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(on_trainium, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", object())
     with pytest.raises(InputError, match="imported torch_xla before its environment was set"):
-        xla_environment.ready(XLAConfig(device="neuron"), nodes=1, collects=False)
+        xla_environment.ready(XLAConfig(device="neuron"), collects=False)
     for name in ("torch-neuronx", "neuronx-cc"):  # the CPU needs no package of Neuron
         del on_trainium[name]
     monkeypatch.setenv("PJRT_DEVICE", "NEURON")  # the setting counts for more
-    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
+    xla_environment.ready(XLAConfig(device="cpu"), collects=False)
     assert os.environ["PJRT_DEVICE"] == "CPU" and "NEURON_CC_FLAGS" not in os.environ
 
 
@@ -272,7 +272,7 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
     monkeypatch.setattr(rank_setup, "pin", pinned.append)
     del os.environ["PJRT_DEVICE"]
-    xla_environment.ready(XLAConfig(precision="bf16_stochastic"), nodes=2, collects=False)
+    xla_environment.ready(XLAConfig(precision="bf16_stochastic"), collects=False)
     assert pinned == ["chip of core 1"]
     assert os.environ["PJRT_DEVICE"] == "NEURON"
     assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"

@@ -15,7 +15,6 @@ from train.config import BackendConfig, InstanceConfig, S3Config, TrainConfig, c
 from train.parallel.auto_compile import Workload
 from train.parallel.backend import Backend
 from train.system import machine
-from train.system.launched import launched
 
 logger = logging.getLogger("train")
 
@@ -95,9 +94,7 @@ def open_backend(
     if name == "xla":
         from train.parallel import xla_environment
 
-        launch = launched()
-        nodes = launch.world_size // launch.local_world_size
-        xla_environment.ready(cfg, nodes=nodes, collects=collects)
+        xla_environment.ready(cfg, collects=collects)
         from train.parallel.xla import XLA  # after `ready`: torch_xla reads the environment when it is imported
 
         return XLA(cfg, collects=collects)

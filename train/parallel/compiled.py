@@ -30,7 +30,6 @@ logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # length of the hexadecimal sha256 before the content
 KEY_DIGITS = 20
 FAULTS = (InputError, Unreachable, OSError)  # errors of the folder; a run can train without it
-AUTO = "auto"
 MOST_GRAPHS = 1024  # graphs of a function, beyond which torch silently runs uncompiled; the budget warns much earlier
 
 
@@ -55,7 +54,7 @@ class TorchCompiler:
         self.what = cfg.compile
         self.facts, self.cache = facts, cache
         self.is_on = True  # becomes False if the trial of backend.compile=auto fails
-        self.is_trial = cfg.compile == AUTO  # becomes False when the first micro batch runs
+        self.is_trial = cfg.compile == "auto"  # becomes False when the first micro batch runs
         self.graphs_per_length = 0  # set by `compile` and `compile_loss`
         self.compiled, self.compile_s = 0, 0.0
         self.began_s: float | None = None
@@ -76,7 +75,7 @@ class TorchCompiler:
         `one_graph` lets backend.compile=auto compile an encoder as one graph to relieve the host. `norms` is the dtype
         that norms return, None for autocast's. `widens`: norms return fp32 while matrix products return 16 bits.
         """
-        if self.what == AUTO:
+        if self.what == "auto":
             self.what = way_of(model, self.work, one_graph=one_graph)
             part = "the encoder as one graph" if self.what == "model" else "each layer"
             logger.info(

@@ -26,7 +26,6 @@ from train.parallel.backend import Backend, Work
 from train.parallel.ddp import DDP
 from train.system import machine, rank_setup
 from train.system.caches import place_graphs
-from train.system.launched import launched
 from train.system.versions import read_versions
 
 DEVICE = "neuron"  # without an index: a process sees a single core
@@ -52,8 +51,7 @@ class Neuron(DDP):
         Backend.__init__(self)
         cfg = cfg if isinstance(cfg, NeuronConfig) else NeuronConfig(**{**asdict(cfg), "name": "neuron"})  # checks
         check_machine(cfg)
-        launch, timeout_s = launched(), cfg.timeout_s or NEURON_TIMEOUT_S
-        nodes = launch.world_size // launch.local_world_size
+        timeout_s, nodes = cfg.timeout_s or NEURON_TIMEOUT_S, self.world.num_machines
         os.environ.update(machine.runtime_environment(os.environ, nodes=nodes, timeout_s=timeout_s))
         os.environ.update(place_graphs(os.environ, is_native=True))
         # The package registers the device and its collectives. torch imports it, too, unless

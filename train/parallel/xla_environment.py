@@ -17,7 +17,7 @@ logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 
 
-def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
+def ready(cfg: BackendConfig, *, collects: bool) -> None:
     """Choose the device and set the variables that the runtime reads. Raises InputError if a run would fail."""
     versions = machine.installed_versions(*PACKAGES)
     faults = machine.package_faults(versions)
@@ -43,7 +43,9 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
         fault = machine.cache_fault(os.environ)
         check(fault is None, fault or "")
         os.environ.update(place_graphs(os.environ, is_native=False))
-        rank_setup.pin(rank_setup.neuron_address(os.environ, launched().local_rank))
+        launch = launched()
+        nodes = launch.world_size // launch.local_world_size
+        rank_setup.pin(rank_setup.neuron_address(os.environ, launch.local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S
         wanted = machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s)
