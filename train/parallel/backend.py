@@ -77,10 +77,7 @@ class Backend(ABC):
 
     @abstractmethod
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
-        """Move a model to the device and keep weights tied.
-
-        `accumulation` is the count of micro batches per step, `lengths` the count of their shapes.
-        """
+        """Move a model to the device, tied as before. A step has `accumulation` micro batches, of `lengths` shapes."""
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a loss function of logits, compiled if the model is."""
@@ -112,10 +109,7 @@ class Backend(ABC):
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return a process group of `ranks`. All ranks call this for each group, in the same order.
-
-        Raises InputError if the backend has no groups of some ranks.
-        """
+        """Return a process group of `ranks`. All ranks call this in the same order. Raises InputError if there are none."""
         raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
     # ---- a step ----------------------------------------------------------------------------------------------------

@@ -145,10 +145,7 @@ def build_engine(
     accumulation: int,
     lengths: int = 1,
 ) -> Engine:
-    """Return the engine for these settings.
-
-    `accumulation` is the count of micro batches per step and rank, `lengths` the count of their shapes.
-    """
+    """Return the engine for these settings. A step has `accumulation` micro batches per rank, of `lengths` shapes."""
     check_choice("parallel.name", cfg.name, tuple(ENGINES))
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)

@@ -100,10 +100,7 @@ class FSDP(DataParallel):
         guards.replace(self.model, {name: nn.Parameter(weight) for name, weight in whole.items()})
 
     def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all tensors whole and with ties, on the host of rank 0; {} on other ranks.
-
-        The devices hold one whole tensor at a time.
-        """
+        """Return all tensors whole and with ties, on rank 0's host; {} elsewhere. Devices hold one whole at a time."""
         copies: dict[int, Tensor] = {}
         for part in parts.values():
             if id(part) not in copies:

@@ -59,10 +59,7 @@ class GraphBudget:
             yield batch
 
     def check(self) -> None:
-        """Raise RuntimeError with the likely cause if too many graphs were compiled.
-
-        If this is not fatal, warn instead, once for each graph.
-        """
+        """Raise RuntimeError with the likely cause of an extra graph. If it is not fatal, warn, once for each graph."""
         used = self.used
         if used <= max(self.limit, self.reported):
             return

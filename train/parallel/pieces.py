@@ -34,10 +34,7 @@ class Tensors(Mapping[Any, Tensor]):
     """
 
     def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """Take the contents of files, by file name. Raises BadContent unless every tensor is there exactly once.
-
-        It may be whole or in pieces. The pieces must have all rows, unless `are_all` is False.
-        """
+        """Take the contents of files, by file name. Raises BadContent unless every tensor is there exactly once."""
         self.found: dict[Any, list[tuple[str, Any]]] = {}
         for file, content in files.items():
             if not isinstance(content, dict):
