@@ -109,7 +109,7 @@ class Backend(ABC):
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return a process group of `ranks`. All ranks call this in the same order. Raises InputError if there are none."""
+        """Return a process group of `ranks`; all ranks call this, in one order. Raises InputError if there are none."""
         raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
 
     # ---- a step ----------------------------------------------------------------------------------------------------
