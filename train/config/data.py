@@ -38,13 +38,6 @@ class ShardsConfig(DataConfig):
     deadline_s: float = setting(300.0, above=0)  # The seconds for which a batch waits while no byte of any shard
     # arrives; then the run ends and names the missing shard.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(
-            self.attempt_s <= self.deadline_s,
-            f"data.attempt_s={self.attempt_s:g} is longer than data.deadline_s={self.deadline_s:g}; lower it",
-        )
-
 
 @dataclass(kw_only=True)
 class ColumnsConfig:

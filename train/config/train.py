@@ -56,8 +56,6 @@ class TelemetryConfig(Section, prefix="telemetry."):
         super().__post_init__()
         for name in self.trackers:
             check_choice("telemetry.trackers", name, ("mlflow", "wandb"))
-        names = ",".join(self.trackers)
-        check(len(set(self.trackers)) == len(self.trackers), f"telemetry.trackers=[{names}] names a tracker twice")
 
 
 @dataclass(kw_only=True)
@@ -163,7 +161,6 @@ class VariantsConfig(Section, prefix="compare."):
         unknown = [name for name in self.run if name not in self.variants]
         known = ", ".join(self.variants) or "none is set"
         check(not unknown, f"compare.run names {', '.join(unknown)}; compare.variants has: {known}")
-        check(len(set(self.run)) == len(self.run), f"compare.run=[{','.join(self.run)}] names a variant twice")
 
     @property
     def names(self) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.config import InputError
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Compilers, Graphs
 from train.parallel.nonfinite import Skips
@@ -102,15 +101,12 @@ class Backend(ABC):
         """Sum device tensors over the ranks, in place, with the collectives that reduce gradients."""
 
     def mesh(self) -> DeviceMesh:
-        """Return a mesh of all ranks' devices, for engines that split tensors. Raises InputError if there is none."""
-        raise InputError(
-            f"backend={self.name} has no collectives of torch.distributed that could split a model's state over ranks; "
-            "choose parallel=data without shard_optimizer"
-        )
+        """Return a mesh of all ranks' devices, for engines that split tensors."""
+        raise NotImplementedError
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return a process group of `ranks`; all ranks call this, in one order. Raises InputError if there are none."""
-        raise InputError(f"parallel=pipeline does not run with backend={self.name}; set parallel=data")
+        """Return a process group of `ranks`. All ranks call this for each group, in the same order."""
+        raise NotImplementedError
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

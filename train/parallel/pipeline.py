@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
+from train.config.parallel import check_shards
 from train.models.chain import Chain
 from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
@@ -78,10 +79,7 @@ class Pipeline(PipelineState):
         self.data_rank, self.stage = divmod(backend.world.rank, cfg.stages)
         self.data_size = backend.world.size // cfg.stages
         self.max_grad_norm = optim.max_grad_norm
-        check(
-            not backend.scaler.is_enabled(),
-            "parallel=pipeline does not support fp16, which this device would choose: set backend.precision=fp32",
-        )
+        check_shards("parallel=pipeline", backend=backend.name, precision=backend.precision)
         self.chain, self.layers = cut(model, cfg)
         users = self.chain.users(self.layers)
         holders = {
