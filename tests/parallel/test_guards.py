@@ -424,10 +424,7 @@ PROGRAMS = {"ranks": rank_of_two, "evaluation": bad_evaluation}
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PJRT_DEVICE", "CPU")
-        patch.setenv("PYTHONPATH", f"{ROOT}/tests:{ROOT}/tests/parallel")
-        done = run(["ranks", str(folder)], ranks=2, module="test_guards")
+    done = run(["ranks", str(folder)], ranks=2, module=__file__, env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -462,7 +459,7 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     """On both: the other one would wait for its sums until the timeout."""
     options = ["max_steps=1", "optim.warmup_steps=1", "eval_every=1", "backend.timeout_s=60"]
     arguments = ["evaluation", *train_overrides(tmp_path / "run", prepared, *options)]
-    done = run(arguments, ranks=2, module="test_guards", env={"PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/parallel"})
+    done = run(arguments, ranks=2, module=__file__)
     assert done.returncode != 0
     exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
     assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, done.stderr

@@ -23,8 +23,6 @@ from train import __main__ as program
 from train import loop
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
 from train.observe import monitor_neuron, profile
-from train.observe.metrics import Recorder
-from train.parallel import backend as base
 from train.parallel import ddp, neuron, xla_environment
 from train.parallel.backend import load
 from train.parallel.backends import open_backend
@@ -186,19 +184,6 @@ def test_the_update_is_waited_for_and_of_all_weights_at_once(versions, prepared,
     assert seen == ["wait", "wait", True, "wait"] * 6  # around both passes, and after the update
 
 
-def test_work_is_timed_until_the_device_has_done_it(versions, monkeypatch):
-    clock, waits = [0.0], [100.0, 3.0]  # of what was launched before, and of the work itself
-    monkeypatch.setattr(base.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch.cpu, "synchronize", lambda: clock.append(clock.pop() + waits.pop(0)))
-    backend = neuron.Neuron(BackendConfig())
-    with backend.work.timed():
-        pass
-    waits += [100.0, 3.0]
-    with backend.span.timed():
-        pass
-    assert (backend.work.take_s(), backend.span.take_s()) == (3.0, 3.0)
-
-
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_operators_that_fell_back_to_the_cpu_are_named_once(versions, prepared, tmp_path, monkeypatch, kind):
     package, forward = sys.modules["torch_neuronx"], torch.nn.Embedding.forward
@@ -267,28 +252,6 @@ def test_a_profile_has_the_traces_of_the_runtime(versions, prepared, tmp_path, m
     assert "aten::addmm" in (result / "profile/table.txt").read_text()
     assert lines(result, "summary")[0]["peak_device_bytes"] == 5
     assert not any("in this step" in line["reason"] for line in lines(result, "fault"))  # one trace at a time
-
-
-def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, tmp_path, monkeypatch):
-    """The device computes whole numbers of 64 bits as 32."""
-    start, enter, to_device, extremes = 2**31 + 1, Recorder.__enter__, DDP.to_device, []
-
-    def enter_late(recorder):
-        recorder.own_tokens += start
-        return enter(recorder)
-
-    def recorded(backend, batches):
-        for batch in to_device(backend, batches):
-            whole = [each for each in batch["inputs"].values() if each.dtype == torch.int64]
-            extremes.extend(value for each in whole for value in (int(each.min()), int(each.max())))
-            yield batch
-
-    monkeypatch.setattr(Recorder, "__enter__", enter_late)
-    monkeypatch.setattr(DDP, "to_device", recorded)
-    result = train(tmp_path / "run", prepared, *NEURON)
-    wanted = [start + line["tokens"] for line in lines(by_ddp, "train")]
-    assert [line["tokens"] for line in lines(result, "train")] == wanted
-    assert extremes and min(extremes) >= -(2**31) and max(extremes) < 2**31
 
 
 def test_the_watchdog_sees_a_rank_that_compiles(versions, monkeypatch):
