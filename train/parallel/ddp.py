@@ -248,6 +248,8 @@ class DDP(Backend):
 class DDPSync(GradSync):
     """The reduction by DistributedDataParallel. It averages gradients in the last backward pass and sums the counts."""
 
+    adds_counts = True
+
     def __init__(
         self, model: nn.Module, device: torch.device, world_size: int, accumulation: int, *, compresses: bool
     ) -> None:
@@ -264,16 +266,11 @@ class DDPSync(GradSync):
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)
 
-    def begin(self, count: float) -> None:
-        super().begin(count)
-        self.adding = dist.all_reduce(self.count, async_op=True)
-
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self.replica.no_sync()
 
     def reduce(self) -> Tensor:
-        self.adding.wait()
-        return self.count / self.world_size  # gradients are averages over the ranks, so this is too
+        return super().reduce() / self.world_size  # gradients are averages over the ranks, so this is too
 
 
 class CudaWork(Work):

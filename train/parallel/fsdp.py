@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -136,6 +135,8 @@ class FSDP(DataParallel):
 class ShardSync(GradSync):
     """The reduction that leaves on each rank the gradient sums of its rows. It also sums the label counts."""
 
+    adds_counts = True
+
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
         super().__init__(model, device)
         self.reduce_once = reduce_once
@@ -143,18 +144,10 @@ class ShardSync(GradSync):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    def begin(self, count: float) -> None:
-        super().begin(count)
-        self.adding = dist.all_reduce(self.count, async_op=True)
-
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         for module in split_modules(self.module):
             module.set_requires_gradient_sync(is_last or not self.reduce_once, recurse=False)
         return nullcontext()
-
-    def reduce(self) -> Tensor:
-        self.adding.wait()
-        return self.count
 
 
 def rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.config.backend import CUDA
@@ -30,13 +31,17 @@ class GradSync:
 
     module: nn.Module  # the model as forward passes call it
     count: Tensor  # [1], on the device: the labels of this step
+    count_type = torch.float32
+    adds_counts = False  # whether the counts are summed over the ranks during the passes
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module, self.device = model, device
 
     def begin(self, count: float) -> None:
         """Begin a step in which this rank has `count` labels. The counts are summed over the ranks as gradients are."""
-        self.count = sent(torch.tensor([float(count)]), self.device)
+        self.count = sent(torch.tensor([count], dtype=self.count_type), self.device)
+        if self.adds_counts:
+            self.adding = dist.all_reduce(self.count, async_op=True)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context for the passes of one micro batch. `is_last`: it is the step's last micro batch."""
@@ -44,6 +49,8 @@ class GradSync:
 
     def reduce(self) -> Tensor:
         """Finish the reduction. Returns the divisor [1] that makes sums means over all labels; 0 without labels."""
+        if self.adds_counts:
+            self.adding.wait()
         return self.count
 
 

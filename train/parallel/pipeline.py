@@ -25,7 +25,7 @@ from train.models.chain import Chain
 from train.models.network import Network
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
-from train.parallel.grad_sync import GradSync, sent
+from train.parallel.grad_sync import GradSync
 from train.parallel.optimizer_spec import roles
 from train.parallel.optimizers import build_optimizer
 from train.parallel.parts import Part, PipelineState, hold
@@ -197,16 +197,17 @@ class Pipeline(PipelineState):
 class PipelineSync(GradSync):
     """The reduction that sums a gradient over all ranks that hold its weight, and label counts over first stages."""
 
+    count_type = torch.float64  # like the norms in `clip`
+    adds_counts = True
+
     def __init__(self, model: nn.Module, device: torch.device, sums: list[Any], *, counts: bool) -> None:
         """Take `sums` of (group, weights, whether several stages hold them). `counts`: this rank is a first stage."""
         super().__init__(model, device)
         self.sums, self.counts = sums, counts
 
     def begin(self, count: float) -> None:
-        # All ranks of a pipeline have the same rows, so only its first stage counts labels. The count is float64, like
-        # the norms in `clip`.
-        self.count = sent(torch.tensor([count if self.counts else 0.0], dtype=torch.float64), self.device)
-        self.adding = dist.all_reduce(self.count, async_op=True)
+        # All ranks of a pipeline have the same rows, so only its first stage counts labels.
+        super().begin(count if self.counts else 0.0)
 
     @torch.no_grad()
     def reduce(self) -> Tensor:
@@ -217,8 +218,7 @@ class PipelineSync(GradSync):
             totals = all_reduce_flat(gradients, group) if held else []
             for weight, total in zip(held, totals, strict=True):
                 weight.grad = total
-        self.adding.wait()
-        return self.count
+        return super().reduce()
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
