@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from train.config import OptimConfig, ParallelConfig, check_choice
+from train.config import OptimConfig, ParallelConfig
 from train.parallel import guards
 from train.parallel.optimizer_spec import load_state, set_learning_rate
 
@@ -146,7 +146,6 @@ def build_engine(
     lengths: int = 1,
 ) -> Engine:
     """Return the engine for these settings. A step has `accumulation` micro batches per rank, of `lengths` shapes."""
-    check_choice("parallel.name", cfg.name, tuple(ENGINES))
     module: Any = import_module(ENGINES[cfg.name])  # a run imports only the engine that it uses
     engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine

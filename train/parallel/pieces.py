@@ -85,7 +85,9 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
             raise BadContent(f"{values[-1][0]}: {name} is also in {values[0][0]}")
         return
     for file, value in values:
-        check_piece(name, file, value)
+        rows = record(Piece, value, f"{file}: {name}")["rows"]
+        if not isinstance(rows, Tensor) or rows.ndim == 0:
+            raise BadContent(f"{file}: {name} holds {shown(rows)}, not rows of a tensor")
     values = sorted(values, key=lambda item: item[1]["first_row"])
     file, first = values[0]
     kind, end = kind_of(first), 0
@@ -97,12 +99,6 @@ def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) ->
         end = value["first_row"] + len(value["rows"])
     if end > first["num_rows"] or (are_all and end < first["num_rows"]):
         raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")
-
-
-def check_piece(name: str, file: str, value: Any) -> None:
-    rows = record(Piece, value, f"{file}: {name}")["rows"]
-    if not isinstance(rows, Tensor) or rows.ndim == 0:
-        raise BadContent(f"{file}: {name} holds {shown(rows)}, not rows of a tensor")
 
 
 def kind_of(value: dict[str, Any]) -> tuple[Any, ...]:
