@@ -13,7 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import torch
@@ -60,19 +60,17 @@ TRN1 = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.15.320
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """No launcher's or Neuron's variables, before and after; and a failure that would end pytest itself is raised."""
-    before = dict(os.environ)
-    for name in [*os.environ]:
-        if name.startswith(("NEURON", "SLURM", "XLA_", "XRT_", "PJRT", "FI_", "BUCKET")):
-            del os.environ[name]
-    os.environ["PJRT_DEVICE"] = "CPU"  # else torch_xla warns that it chooses
 
     def leave(code):
         raise AssertionError(f"the rank would have left with {code}")
 
     monkeypatch.setattr(os, "_exit", leave)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        for name in [*os.environ]:
+            if name.startswith(("NEURON", "SLURM", "XLA_", "XRT_", "PJRT", "FI_", "BUCKET")):
+                del os.environ[name]
+        os.environ["PJRT_DEVICE"] = "CPU"  # else torch_xla warns that it chooses
+        yield
 
 
 @pytest.fixture
@@ -374,7 +372,7 @@ def rank_of_two(folder):
     result["drawn"] = torch.rand(4, device=backend.device).tolist()
     result["kept"] = backend.rng_state()["xla"]
 
-    add, dist.all_reduce = dist.all_reduce, lambda *_, **__: Mock()  # sums that reach nobody
+    add, dist.all_reduce = dist.all_reduce, lambda *_, **__: mock.Mock()  # sums that reach nobody
     result["ones"] = failure(backend.check_world)
     dist.all_reduce = add
     xla.xm.set_rng_state(101)  # what torch_xla starts from
