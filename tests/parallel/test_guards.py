@@ -289,22 +289,19 @@ NEURON0 = ["/dev/neuron0"]
         ("auto", None, [], "CPU"),
         ("neuron", "CPU", NEURON0, "NEURON"),
         ("cpu", "NEURON", [], "CPU"),
+        ("auto", "CPU", NEURON0, "on a machine with Trainium"),
+        ("cuda", "CPU", NEURON0, "not on CUDA"),
+        ("auto", "NEURON", [], "no Trainium here"),
     ],
 )
-def test_the_device_of_xla_is_what_was_asked_for(machine_has, device, variable, devices, kind):
+def test_the_device_of_xla_is_what_was_asked_for_if_it_is_there(machine_has, device, variable, devices, kind):
     machine_has(neuron_devices=devices)
     del os.environ["PJRT_DEVICE"]
     os.environ.update({"PJRT_DEVICE": variable} if variable else {})
-    assert xla_environment.choose_device(device) == kind
-
-
-def test_a_device_of_xla_that_is_not_there_or_not_meant_is_rejected(machine_has):
-    machine_has(neuron_devices=NEURON0)
-    rejects("on a machine with Trainium", xla_environment.choose_device, "auto")  # with PJRT_DEVICE=CPU
-    rejects("not on CUDA", xla_environment.choose_device, "cuda")
-    machine_has(neuron_devices=[])
-    os.environ["PJRT_DEVICE"] = "NEURON"
-    rejects("no Trainium here", xla_environment.choose_device, "auto")
+    if kind in ("CPU", "NEURON"):
+        assert xla_environment.choose_device(device) == kind
+    else:
+        rejects(kind, xla_environment.choose_device, device)
 
 
 # ---- compilers -----------------------------------------------------------------------------------------------------
