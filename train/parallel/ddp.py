@@ -49,6 +49,7 @@ class DDP(Backend):
     norms: torch.dtype | None = None  # the dtype that norms return; None for autocast's
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     compiler: TorchCompiler | None = None
+    deterministic = False  # whether kernels always add in the same order
     one_graph = False  # whether backend.compile=auto may make one graph of an encoder of small layers
 
     def __init__(
