@@ -73,17 +73,11 @@ def find_python(version: str) -> str:
         here == wanted,
         f"images are for {' '.join(wanted)}, and this is {' '.join(here)}: start the build on such a machine",
     )
-    if this_python() == version:
-        return sys.executable
-    path, ask = shutil.which(f"python{version}"), "import sys; print('%d.%d' % sys.version_info[:2])"
-    if (
-        path
-        and subprocess.run([path, "-c", ask], capture_output=True, text=True, check=False).stdout.strip() == version
-    ):
-        return path
-    raise InputError(
-        f"the image has Python {version}, for which its packages are resolved: install python{version} here"
-    )
+    path = sys.executable if this_python() == version else shutil.which(f"python{version}")
+    if path is None:
+        needed = f"the image has Python {version}, for which its packages are resolved"
+        raise InputError(f"{needed}: install python{version} here")
+    return path
 
 
 def resolve(python: str, *arguments: str) -> list[Package]:

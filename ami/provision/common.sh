@@ -5,9 +5,6 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=functions.sh
 . /etc/baretrain/functions.sh
 
-[ "$(id -u)" = 0 ] || fail "common.sh changes the whole machine: run it as root"
-command -v apt-get >/dev/null || fail "this system has no apt-get: build from Ubuntu 24.04" \
-    "(Amazon Linux cannot run torch-neuronx 2.9, whose wheel needs glibc 2.35)"
 if command -v cloud-init >/dev/null; then
     cloud-init status --wait >/dev/null || true # it installs packages, too; it exits with 2 after warnings
 fi

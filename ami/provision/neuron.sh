@@ -9,10 +9,6 @@ set -euo pipefail
 url=${NEURON_APT_URL:-https://apt.repos.neuron.amazonaws.com}
 keyring=/usr/share/keyrings/neuron.gpg
 
-glibc=$(ldd --version | awk 'NR == 1 { print $NF }')
-[ "$(printf '%s\n' 2.35 "$glibc" | sort -V | head -1)" = 2.35 ] ||
-    fail "$PRETTY_NAME has glibc $glibc, but torch-neuronx 2.9 needs 2.35: build from Ubuntu 24.04"
-
 export GNUPGHOME=$work
 new=$work/neuron.gpg
 curl -fsSL --retry 5 "$url/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB" | gpg --batch --dearmor >"$new"
