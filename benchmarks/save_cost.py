@@ -1,4 +1,4 @@
-"""Bytes and requests of one sharded save in S3 and of a resume, by the number of ranks: counted, not timed.
+"""Bytes and requests of one sharded save in S3, by the number of ranks: counted, not timed.
 
     python -m benchmarks.save_cost [--ranks 1 8 32 128 512]
 
@@ -10,7 +10,6 @@ as they arrive at a rank. The counted save is the fifth, which removes the secon
 
 from __future__ import annotations
 
-import argparse
 import copy
 import hashlib
 import pickle
@@ -27,14 +26,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import table
+from benchmarks import harness
 from train.checkpoints.loader import Loaded, load
 from train.checkpoints.manifest import Manifest, Progress
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store_s3 import S3Store
-from train.config import CheckpointConfig
+from train.config import BackendConfig, CheckpointConfig
 from train.parallel import ranks
 from train.parallel.backend import State
+from train.parallel.ddp import DDP
 from train.parallel.pieces import Tensors, piece
 from train.parallel.ranks import World
 from train.system.schema import Head
@@ -50,24 +50,21 @@ Result = TypeVar("Result")
 class Group:
     """A rank's end of a process group between threads."""
 
-    def __init__(self, rank: int, ends: list[Group], barrier: threading.Barrier) -> None:
-        self.rank, self.ends, self.barrier = rank, ends, barrier
-        self.value: Any = None
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.values, self.barrier = rank, values, barrier
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks; the others wait until each has taken them."""
-        self.value = value
+        self.values[self.rank] = value
         self.barrier.wait()
-        values = [end.value for end in self.ends]
+        values = list(self.values)
         self.barrier.wait()
         return values
 
 
 def groups(size: int) -> list[Group]:
-    ends: list[Group] = []
-    barrier = threading.Barrier(size, timeout=300)
-    ends += [Group(rank, ends, barrier) for rank in range(size)]
-    return ends
+    values, barrier = [None] * size, threading.Barrier(size, timeout=300)
+    return [Group(rank, values, barrier) for rank in range(size)]
 
 
 class Collectives:
@@ -106,9 +103,9 @@ class Objects:
 
     location = "s3://counted/run"
 
-    def __init__(self, content: dict[str, bytes] | None = None) -> None:
-        self.content = {} if content is None else content
-        self.downloads: dict[str, int] = {}  # bytes by name
+    def __init__(self, content: dict[str, bytes]) -> None:
+        self.content = content
+        self.downloads: set[str] = set()
         self.damages, self.is_of_step = "", ""  # a file that arrives damaged here, and its step if not of any
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()
@@ -119,10 +116,9 @@ class Objects:
 
     def read(self, name: str) -> bytes:
         self.count("GET")
-        try:
-            return self.content[name]
-        except KeyError:
-            raise FileNotFoundError(name) from None
+        if name not in self.content:
+            raise FileNotFoundError(name)
+        return self.content[name]
 
     def write(self, name: str, content: bytes) -> None:
         self.count("PUT")
@@ -138,8 +134,7 @@ class Objects:
 
     def download(self, name: str, path: Path) -> None:
         content = self.read(name)
-        with self.lock:
-            self.downloads[name] = len(content)
+        self.downloads.add(name)
         if path.name == self.damages and self.is_of_step in name:
             content = bytes(len(content))
         path.write_bytes(content)
@@ -189,39 +184,24 @@ class Rows:
             assert torch.equal(tensors.rows(name, rows), self.row)
 
 
-class Host:
-    """The part of a backend that a save uses."""
+class Host(DDP):
+    """A rank's backend, whose writers of checkpoints are a group of threads."""
 
-    pin_memory, continues_dropout = False, True
+    writers: Any
 
-    def __init__(self, world: World, writers: Group) -> None:
-        self.world, self.writers = world, writers
-
-    def rng_state(self) -> State:
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: State) -> None:
-        return
-
-    def subgroup(self, _: list[int]) -> Group:
+    def subgroup(self, ranks: list[int]) -> Any:
         return self.writers
 
-    def copy_to_host(self, tensors: list[Any], buffers: list[Any]) -> None:
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            buffer.copy_(tensor)
 
-    def save(self, state: State, file: Any) -> None:
-        torch.save(state, file)
-
-
-def worlds(size: int) -> list[World]:
-    """Return a world for the thread of each rank."""
-    made = []
-    for rank, group in enumerate(groups(size)):
-        world = World()
+def backends(size: int) -> list[Host]:
+    """Return a backend for the thread of each rank."""
+    made, plain = [], Host(BackendConfig(device="cpu"))
+    for rank, (group, writers) in enumerate(zip(groups(size), groups(size), strict=True)):
+        backend, world = copy.copy(plain), World()
         world.rank, world.size, world.local_rank, world.local_size = rank, size, rank % LOCAL, min(LOCAL, size)
         world.is_distributed, world.group = size > 1, group  # type: ignore[assignment]
-        made.append(world)
+        backend.world, backend.writers = world, writers
+        made.append(backend)
     return made
 
 
@@ -232,11 +212,10 @@ class Run:
         content: dict[str, bytes] = {}
         self.machines = [Objects(content) for _ in range(-(-size // LOCAL))]
         self.collectives, self.threads, self.size = Collectives(), ThreadPoolExecutor(size), size
-        self.worlds, beside = worlds(size), groups(size)
-        self.backends: list[Any] = [Host(world, beside[world.rank]) for world in self.worlds]
-        self.engines: list[Any] = [Rows(world) for world in self.worlds]
+        self.backends = backends(size)
+        self.engines: list[Any] = [Rows(backend.world) for backend in self.backends]
         stores: list[Any] = [S3Store(each, Path(scratch, str(n))) for n, each in enumerate(self.machines)]  # type: ignore[arg-type]
-        self.stores = [stores[world.rank // LOCAL] for world in self.worlds]
+        self.stores = [stores[rank // LOCAL] for rank in range(size)]
 
     def on_all(self, action: Callable[[int], Result]) -> list[Result]:
         """Take an action on all ranks; messages and requests are counted from here on."""
@@ -287,30 +266,15 @@ def save_cost(size: int) -> tuple[int, int, dict[str, int]]:
         return sum(received.values()), max(received.values(), default=0), run.requests()
 
 
-def load_cost(size: int) -> tuple[float, int]:
-    """Return the bytes that a resume downloads, as a multiple of the checkpoint's, and its requests."""
-    # The random numbers of all ranks, 5 KB each, which go to every machine, are left out.
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Run(size, scratch)
-        run.save(1)
-        run.load()
-        downloads = [(name, size) for machine in run.machines for name, size in machine.downloads.items()]
-        parts = [(name, size) for name, size in downloads if not name.endswith("ranks.pt")]
-        return sum(size for _, size in parts) / sum(dict(parts).values()), sum(run.requests().values())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     kinds, rows = ("PUT", "HEAD", "GET", "LIST", "DELETE"), []
     for size in parser.parse_args().ranks:
         total, most, requests = save_cost(size)
-        times, num_requests = load_cost(size)
-        of_kinds = [f"{requests.get(kind, 0):,}" for kind in kinds]
-        rows.append([str(size), f"{total:,}", f"{most:,}", *of_kinds, f"{times:.2f}", f"{num_requests:,}"])
-    print(
-        table(["ranks", "bytes of all ranks", "most of one", *kinds, "downloaded/size", "requests of a resume"], rows)
-    )
+        numbers = (size, total, most, *(requests.get(kind, 0) for kind in kinds))
+        rows.append([f"{number:,}" for number in numbers])
+    print(harness.table(["ranks", "bytes of all ranks", "most of one", *kinds], rows))
 
 
 if __name__ == "__main__":
