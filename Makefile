@@ -133,27 +133,23 @@ bench: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m benchmarks.start --data data/demo --accelerate $(PEERS)
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
-	@$(BIN)/python -m benchmarks.comm
 	@$(BIN)/python -m benchmarks.parallel
 	@$(BIN)/python -m benchmarks.compare experiment=demo run_dir=$(RUN_DIR)/rounds 'compare.run=[none,layers]'
 
 # Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
 bench-smoke: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --contestants ours trainer_eager ours_compiled trainer_compiled
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --contestants ours trainer trainer_eager
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
-	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
-	@$(BIN)/python -m benchmarks.estimate --data data/demo --rounds 1 --steps 15 --cases "2 ranks"
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --log-every 3
-	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo
+	@$(BIN)/python -m benchmarks.data --rounds 1 --seconds 0.05 --rows 256 --peers
 	@$(BIN)/python -m benchmarks.scale --tiny
 	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000
-	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
+	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --sides torch.save ours --folder $(VENV)
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --variants workers buckets
 	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python benchmarks/gpu.sh --tiny --output $(VENV)/gpu.json --only 128 texts
-	@$(BIN)/python -m benchmarks.comm --rounds 3 --layers 1
 	@$(BIN)/python -m benchmarks.parallel --rounds 3 --rows 8
 	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'
 

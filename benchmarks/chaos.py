@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import lines, run_timed, torchrun
+from benchmarks.harness import lines, run, torchrun
 
 FAULTS = ("rank", "torchrun", "stuck", "save", "notice")
 POLL_S = 0.005
@@ -58,7 +58,6 @@ class Chaos:
         self.log = run_dir.with_suffix(".log")
         self.launcher = start(overrides, ranks, self.log)
         self.done: list[str] = []
-        self.starts = 1
         self.since_unix_s = 0.0  # time of the last fault
 
     def is_training(self) -> bool:
@@ -76,7 +75,7 @@ class Chaos:
             return True
         if not outcome["goes_on"]:
             sys.exit(f"the run cannot resume: {outcome['reason']}; see {self.log}")
-        self.launcher, self.starts = start(self.overrides, self.ranks, self.log), self.starts + 1
+        self.launcher = start(self.overrides, self.ranks, self.log)
         return False
 
     def run(self, every_s: float) -> None:
@@ -137,7 +136,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     data = folder / "data"
     prepare = ["corpus=pydocs", f"output={data}", "seq_len=64", "tokenizer.vocab_size=2000", "validation_fraction=0.05"]
-    run_timed("train.prepare", *prepare, log=folder / "prepare.log")
+    run(sys.executable, "-m", "train.prepare", *prepare)
     calm, wild = folder / "calm", folder / "wild"
     own = [f"data.path={data}", f"max_steps={options.steps}", *SETTINGS.split()]
 
@@ -160,7 +159,7 @@ def main() -> int:
     recoveries = [line["recover_s"] for line in lines(wild, "fault") if "recover_s" in line]
     counts = {fault: chaos.done.count(fault) for fault in FAULTS}
     print(f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})")
-    print(f"starts of torchrun: {chaos.starts}; wall {wild_s:.0f} s against {calm_s:.0f} s")
+    print(f"wall {wild_s:.0f} s against {calm_s:.0f} s")
     print(f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} a fault")
     print(f"from the last sign of life to the first step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average")
     print(f"goodput: {summary['goodput']:.3f} (undisturbed {calm_summary['goodput']:.3f})")

@@ -3,8 +3,8 @@
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
 The same weights and AdamW moments, on a real disk, while a loop of matrix products runs concurrently, on one thread as
-under torchrun. Every side of every round is a separate process, forked from the one that made the state; rounds
-interleave the sides, back and forth. benchmarks/notes.md explains the columns.
+under torchrun. A stall is the time that a call blocks the loop. Every side of every round is a separate process, forked
+from the one that made the state; rounds interleave the sides, back and forth.
 
 "torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; "buffers
 kept" hands it a stager that lives from save to save, its fastest mode. Every checkpoint has a new folder,
@@ -15,8 +15,6 @@ checksums.
 from __future__ import annotations
 
 import argparse
-import itertools
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -26,13 +24,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,7 +36,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import harness
-from benchmarks.harness import machine, ratios, spread, table, turns
+from benchmarks.harness import Job, machine, ratios, spread, table, turns
 from train.checkpoints import loader
 from train.checkpoints.manifest import Manifest, Progress, step_name
 from train.checkpoints.saver import AsyncSaver
@@ -60,8 +56,7 @@ MODELS = {
     "tiny": ModelConfig(embedding_size=16, hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2),
 }
 VOCAB_SIZE, SEQ_LEN = 30000, 512
-COMPARED = ("stall_s", "durable_s", "lost_s")
-MEASURES = (*COMPARED, "cpu_s", "share", "slowest")
+LIMIT_S = 3600  # of the saves of a side
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 
 
@@ -156,9 +151,6 @@ class Ours(TorchSave):
     def load(self, number: int) -> None:
         loader.load(self.store, self.state, self.state.backend, identity={}, settings={}, force=False)
 
-    def verify(self, number: int) -> None:
-        self.store.fetch(number)
-
     def close(self) -> None:
         self.saver.close(waits=True)
         self.check()
@@ -211,233 +203,117 @@ LOADED = ("torch.save", "ours", "async")
 # ---- saving, in a separate process ---------------------------------------------------------------------------------
 
 
-@dataclass
-class Save:
+class Save(NamedTuple):
     stall_s: float
-    beside_s: float  # from then on, until the checkpoint is complete
-    steps_s: list[float]  # of the loop in that time
-    alone_s: float = 0.0  # the mean step before and after it
-    cpu_s: float = 0.0  # of all threads and processes but the loop's, with the stall
-
-    @property
-    def durable_s(self) -> float:
-        return self.stall_s + self.beside_s
-
-    @property
-    def lost_s(self) -> float:
-        return self.durable_s - len(self.steps_s) * self.alone_s
-
-    @property
-    def share(self) -> float:
-        """Share of the steps that the loop does alone, taken during the save."""
-        return len(self.steps_s) * self.alone_s / self.beside_s if self.steps_s else 0.0
-
-    @property
-    def slowest(self) -> float:
-        return max(self.steps_s, default=0.0) / self.alone_s
+    durable_s: float  # from the call until the checkpoint is complete
 
 
-@dataclass
-class Round:
-    """The results of one side in a process."""
-
-    prepare: Save
-    saves: list[Save]
-
-    def later(self, measure: str) -> float:
-        """Return the median of a measure over all saves but the first."""
-        return statistics.median(getattr(save, measure) for save in self.saves[1:] or self.saves)
-
-
-class Loop:
-    """Steps of some milliseconds, each of several kernels, like those of a training."""
-
-    def __init__(self) -> None:
-        self.matrix = torch.eye(256)
-
-    def until(self, is_over: Callable[[], bool]) -> list[float]:
-        """Take steps until something is over; return the seconds of each."""
-        times = [time.monotonic()]
-        while not is_over():
-            for _ in range(8):
-                self.matrix @ self.matrix
-            times.append(time.monotonic())
-        return [after - before for before, after in itertools.pairwise(times)]
-
-    def alone_s(self, seconds: float) -> float:
-        end_s = time.monotonic() + seconds
-        return statistics.mean(self.until(lambda: time.monotonic() > end_s))
-
-    def beside(self, call: Callable[[], Future[Any]]) -> Save:
-        """Measure how long `call` blocks, and the steps taken until its future is done."""
-        cpu_s, began_s = process_cpu_s(), time.monotonic()
-        future = call()
-        called_s, loop_cpu_s = time.monotonic(), time.thread_time()
-        steps_s = self.until(future.done)
-        ended_s, loop_cpu_s = time.monotonic(), time.thread_time() - loop_cpu_s
-        future.result()
-        spent_s = process_cpu_s() - cpu_s - loop_cpu_s
-        return Save(called_s - began_s, ended_s - called_s, steps_s, cpu_s=spent_s)
+def beside_steps(call: Callable[[], Future[Any]]) -> Save:
+    """Measure how long `call` blocks, and when its future is done; meanwhile a loop takes steps of some kernels."""
+    matrix, began_s = torch.eye(256), time.monotonic()
+    future = call()
+    stall_s = time.monotonic() - began_s
+    while not future.done():
+        for _ in range(8):
+            matrix @ matrix
+    future.result()
+    return Save(stall_s, time.monotonic() - began_s)
 
 
-def process_cpu_s() -> float:
-    """Return the CPU seconds of this process and its children."""
-    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return time.process_time() + sum(one.user + one.system for one in times)
-
-
-def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
+def measure_saves(side: TorchSave, saves: int) -> list[Save]:
     """Measure saves of checkpoints numbered from 0; the last one is kept."""
-    loop = Loop()
-    loop.until(lambda: True)
 
     def save(number: int) -> Future[Any]:
         future = side.save(number)
         mark_of(side.state).fill_(-1)  # the training continues: this must not reach the checkpoint
         return future
 
-    alone = [loop.alone_s(alone_s)]
-    result = [loop.beside(side.prepare)]
+    beside_steps(side.prepare)
+    result = []
     for number in range(saves):
-        alone.append(loop.alone_s(alone_s))
         mark_of(side.state).fill_(number)
-        result.append(loop.beside(partial(save, number)))
+        result.append(beside_steps(partial(save, number)))
         if number:
             shutil.rmtree(side.path_of(number - 1))
-    alone.append(loop.alone_s(alone_s))
     side.close()
-    for one, around in zip(result, itertools.pairwise(alone), strict=True):
-        one.alone_s = statistics.mean(around)
-    return Round(result[0], result[1:])
-
-
-def in_a_fork(work: Callable[[], Any]) -> Any:
-    """Return the result of `work` in a process that shares all memory so far."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=lambda: theirs.send(work()))
-    child.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError as error:
-        raise RuntimeError("a side failed, see above") from error
-    finally:
-        child.join()
+    return result
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
-def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
-    """Return the seconds of a load of files that are not in the page cache."""
+def load_s(side: TorchSave, number: int) -> float:
+    """Return the seconds of a load of files that are not in the page cache.
+
+    Raises RuntimeError unless the state is that of the save.
+    """
     for path in side.path_of(number).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mark_of(side.state).fill_(-1)
     began_s = time.monotonic()
-    how(number)
-    return time.monotonic() - began_s
+    side.load(number)
+    taken_s = time.monotonic() - began_s
+    if not bool((mark_of(side.state) == number).all()):
+        raise RuntimeError(f"{side.label} loaded a state that differs from the saved one")
+    return taken_s
 
 
-def measure_loads(sides: list[TorchSave], rounds: int, number: int) -> dict[str, list[float]]:
-    """Return the seconds of each round. Raises RuntimeError unless the state is that of the save."""
-    result: dict[str, list[float]] = defaultdict(list)
-    for side in sides * rounds:
-        mark_of(side.state).fill_(-1)
-        result[side.label].append(load_s(side, number, side.load))
-        if not bool((mark_of(side.state) == number).all()):
-            raise RuntimeError(f"{side.label} loaded a state that differs from the saved one")
-        if isinstance(side, Ours):
-            result["of which its checksums"].append(load_s(side, number, side.verify))
-    return result
+# ---- the table -----------------------------------------------------------------------------------------------------
 
 
-# ---- tables --------------------------------------------------------------------------------------------------------
-
-
-def save_table(rounds: dict[str, list[Round]]) -> str:
-    head = ["", "stall, first save, s", "stall, later, s", "of torch.save's", "durable, s", "of torch.save's"]
-    head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step"]
+def save_table(rounds: dict[str, list[list[Save]]], loads_s: dict[str, list[float]]) -> str:
+    """Return the table; a later save is the median of a round's saves after the first."""
+    later = {
+        name: [statistics.median(save.stall_s for save in saves[1:] or saves) for saves in result]
+        for name, result in rounds.items()
+    }
     rows = []
     for name, result in rounds.items():
-        later = {measure: [one.later(measure) for one in result] for measure in MEASURES}
-        of_base = {
-            measure: spread(ratios(values, [one.later(measure) for one in rounds["torch.save"]]))
-            for measure, values in later.items()
-            if "torch.save" in rounds and measure in COMPARED
-        }
-        cells = (
-            SIDES[name].label,
-            spread(one.saves[0].stall_s for one in result),
-            spread(later["stall_s"]),
-            of_base.get("stall_s", ""),
-            spread(later["durable_s"]),
-            of_base.get("durable_s", ""),
-            of_base.get("lost_s", ""),
-            spread(later["cpu_s"]),
-            spread(later["share"]),
-            spread(later["slowest"], 2),
-        )
-        rows.append(cells)
+        of_base = ratios(later[name], later["torch.save"]) if "torch.save" in later else ()
+        durable_s = (statistics.median(save.durable_s for save in saves[1:] or saves) for saves in result)
+        firsts, loads = (saves[0].stall_s for saves in result), loads_s[name]
+        rows.append((SIDES[name].label, *map(spread, (firsts, later[name], of_base, durable_s, loads))))
+    head = ("", "first stall, s", "later stalls, s", "of torch.save's", "durable, s", "load, s")
     return table(head, rows)
 
 
-def load_table(loads_s: dict[str, list[float]]) -> str:
-    base = loads_s.get(TorchSave.label)
-    rows = [
-        (label, spread(seconds), spread(ratios(seconds, base)) if base else "") for label, seconds in loads_s.items()
-    ]
-    return table(("", "load, s", "of torch.load's"), rows)
-
-
 def heading(name: str, state: Engine) -> str:
-    parameters = sum(weight.numel() for weight in state.model.parameters())
     num_bytes = sum(weight.nbytes for weight in state.model.parameters())  # tied ones count once
     num_bytes += num_bytes_of(state.state()["optimizer"])
-    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {num_bytes / 1e9:.2f} GB"
-    return f"{about}; {machine('torch')}, load before {os.getloadavg()[0]:.1f}."
+    return f"{name}: {num_bytes / 1e9:.2f} GB with moments; {machine('torch')}, load before {os.getloadavg()[0]:.1f}."
 
 
-def run(
-    options: argparse.Namespace, state: Engine, folder: Path
-) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
-    """Return the rounds of each side, and seconds of loads."""
-    rounds: dict[str, list[Round]] = {name: [] for name in options.sides}
+def run(options: argparse.Namespace, state: Engine, folder: Path) -> str:
+    """Return the table of all rounds."""
+    rounds: dict[str, list[list[Save]]] = defaultdict(list)
+    loads_s: dict[str, list[float]] = defaultdict(list)
     for number, name in turns(options.rounds, options.sides):
         side = SIDES[name](state, folder / name)
         shutil.rmtree(side.folder, ignore_errors=True)
-        result: Round = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
-        rounds[name].append(result)
-        for save in result.saves:
-            figures = f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}"
-            print(f"round {number} {name}: {figures}", file=sys.stderr)
+        saves = Job(measure_saves, side, options.saves, log=folder / "log").result(LIMIT_S)
+        if "error" in saves:
+            raise RuntimeError(f"{name}: {saves['error']}\n{saves['log']}")
+        rounds[name].append(saves)
+        print(f"round {number} {name}: {saves}", file=sys.stderr)
         if name not in LOADED:
             shutil.rmtree(side.folder)
-    sides = [SIDES[name](state, folder / name) for name in LOADED if name in options.sides]
-    return rounds, measure_loads(sides, options.rounds, options.saves - 1)
+    for name in [name for name in LOADED if name in options.sides] * options.rounds:
+        loads_s[name].append(load_s(SIDES[name](state, folder / name), options.saves - 1))
+    return save_table(rounds, loads_s)
 
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=2, saves=2)  # the first save of each side and round is shown separately
     parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
-    parser.add_argument("--alone-s", type=float, default=1.5, help="seconds of the loop alone, before each save")
     parser.add_argument("--folder", type=Path, default=Path(), help="a temporary one is made in it, on its disk")
     options = parser.parse_args()
     torch.set_num_threads(1)  # as under torchrun; and a fork would miss the threads of a pool
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
-        about = heading(options.model, state)
-        rounds, loads_s = run(options, state, Path(name))
-    notes = []
-    if "ours" in rounds:
-        prepared = [result.prepare for result in rounds["ours"]]
-        notes.append(
-            f"Ours makes its memory beside the first steps: {spread(one.durable_s for one in prepared)} s, in which "
-            f"the loop takes {spread(one.share for one in prepared)} of its steps."
-        )
-    print("\n\n".join((about, *notes, save_table(rounds), load_table(loads_s))))
+        print(f"{heading(options.model, state)}\n\n{run(options, state, Path(name))}")
 
 
 if __name__ == "__main__":

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import shlex
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Result, hide_torch_xla, table
+from benchmarks.harness import QUIET, Job, Result, hide_torch_xla, table
 
 hide_torch_xla()
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking the driver otherwise would bar forked processes from the GPU
@@ -48,7 +46,6 @@ COMPILING_SHARE = 1 / 3  # largest share of the budget for compiling
 LEAST_S, MOST_S = 15, 90  # least seconds left for a candidate to start; most seconds for one candidate
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
-COPIED_BYTES = 2**30
 WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # words of a text, about MNLI's: mean and deviation of the logarithm, least, most
 ROWS = 4096  # texts to fine-tune on
 
@@ -67,28 +64,24 @@ class Work:
     embedding: int | None = None  # width of ALBERT's embeddings
     classifies: bool = False  # classify texts of varying length, instead of predicting masked tokens
 
-    @property
-    def heads(self) -> int:
-        return max(1, self.hidden // 64)
+    def sizes(self, layers: str, heads: str) -> dict[str, int]:
+        """Return the model's sizes by name; the number of layers and that of heads have these names."""
+        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "vocab_size": self.vocab_size}
+        sizes |= {layers: self.layers, heads: max(1, self.hidden // 64)}
+        return sizes | ({"embedding_size": self.embedding} if self.embedding else {})
 
     def settings(self, folder: Path) -> list[str]:
         """Return the settings of our run on the data in `folder`."""
-        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_layers": self.layers}
-        sizes |= {"num_heads": self.heads, "max_positions": 512, "vocab_size": self.vocab_size}
-        if self.embedding:
-            sizes["embedding_size"] = self.embedding
         words = ["model=any", f"model.architecture={self.architecture}", f"global_batch_size={self.batch}"]
-        words += [f"model.{name}={value}" for name, value in sizes.items()]
+        words += [f"model.{name}={value}" for name, value in self.sizes("num_layers", "num_heads").items()]
+        words.append("model.max_positions=512")
         if self.classifies:
             data = ["data=csv", f"data.path={folder / 'texts.csv'}", f"data.cache_dir={folder / 'cache'}"]
             return [*words, *data, "task=classify", "optim=finetune", f"model.tokenizer={folder / 'tokenizer'}"]
         return [*words, f"data.path={folder / 'data'}", "model.hidden_dropout=0", "model.attention_dropout=0"]
 
     def transformers_config(self) -> Any:
-        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_hidden_layers": self.layers}
-        sizes |= {"num_attention_heads": self.heads, "vocab_size": self.vocab_size}
-        if self.embedding:
-            sizes["embedding_size"] = self.embedding
+        sizes = self.sizes("num_hidden_layers", "num_attention_heads")
         still = {} if self.classifies else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return transformers.AutoConfig.for_model(self.architecture, **sizes, **still)
 
@@ -167,6 +160,14 @@ class Run:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
+    def take_s(self, step: Callable[[], Any], number: int) -> float:
+        """Take steps, and return the seconds until the device has done them."""
+        began_s = time.perf_counter()
+        for _ in range(number):
+            step()
+        self.wait()
+        return time.perf_counter() - began_s
+
     def figures(self, *, tokens: float, took_s: float, ready_s: float) -> Result:
         memory = torch.cuda.max_memory_allocated() / GIB if self.device == "cuda" else None
         step_ms = 1e3 * took_s / self.timed
@@ -201,24 +202,20 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     if best:
         more = {"torch_compile": True, "dataloader_num_workers": 4, "dataloader_persistent_workers": True}
         more |= {"tf32": True} if run.device == "cuda" else {"torch_compile_backend": "aot_eager"}
-    model: Any
+    rows: list[Any]
     collator: Any = transformers.default_data_collator
+    auto: Any = transformers.AutoModelForMaskedLM
     torch.manual_seed(0)
     if work.classifies:
-        config.num_labels = 3
-        model = transformers.AutoModelForSequenceClassification.from_config(
-            config, attn_implementation="sdpa", trust_remote_code=False
-        )
-        rows: list[Any] = labelled_rows(run.folder)
+        config.num_labels, auto = 3, transformers.AutoModelForSequenceClassification
+        rows = labelled_rows(run.folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(run.folder / "tokenizer", trust_remote_code=False)
         collator = transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if best else None)
         if best:
             more["train_sampling_strategy"] = "group_by_length"
     else:
-        model = transformers.AutoModelForMaskedLM.from_config(
-            config, attn_implementation="sdpa", trust_remote_code=False
-        )
         rows = masked_rows(work, work.batch * 8)
+    model = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
     marks: list[tuple[float, int]] = []  # seconds and tokens at the beginning, after the first step, and around TIMED
     tokens = 0
 
@@ -245,19 +242,13 @@ def trainer(run: Run, *, best: bool = False) -> Result:
         per_device_train_batch_size=work.batch,
         max_steps=steps,
         bf16=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         use_cpu=run.device == "cpu",
+        **QUIET,
         **more,
     )
     Metered(model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Clock()]).train()
     begun, first, start, end = marks
     return run.figures(tokens=end[1] - start[1], took_s=end[0] - start[0], ready_s=first[0] - begun[0])
-
-
-def trainer_best(run: Run) -> Result:
-    return trainer(run, best=True)
 
 
 def bound(run: Run) -> Result:
@@ -273,95 +264,32 @@ def bound(run: Run) -> Result:
         positions = torch.rand(work.batch, work.seq_len).argsort(1)[:, :predictions]
         batches.append(tuple(each.to(run.device) for each in (ids, positions, ids.gather(1, positions))))
     step = bare_step(model, batches, compiler="inductor" if run.device == "cuda" else "aot_eager")
-    began_s = time.perf_counter()
-    step()
-    run.wait()
-    ready_s = time.perf_counter() - began_s
-    for _ in range(run.skipped - 1):
-        step()
-    run.wait()
-    began_s = time.perf_counter()
-    for _ in range(run.timed):
-        step()
-    run.wait()
-    took_s = time.perf_counter() - began_s
-    return run.figures(tokens=run.timed * work.batch * work.seq_len, took_s=took_s, ready_s=ready_s)
+    ready_s, _ = run.take_s(step, 1), run.take_s(step, run.skipped - 1)
+    tokens = run.timed * work.batch * work.seq_len
+    return run.figures(tokens=tokens, took_s=run.take_s(step, run.timed), ready_s=ready_s)
 
 
 CANDIDATES: dict[str, Callable[[Run], Result]] = {
     "ours": ours,
     "trainer": trainer,
-    "trainer best": trainer_best,
+    "trainer best": partial(trainer, best=True),
     "bound": bound,
 }
 COMPILED = ("ours", "trainer best", "bound")
 
 
 def machine(device: str) -> Result:
-    """Return the card, the fastest product of two matrices in bf16, and the speed of a copy, read and written."""
+    """Return the card, and the fastest product of two matrices in bf16."""
     from train.config import BackendConfig
     from train.parallel.ddp import DDP
     from train.tools.bench.measure import matmul_flops_per_s
 
     flops_per_s, size = matmul_flops_per_s(DDP(BackendConfig(device=device, precision="bf16")))
-    source = torch.empty(COPIED_BYTES if device == "cuda" else COPIED_BYTES >> 4, dtype=torch.uint8, device=device)
-    target, times = torch.empty_like(source), []
-    for _ in range(10):
-        began_s = time.perf_counter()
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began_s)
-    return {
-        "card": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
-        "peak_tflops": flops_per_s / 1e12,
-        "peak_size": size,
-        "copy_gb_per_s": 2 * source.numel() / min(times) / 1e9,
-    }
+    card = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {"card": card, "peak_tflops": flops_per_s / 1e12, "peak_size": size}
 
 
-# ---- a process for each ----------------------------------------------------------------------------------------------
-
-
-class Job:
-    """A function in a forked process with a separate session, whose output goes to a log."""
-
-    def __init__(self, function: Callable[..., Result], *args: Any, log: Path) -> None:
-        context = multiprocessing.get_context("fork")
-        self.log, (self.reader, writer) = log, context.Pipe(duplex=False)
-        self.process = context.Process(target=self.act, args=(writer, function, args))
-        self.process.start()
-        writer.close()
-
-    def act(self, writer: Any, function: Callable[..., Result], args: tuple[Any, ...]) -> None:
-        os.setsid()
-        with self.log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        try:
-            writer.send(function(*args))
-        except Exception as error:
-            writer.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
-            raise
-
-    def result(self, timeout_s: float) -> Result:
-        """Return the function's result, or {"error": the reason}; the process has ended then."""
-        answer: Result = {"error": f"it took over {timeout_s:.0f} s"}
-        with suppress(EOFError):
-            if self.reader.poll(timeout_s):
-                answer = {"error": "it died without a word"}
-                answer = self.reader.recv()
-        self.end()
-        if "error" in answer:
-            answer["log"] = self.log.read_text(errors="replace")[-2000:]
-        return answer
-
-    def end(self) -> None:
-        """End the process and its children."""
-        with suppress(ProcessLookupError):  # it has ended, or has no session yet
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
+# ---- all of them -----------------------------------------------------------------------------------------------------
 
 
 class Table:
@@ -399,7 +327,7 @@ class Table:
         about += f"torch {content['torch']}, transformers {content['transformers']}; `{content['command']}`"
         peak = device.get("peak_tflops")
         if peak:
-            about += f". Peak of a product in bf16: {peak:.3g} TFLOP/s; a copy: {device['copy_gb_per_s']:,.0f} GB/s"
+            about += f". Peak of a product in bf16: {peak:.3g} TFLOP/s"
         good = {(row["work"], row["candidate"]): row for row in rows if "error" not in row}
         cells = []
         for row in rows:

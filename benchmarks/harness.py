@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import multiprocessing
 import os
 import platform
-import socket
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
 STARTED = "BARETRAIN_BENCHMARK"  # in the environment of a benchmark that another one has started: its module
+QUIET = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}  # arguments of the Trainer
 Result = dict[str, Any]
 Name = TypeVar("Name")
 
@@ -67,19 +71,23 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+def answer(*words: str, **environment: str) -> Result:
+    """Return the last line that a module prints, an object of JSON. Raises RuntimeError if the module fails."""
+    result: Result = json.loads(run(sys.executable, "-m", *words, **environment).splitlines()[-1])
+    return result
+
+
 @dataclass(frozen=True)
 class Usage:
     """The resources that a process used, with its children as far as it waited for them."""
 
-    began_unix_s: float
     wall_s: float
     cpu_s: float
-    peak_rss_mib: float
 
 
 def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
     """Run a module in a new process. Raises RuntimeError with the end of its log if it fails."""
-    began_s, began_unix_s = time.perf_counter(), time.time()
+    began_s = time.perf_counter()
     env = environment_of([module], environment)
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", module, *words], stdout=file, stderr=file, cwd=ROOT, env=env)
@@ -88,15 +96,53 @@ def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{module} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-    return Usage(began_unix_s, wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    return Usage(wall_s, used.ru_utime + used.ru_stime)
+
+
+class Job:
+    """A function in a forked process with a separate session, whose output goes to a log."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, log: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self.log, (self.reader, writer) = log, context.Pipe(duplex=False)
+        self.process = context.Process(target=self.act, args=(writer, function, args))
+        self.process.start()
+        writer.close()
+
+    def act(self, writer: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        os.setsid()
+        with self.log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            writer.send(function(*args))
+        except Exception as error:
+            writer.send({"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
+            raise
+
+    def result(self, timeout_s: float) -> Result:
+        """Return the function's result, or {"error": the reason}; the process has ended then."""
+        answer: Result = {"error": f"it took over {timeout_s:.0f} s"}
+        with suppress(EOFError):
+            if self.reader.poll(timeout_s):
+                answer = {"error": "it died without a word"}
+                answer = self.reader.recv()
+        self.end()
+        if "error" in answer:
+            answer["log"] = self.log.read_text(errors="replace")[-2000:]
+        return answer
+
+    def end(self) -> None:
+        """End the process and its children."""
+        with suppress(ProcessLookupError):  # it has ended, or has no session yet
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
 
 
 def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
     """Return the words after `python -m` that start a module on several ranks of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = [f"--nproc-per-node={ranks}", f"--master-port={port}", f"--max-restarts={max_restarts}"]
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     return ["torch.distributed.run", *options, "-m", *words]
 
 

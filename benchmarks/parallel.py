@@ -8,7 +8,7 @@ its rows are random, and the whole batch is the same for all contestants, howeve
 
 Beside a rank's bubble is that of theory, (p - 1) / (v m + p - 1) for p stages, m micro batches and v parts on each rank
 (https://arxiv.org/abs/2104.04473); beside the most bytes that autograd keeps on the fullest rank what `held` of the
-configuration expects. benchmarks/README.md says more.
+configuration expects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import harness
-from benchmarks.harness import ratios, run, table, torchrun
+from benchmarks.harness import answer, table, torchrun
 from benchmarks.pretraining import Kept, train_step
 from train.config import BackendConfig, ModelConfig, OptimConfig, PipelineConfig
 from train.models.encoder import build_masked_lm
@@ -36,7 +36,6 @@ from train.parallel.engines import build_engine
 VOCAB_SIZE, PREDICTIONS = 2000, 19
 WARM_UP = 2  # rounds that are not counted
 HEAD = ("schedule", "micro batches", "step, ms", "bubble", "theory", "activations, MB", "expected")
-HEAD += ("tokens/s beside the first (quartiles)",)
 
 
 def contestants(stages: int) -> list[PipelineConfig]:
@@ -110,28 +109,19 @@ def main() -> None:
         rank_main(options)
         return
     words = torchrun(options.stages, "benchmarks.parallel", *sys.argv[1:])
-    result = json.loads(run(sys.executable, "-m", *words, OMP_NUM_THREADS="1").splitlines()[-1])
+    result = answer(*words, OMP_NUM_THREADS="1")
     ranks = [own["rounds"] for own in result["ranks"]]
     sizes = f"{options.layers} layers of {options.hidden}, {options.rows} x {options.seq_len} tokens"
     print(f"{options.stages} stages, {sizes}\n")
     rows = []
     for index, cfg in enumerate(contestants(options.stages)):
-        first_s, step_s = ([steps[number][0] for steps in ranks[0]] for number in (0, index))
         bubbles = [statistics.mean(steps[index][1] for steps in of_ranks) for of_ranks in zip(*ranks, strict=True)]
-        low, middle, high = statistics.quantiles(ratios(first_s, step_s), n=4)
         held, most_bytes = cfg.held(options.stages), max(own["kept_bytes"][index] for own in result["ranks"])
-        rows.append(
-            (
-                cfg.schedule,
-                str(cfg.micro_batches),
-                f"{1000 * statistics.median(step_s):.0f}",
-                f"{statistics.median(bubbles):.1%}",
-                f"{cfg.bubble:.1%}",
-                f"{most_bytes / 1e6:.1f}",
-                f"{result['whole_bytes'] * held.layers * held.activations / 1e6:.1f}",
-                f"{middle:.2f} ({low:.2f} - {high:.2f})",
-            )
-        )
+        step_ms = f"{1000 * statistics.median(steps[index][0] for steps in ranks[0]):.0f}"
+        expected = result["whole_bytes"] * held.layers * held.activations
+        shares = (f"{share:.1%}" for share in (statistics.median(bubbles), cfg.bubble))
+        sizes = (f"{size / 1e6:.1f}" for size in (most_bytes, expected))
+        rows.append((cfg.schedule, str(cfg.micro_batches), step_ms, *shares, *sizes))
     print(table(HEAD, rows))
 
 

@@ -19,7 +19,7 @@ from benchmarks.harness import Result
 from train.config import BackendConfig, ModelConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.batches.masking import IGNORE_INDEX
-from train.data.shards.format import SPLITS, TokenizerInfo, write_manifest, write_shard
+from train.data.shards.format import SPLITS, Shard, TokenizerInfo, write_manifest, write_shard
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
@@ -28,7 +28,6 @@ from train.parallel.engines import Engine
 from train.run import compose as cli
 from train.system.folders import LocalFolder, sha256_bytes
 from train.tasks import build_task
-from train.tasks.spec import Task
 
 NUM_ROWS = 512
 LOG_EVERY = 5
@@ -55,26 +54,19 @@ SHAPES = {
 
 def synthetic_data(folder: Path, shape: Shape) -> None:
     """Write a prepared data set of random tokens to data/ of this folder: it is only for timing."""
-    rng, home = np.random.default_rng(0), LocalFolder(folder / "data")
-    splits = {}
+    rng, splits = np.random.default_rng(0), {}
     for split in SPLITS:
         tokens = rng.integers(FIRST, shape.vocab_size, (NUM_ROWS, shape.seq_len)).astype(np.uint16)
         tokens[:, 0], tokens[:, shape.seq_len // 2], tokens[:, -1] = CLS, SEP, SEP
-        pivot = np.full(NUM_ROWS, shape.seq_len // 2 + 1, np.uint16)
-        splits[split] = [
-            write_shard(home, f"{split}-00000.safetensors", Rows(tokens, pivot, np.ones(NUM_ROWS, np.uint8)))
-        ]
-    tokenizer = write_tokenizer(home, shape.vocab_size)
-    counts = {"unigram_entropy": float(np.log(shape.vocab_size)), "neighbour_accuracy": 1 / shape.vocab_size}
-    write_manifest(
-        home, seq_len=shape.seq_len, dtype="uint16", splits=splits, tokenizer=tokenizer, counts=counts, config={}
-    )
+        splits[split] = [tokens]
+    write_data(folder / "data", splits, shape.vocab_size, shape.seq_len)
 
 
-def write_tokenizer(home: LocalFolder, vocab_size: int) -> TokenizerInfo:
-    """Write an empty file in place of a tokenizer, for data that no text was made into."""
+def write_data(folder: Path, splits: Mapping[str, list[np.ndarray]], vocab_size: int, seq_len: int) -> None:
+    """Write prepared data of tokens [rows, S], a shard for each array, with an empty file in place of a tokenizer."""
+    home = LocalFolder(folder)
     home.write("tokenizer/tokenizer.json", b"{}")
-    return TokenizerInfo(
+    tokenizer = TokenizerInfo(
         sha256=sha256_bytes(b"{}"),
         vocab_size=vocab_size,
         cls_id=CLS,
@@ -82,6 +74,20 @@ def write_tokenizer(home: LocalFolder, vocab_size: int) -> TokenizerInfo:
         mask_id=MASK,
         pad_id=PAD,
         special_ids=list(range(FIRST)),
+    )
+
+    def shard(name: str, tokens: np.ndarray) -> Shard:
+        pivot = np.full(len(tokens), seq_len // 2 + 1, np.uint16)
+        return write_shard(home, f"{name}.safetensors", Rows(tokens, pivot, np.ones(len(tokens), np.uint8)))
+
+    write_manifest(
+        home,
+        seq_len=seq_len,
+        dtype="uint16",
+        splits={name: [shard(f"{name}-{n:05d}", each) for n, each in enumerate(of)] for name, of in splits.items()},
+        tokenizer=tokenizer,
+        counts={"unigram_entropy": float(np.log(vocab_size)), "neighbour_accuracy": 1 / vocab_size},
+        config={},
     )
 
 
@@ -93,29 +99,22 @@ def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
     return cli.load_config(TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more])
 
 
-def native_config(folder: Path, shape: Shape, precision: str, steps: int, compile: str = "none") -> TrainConfig:
-    backend = [f"backend.device={DEVICE.type}", f"backend.precision={precision}", f"backend.compile={compile}"]
+def native_config(folder: Path, shape: Shape, precision: str, steps: int) -> TrainConfig:
+    backend = [f"backend.device={DEVICE.type}", f"backend.precision={precision}", "backend.compile=none"]
     return config(folder, shape, steps, f"global_batch_size={shape.batch}", f"log_every={LOG_EVERY}", *backend)
 
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
     """Return the batches that our loop sees, made beforehand."""
-    return draw(build_task(native_config(folder, shape, "fp32", 1)), shape.batch, steps)
+    task, size = build_task(native_config(folder, shape, "fp32", 1)), shape.batch
+    order = ShardSampler(task.shard_rows, seed=0, global_batch_size=size, rank=0, world_size=1).micro_batches(size)
+    made = Batches(task.train_data(), order, batch_size=size, num_workers=0, prefetch=1, pin_memory=False)
+    return list(islice(made, steps))
 
 
-def draw(task: Task, batch: int, number: int, *, rank: int = 0, world_size: int = 1) -> list[Batch]:
-    """Return the first batches of a rank, with `batch` sequences each."""
-    sampler = ShardSampler(
-        task.shard_rows, seed=0, global_batch_size=batch * world_size, rank=rank, world_size=world_size
-    )
-    order = sampler.micro_batches(batch)
-    made = Batches(task.train_data(), order, batch_size=batch, num_workers=0, prefetch=1, pin_memory=False)
-    return list(islice(made, number))
-
-
-def train_step(engine: Engine, batch: Batch, lr: float = 1e-4) -> None:
+def train_step(engine: Engine, batch: Batch) -> None:
     """Take a step of one micro batch."""
-    engine.begin_step(batch["count"], lr)
+    engine.begin_step(batch["count"], 1e-4)
     engine.forward_backward(batch, is_last=True)
     engine.optimizer_step(engine.reduce_and_clip())
 

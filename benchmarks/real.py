@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -155,35 +156,25 @@ def train(
 ) -> Usage:
     """Train from `begin` (the pretrained weights) and leave a model of transformers in `folder`/export."""
     spec, begin, data = TASKS[task], begin or options.model, folder.parent / task
-    threads = {"OMP_NUM_THREADS": "1"}
     if side != "ours":
-        settings = {
-            "task": task,
-            "data": str(data),
-            "begin": str(begin),
-            "export": str(folder / "export"),
-            "seed": seed,
-        }
-        settings |= {
-            "lr": spec.lr,
-            "epochs": options.epochs,
-            "batch": BATCH,
-            "seq_len": SEQ_LEN,
-            "best": side.endswith("best"),
-        }
-        return run_timed("benchmarks.peers.plain", json.dumps(settings), log=folder.with_suffix(".log"), **threads)
-    ending = "json" if task == "qa" else "jsonl"
-    words = ["data=records", f"data.path={data}", f"data.train=train.{ending}", f"data.validation=validation.{ending}"]
-    words += ["model=pretrained", f"model.pretrained={begin}", "optim=finetune", f"optim.lr={spec.lr}", f"seed={seed}"]
-    words += [f"global_batch_size={BATCH}", f"max_epochs={options.epochs}", f"seq_len={SEQ_LEN}", f"run_dir={folder}"]
-    words += [f"data.cache_dir={folder}.cache", "eval_every=null"]
-    return run_timed("train", *spec.settings.split(), *words, log=folder.with_suffix(".log"), **threads)
+        given = {"task": task, "data": str(data), "begin": str(begin), "export": f"{folder}/export"}
+        arguments = {"per_device_train_batch_size": BATCH, "num_train_epochs": options.epochs}
+        arguments |= {"learning_rate": spec.lr, "seed": seed}
+        given |= {"seq_len": SEQ_LEN, "best": side.endswith("best"), "arguments": arguments}
+        words = ["benchmarks.peers.plain", json.dumps(given)]
+    else:
+        ending = "json" if task == "qa" else "jsonl"
+        words = ["train", *spec.settings.split(), "data=records", f"data.path={data}", f"data.train=train.{ending}"]
+        words += [f"data.validation=validation.{ending}", f"data.cache_dir={folder}.cache", f"seq_len={SEQ_LEN}"]
+        words += ["model=pretrained", f"model.pretrained={begin}", "optim=finetune", f"optim.lr={spec.lr}"]
+        words += [f"global_batch_size={BATCH}", f"max_epochs={options.epochs}", "eval_every=null"]
+        words += [f"seed={seed}", f"run_dir={folder}"]
+    return run_timed(*words, log=folder.with_suffix(".log"), OMP_NUM_THREADS="1")
 
 
 def scores_of(task: str, folder: Path) -> Result:
     """Return the scores of `folder`/export on the validation rows, and our predictions compared with its answers."""
-    words = ["benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder)]
-    return json.loads(harness.run(sys.executable, "-m", *words).splitlines()[-1])
+    return harness.answer("benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder))
 
 
 def benchmark(options: argparse.Namespace, home: Path) -> None:
@@ -199,16 +190,13 @@ def benchmark(options: argparse.Namespace, home: Path) -> None:
             print(f"{task} {side} seed {seed}: {results[task][side][-1]}", file=sys.stderr)
     print(f"{harness.machine('torch', 'transformers')}, one thread; `{' '.join(['benchmarks.real', *sys.argv[1:]])}`\n")
     rows = []
-    for task, sides in results.items():
-        for side, runs in sides.items():
-            names = [TASKS[task].score, *(("exact_match",) if task == "qa" else ()), "cpu_s", "wall_s"]
-            cells = [spread([run[name] for run in runs]) for name in names]
-            quality = cells[0] + (f" (exact match {cells[1]})" if task == "qa" else "")
-            agreed = spread([run["predict_equal"] for run in runs if "predict_equal" in run], 4)
-            far = spread([run["predict_far"] for run in runs if "predict_far" in run], 2)
-            rows.append([task, side, TASKS[task].score, quality, cells[-2], cells[-1], agreed, far])
-    head = ["task", "side", "score", "of each seed", "CPU s", "wall s", "answers equal", "farthest score"]
-    print(table(head, rows))
+    for task, side in itertools.product(options.tasks, SIDES):
+        runs, spec = results[task][side], TASKS[task]
+        names = (spec.score, "exact_match", "cpu_s", "wall_s", "predict_equal", "predict_far")
+        cells = [spread((run.get(name) for run in runs), 4 if name == "predict_equal" else 3) for name in names]
+        rows.append([task, side, spec.score, *cells])
+    head = ["task", "side", "score", "of each seed", "exact match", "CPU s", "wall s"]
+    print(table([*head, "answers equal", "farthest score"], rows))
     if "classify" in options.tasks:
         there_and_back(home, options)
 

@@ -161,22 +161,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, *, sends: bool) -> None:
         name = self.path.partition("?")[0].removeprefix("/simulated/data/")
-        content = self.service.content(name)
+        content, status, headers = self.service.content(name), 200, {"ETag": '"0"', "Accept-Ranges": "bytes"}
         if content is None:
-            return self.reply(404, b"<Error><Code>NoSuchKey</Code></Error>", {}, sends=sends)
-        total, headers, status = len(content), {"ETag": '"0"', "Accept-Ranges": "bytes"}, 200
-        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(wanted[1]), min(int(wanted[2] or total), total - 1)
+            content, status, headers = b"<Error><Code>NoSuchKey</Code></Error>", 404, {}
+        elif wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             content, status = content[first : last + 1], 206
-            headers["Content-Range"] = f"bytes {first}-{last}/{total}"
         user = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
-        self.service.count(user[1] if user else "", name, len(content) if sends else 0)
-        return self.reply(status, content, headers, sends=sends)
-
-    def reply(self, status: int, content: bytes, headers: dict[str, str], *, sends: bool) -> None:
+        if status != 404:
+            self.service.count(user[1] if user else "", name, len(content) if sends else 0)
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
         self.end_headers()
         if sends:
             self.wfile.write(content)

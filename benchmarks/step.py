@@ -5,9 +5,9 @@
 "bare" is our optimised step with no loop around it and its batches ready in memory; "ours" is `train.loop.run`;
 "trainer" is transformers' Trainer on transformers' model class with its defaults. Between any two steps of a loop
 one bare step is taken: ratios are of neighbours in time, medians of a round's pairs, and survive a machine that is
-shared. Other contestants are both compiled, and the Trainer with its model's "eager" attention. The share of the peak
-is the model's arithmetic a second against that of the fastest product of two matrices, around the rounds. --activations
-counts the memory kept for the backward pass instead.
+shared. Another contestant is the Trainer with its model's "eager" attention. The share of the peak is the model's
+arithmetic a second against that of the fastest product of two matrices, around the rounds. --activations counts the
+memory kept for the backward pass instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import harness
-from benchmarks.harness import Result, hide_torch_xla, ratios, three, turns
+from benchmarks.harness import QUIET, Result, hide_torch_xla, ratios, three, turns
 
 hide_torch_xla()
 
@@ -55,7 +55,6 @@ from train.tasks import build_task
 from train.tools.bench.measure import matmul_flops_per_s
 
 SKIPPED = 3  # first steps of a round, which warm up
-CLOCKS = ("wall", "cpu")
 
 
 class Bare:
@@ -83,40 +82,37 @@ class Bare:
 
 
 class Pairs:
-    """Seconds of a loop's steps, each paired with a bare step taken right before it; by wall and CPU clock."""
+    """Seconds of a loop's steps, each paired with a bare step taken right before it."""
 
     def __init__(self, bare: Bare) -> None:
         self.bare = bare
-        self.steps: list[list[float]] = []
-        self.bares: list[list[float]] = []
-        self.began: tuple[float, float] | None = None
+        self.steps_s: list[float] = []
+        self.bares_s: list[float] = []
+        self.began_s: float | None = None
 
     def between_steps(self) -> None:
         """End a step of the loop, take a bare step, and begin the loop's next one."""
-        before = clocks()
-        if self.began is not None:
-            self.steps.append([after - began for after, began in zip(before, self.began, strict=True)])
+        before_s = clock_s()
+        if self.began_s is not None:
+            self.steps_s.append(before_s - self.began_s)
         self.bare.step()
-        self.began = clocks()
-        self.bares.append([after - began for after, began in zip(self.began, before, strict=True)])
+        self.began_s = clock_s()
+        self.bares_s.append(self.began_s - before_s)
 
-    def medians(self) -> dict[str, float]:
-        """Return median wall seconds of the loop's steps, and median ratio of the pairs, wall and CPU."""
-        pairs = list(zip(self.steps, self.bares, strict=False))[SKIPPED:]
-        result = {"step_wall_s": statistics.median(step[0] for step, _ in pairs)}
-        for index, clock in enumerate(CLOCKS):
-            result[clock] = statistics.median(step[index] / bare[index] for step, bare in pairs)
-        return result
+    def medians(self) -> tuple[float, float]:
+        """Return the median seconds of the loop's steps, and the median ratio of the pairs."""
+        pairs = list(zip(self.steps_s, self.bares_s, strict=False))[SKIPPED:]
+        return statistics.median(step for step, _ in pairs), statistics.median(step / bare for step, bare in pairs)
 
 
-def clocks() -> tuple[float, float]:
-    """Return wall seconds, and CPU seconds of all threads of this process, once the device has done its work."""
+def clock_s() -> float:
+    """Return the time once the device has done its work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter(), time.process_time()
+    return time.perf_counter()
 
 
-def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False) -> Pairs:
+def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
     """Run the product's entry, with the pairs taken in its recorder."""
     pairs = Pairs(Bare(folder, shape, precision))
 
@@ -125,15 +121,12 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles
             pairs.between_steps()
             super().begin_step()
 
-    cfg = native_config(folder, shape, precision, steps + 1, "layers" if compiles else "none")
     with mock.patch.object(loop, "Recorder", Pairing):
-        loop.run(cfg, StopRequest())
+        loop.run(native_config(folder, shape, precision, steps + 1), StopRequest())
     return pairs
 
 
-def run_trainer(
-    folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False, attention: str = "sdpa"
-) -> Pairs:
+def run_trainer(folder: Path, shape: Shape, precision: str, steps: int, *, attention: str = "sdpa") -> Pairs:
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     torch.manual_seed(0)
@@ -154,12 +147,9 @@ def run_trainer(
         weight_decay=0.01,
         optim="adamw_torch_fused",
         bf16=precision == "bf16",
-        save_strategy="no",
         logging_steps=LOG_EVERY,
-        report_to=[],
-        disable_tqdm=True,
         use_cpu=DEVICE.type == "cpu",
-        torch_compile=compiles,
+        **QUIET,
     )
     Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[Pairing()]).train()
     return pairs
@@ -168,16 +158,14 @@ def run_trainer(
 CONTESTANTS = {
     "ours": run_ours,
     "trainer": run_trainer,
-    "ours_compiled": partial(run_ours, compiles=True),
-    "trainer_compiled": partial(run_trainer, compiles=True),
     "trainer_eager": partial(run_trainer, attention="eager"),
 }
 
 
 def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> Result:
-    """Return medians over the rounds: seconds per step, and each loop's ratio to the bare steps between its steps."""
+    """Return seconds per step, and each loop's ratio to the bare steps between its steps: of the rounds' medians."""
     shape, device = SHAPES[shape_name], DDP(BackendConfig(device=DEVICE.type, precision=precision))
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         synthetic_data(folder, shape)
@@ -189,17 +177,14 @@ def compare(shape_name: str, precision: str, rounds: int, steps: int, names: lis
             if index % len(names) == 0:
                 peaks.append(matmul_flops_per_s(device)[0])
     result: Result = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
-    result |= {"device": DEVICE.type, "tflop_per_step": flops / 1e12, "peak_tflops": rounded([p / 1e12 for p in peaks])}
+    result |= {"device": DEVICE.type, "peak_tflops": rounded([peak / 1e12 for peak in peaks])}
+    to_bare = {each: [ratio for _, ratio in rows] for each, rows in taken.items()}
     for each, rows in taken.items():
-        times = [row["step_wall_s"] for row in rows]
-        result[f"{each}_step_wall_s"] = round(statistics.median(times), 4)
-        result[f"{each}_tokens_per_s"] = round(shape.batch * shape.seq_len / statistics.median(times))
-        result[f"{each} share of the peak"] = rounded([flops / step_s / max(peaks) for step_s in times])
-    for clock in CLOCKS:
-        to_bare = {each: [row[clock] for row in rows] for each, rows in taken.items()}
-        result |= {f"{each} / bare ({clock})": rounded(values) for each, values in to_bare.items()}
-        for theirs, ours in ((a, b) for a in names for b in names if a[0] == "t" and b[0] == "o"):
-            result[f"{theirs} / {ours} ({clock})"] = rounded(ratios(to_bare[theirs], to_bare[ours]))
+        median_s = statistics.median(step_s for step_s, _ in rows)
+        result |= {f"{each}, s": round(median_s, 4), f"{each} / bare": rounded(to_bare[each])}
+        result[f"{each} share of the peak"] = rounded([flops / step_s / max(peaks) for step_s, _ in rows])
+        if each != "ours" and "ours" in names:
+            result[f"{each} / ours"] = rounded(ratios(to_bare[each], to_bare["ours"]))
     return result
 
 

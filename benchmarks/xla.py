@@ -5,15 +5,13 @@
 "naive" is a plain PyTorch/XLA script of the shape of AWS's sentiment fine-tuning sample, written afresh;
 "ours" is `train.loop.run`. Same weights, sequences, masks and batch, checked by the first loss;
 fp32, one process, no ranks. Every run is a separate process, because a graph is compiled once in each. The device is
-waited for after steps 1, 2 and 4 and after the last only, so that working ahead of it is not punished. A read is a
-transfer from the device to the host, of any number of tensors together: until it ends, nothing new is queued.
+waited for after the fourth step and after the last only, so that working ahead of it is not punished.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,31 +24,20 @@ from unittest import mock
 import torch
 
 from benchmarks import harness, pretraining
-from benchmarks.harness import Result, measure_table, ratios, run, three
+from benchmarks.harness import Result, answer, measure_table, ratios
 from train.config import TrainConfig
-from train.system.memory import usable_cpus
 
 VARIANTS = ("naive", "ours")
 SKIPPED = 4  # first steps, in which graphs are compiled: not part of the steady ones
-WAITS = (1, 2, SKIPPED)  # steps after which the device is waited for, besides the last
 SAME_LOSS = 1e-4  # nats; float32 sums of a loss of about 8 in two orders differ by 1e-6
 MEASURES = {
     "graphs": "graphs compiled from the first step on",
     "setup_graphs": "graphs compiled before it",
     "compile_s": "compiling from the first step on, s",
-    "setup_s": "set-up before it, s",
-    "first_step_s": "first step, s",
-    "to_step_2_s": "start of the first step to the end of step 2, s",
-    "ready_s": "the same with the set-up, s",
     "step_s": "steady step, s",
-    "step_cpu_s": "steady step, CPU s",
     "executions": "executions a step",
-    "reads": "reads of the device a step",
-    "number_reads": "of them for one Python number",
-    "peak_rss_mib": "peak memory of the process, MiB",
-    "parameters": "trained parameters",
 }
-COMPARED = ("compile_s", "first_step_s", "to_step_2_s", "ready_s", "step_s", "step_cpu_s", "peak_rss_mib")
+COMPARED = ("compile_s", "step_s")
 SHAPES = {
     "base": replace(pretraining.SHAPES["base"], vocab_size=2000, batch=2),
     "demo": pretraining.SHAPES["demo"],
@@ -64,72 +51,48 @@ Reading = dict[str, float]
 
 
 def take_reading() -> Reading:
-    """Return clocks, and PyTorch/XLA's counts since the start of the process."""
+    """Return the clock, and PyTorch/XLA's counts since the start of the process."""
     import torch_xla.debug.metrics as metrics
 
-    def metric(name: str) -> tuple[int, float]:
-        data = metrics.metric_data(name)
-        return (0, 0.0) if data is None else (data[0], data[1])
-
-    graphs, compile_ns = metric("CompileTime")
+    graphs, compile_ns, _ = metrics.metric_data("CompileTime") or (0, 0.0, ())
+    executions, _, _ = metrics.metric_data("ExecuteTime") or (0, 0.0, ())
     return {
-        "wall_s": time.perf_counter(),
-        "cpu_s": time.process_time(),  # of all threads
+        "step_s": time.perf_counter(),
         "graphs": graphs,
         "compile_s": compile_ns / 1e9,
-        "executions": metric("ExecuteTime")[0],
-        "reads": metric("TransferFromDeviceTime")[0],
-        "number_reads": metrics.counter_value("aten::_local_scalar_dense") or 0,
+        "executions": executions,
     }
 
 
-def between(earlier: Reading, later: Reading) -> Reading:
-    return {name: later[name] - earlier[name] for name in earlier}
-
-
 class Meter:
-    """Readings at the begin and the end of each of `num_steps` steps, and their results."""
+    """Readings before the first step, after the skipped ones, and after the last of `num_steps`."""
 
     def __init__(self, num_steps: int, flush: Callable[[], None] = lambda: None) -> None:
-        self.num_steps, self.flush = num_steps, flush
-        self.start = take_reading()
-        self.begun: list[Reading] = []
-        self.ended: list[Reading] = []
-        self.peak_rss_mib = 0.0
+        self.num_steps, self.flush, self.step = num_steps, flush, 0
+        self.readings: list[Reading] = []
 
     def begin(self) -> None:
-        self.begun.append(take_reading())
+        if self.step in (0, SKIPPED):
+            self.readings.append(take_reading())
 
     def end(self) -> None:
         import torch_xla.core.xla_model as xm
 
-        step = len(self.ended) + 1
-        if step in (*WAITS, self.num_steps):
+        self.step += 1
+        if self.step in (SKIPPED, self.num_steps):
             self.flush()
             xm.wait_device_ops()
-        self.ended.append(take_reading())
-        if step == self.num_steps:
-            status = Path("/proc/self/status").read_text()  # getrusage counts the parent's memory at the start too
-            self.peak_rss_mib = int(status.split("VmHWM:")[1].split()[0]) / 1024
+        if self.step == self.num_steps:
+            self.readings.append(take_reading())
 
     def result(self) -> Result:
-        first, last = self.begun[0], self.ended[self.num_steps - 1]
-        setup_s = first["wall_s"] - self.start["wall_s"]
-        first_s, second_s = (between(self.begun[step], self.ended[step])["wall_s"] for step in range(2))
-        steady = between(self.begun[SKIPPED], last)
-        per_step = {name: value / (self.num_steps - SKIPPED) for name, value in steady.items()}
+        first, steady, last = self.readings
+        per_step = {name: (last[name] - steady[name]) / (self.num_steps - SKIPPED) for name in last}
         return {
             "graphs": last["graphs"] - first["graphs"],
             "setup_graphs": first["graphs"],
             "compile_s": last["compile_s"] - first["compile_s"],
-            "setup_s": setup_s,
-            "first_step_s": first_s,
-            "to_step_2_s": first_s + second_s,
-            "ready_s": setup_s + first_s + second_s,
-            "step_s": per_step["wall_s"],
-            "step_cpu_s": per_step["cpu_s"],
-            **{name: per_step[name] for name in ("executions", "reads", "number_reads")},
-            "peak_rss_mib": self.peak_rss_mib,
+            **{name: per_step[name] for name in ("step_s", "executions")},
         }
 
 
@@ -163,11 +126,7 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
         scheduler.step()
         losses.append(loss.item())
         meter.end()
-    return {
-        **meter.result(),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "first_loss": losses[0],
-    }
+    return {**meter.result(), "first_loss": losses[0]}
 
 
 def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
@@ -178,7 +137,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
     from train.run.stopping import StopRequest
 
     meter = Meter(num_steps)  # a step of ours ends with the work that it has queued
-    counts, sums, parameters = [], [], []
+    counts, sums = [], []
 
     class Metered(loop.Recorder):
         def begin_step(self) -> None:
@@ -190,16 +149,11 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
             meter.end()
             counts.append(sum(batch["count"] for batch in values["micro_batches"]))
             if self.progress.step == 1:  # between two steps, in no side's time
-                parameters[:] = [parameter.numel() for parameter in self.engine.parameters]
                 sums.extend(xm._maybe_convert_to_cpu([self.engine.loss_sum]))
 
     with mock.patch.object(loop, "Recorder", Metered):
         loop.run(cfg, StopRequest())
-    return {
-        **meter.result(),
-        "parameters": sum(parameters),
-        "first_loss": float(sums[0]) / counts[0],
-    }
+    return {**meter.result(), "first_loss": float(sums[0]) / counts[0]}
 
 
 def config(folder: Path, options: argparse.Namespace) -> TrainConfig:
@@ -225,58 +179,43 @@ def write_data(folder: Path, options: argparse.Namespace) -> None:
     torch.save({"rows": rows, "vocab_size": shape.vocab_size}, folder / "rows.pt")
 
 
-def check_same_work(results: dict[str, Result]) -> None:
-    """Raise RuntimeError unless the first step's loss is the same everywhere."""
-    firsts = {variant: one["first_loss"] for variant, one in results.items()}
-    if max(firsts.values()) - min(firsts.values()) > SAME_LOSS:
-        raise RuntimeError(f"the losses of the first step differ: {firsts}")
+def compare(options: argparse.Namespace, words: list[str]) -> str:
+    """Return every measure of both variants, and naive's over ours of the same round: least, median, greatest.
 
-
-def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Result]:
-    """Return every measure of every variant, and naive's over ours of the same round: least, median, greatest."""
+    Raises RuntimeError unless the first step's loss is the same in both.
+    """
     rounds: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name), options)
         for number in range(options.rounds):
-            command = [sys.executable, "-m", "benchmarks.xla", *arguments, "--folder", name, "--variant"]
-            printed = {variant: run(*command, variant, PJRT_DEVICE="CPU") for variant in options.variants}
-            rounds.append({variant: json.loads(text.splitlines()[-1]) for variant, text in printed.items()})
-            check_same_work(rounds[-1])
+            own = ["benchmarks.xla", *words, "--folder", name, "--variant"]
+            rounds.append({variant: answer(*own, variant, PJRT_DEVICE="CPU") for variant in VARIANTS})
+            firsts = [result["first_loss"] for result in rounds[-1].values()]
+            if max(firsts) - min(firsts) > SAME_LOSS:
+                raise RuntimeError(f"the losses of the first step differ: {firsts}")
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
-
-    def of_rounds(variant: str, measure: str) -> list[float]:
-        return [results[variant][measure] for results in rounds]
-
-    result: dict[str, Result] = {
-        variant: {measure: three(of_rounds(variant, measure)) for measure in MEASURES} for variant in options.variants
-    }
-    for variant in [each for each in options.variants if each != "naive" and "naive" in options.variants]:
-        result[f"naive / {variant}"] = {
-            measure: three(ratios(of_rounds("naive", measure), of_rounds(variant, measure))) for measure in COMPARED
-        }
-    return result
+    values = {name: {measure: [each[name][measure] for each in rounds] for measure in MEASURES} for name in VARIANTS}
+    naive, ours = (values[variant] for variant in VARIANTS)
+    compared = {measure: ratios(naive[measure], ours[measure]) for measure in COMPARED}
+    return measure_table(MEASURES, {**values, "naive / ours": compared})
 
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=3, steps=30)
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of ours; naive reads at all")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # one run, for the processes of a round
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.log_every < 2:  # the loss of the first step is read from outside, as a sum since the last line
         parser.error(f"--log-every {options.log_every} must be 2 or more")
-    if options.variant is None:
-        result = compare(options, sys.argv[1:])
-        print(measure_table(MEASURES, result))
-        about = {"cpus": usable_cpus(), "omp_threads": os.environ.get("OMP_NUM_THREADS"), **vars(options)}
-        print(json.dumps({**about, **result}, default=str))
-        return
-    cfg = config(options.folder, options)
     num_steps = options.steps + SKIPPED
-    result = run_naive(options.folder, cfg, num_steps) if options.variant == "naive" else run_ours(cfg, num_steps)
-    print(json.dumps(result))
+    if options.variant is None:
+        print(compare(options, sys.argv[1:]))
+    elif options.variant == "naive":
+        print(json.dumps(run_naive(options.folder, config(options.folder, options), num_steps)))
+    else:
+        print(json.dumps(run_ours(config(options.folder, options), num_steps)))
 
 
 if __name__ == "__main__":

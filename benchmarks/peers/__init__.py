@@ -1,4 +1,1 @@
-"""A comparison of loaders: ours, other libraries' and plain numpy, on the same sequences, each in its format.
-
-This code runs in an interpreter that may lack our package, so a library is imported only by its reader.
-"""
+"""Parts of benchmarks that run in separate processes: other libraries, and the bound of a step."""

@@ -1,18 +1,19 @@
-"""The demo pretraining with the Hugging Face Trainer: `python -m benchmarks.peers.first_step ROWS TOKENIZER`.
+"""The demo pretraining with the Hugging Face Trainer: `python -m benchmarks.peers.first_step DATA`.
 
-ROWS is a file of numpy with token rows [N, S], ready to be masked; TOKENIZER a folder. "step 1" is printed after the
-first step; `benchmarks.start` waits for it.
+DATA is what `make demo` prepares. "step 1" is printed after the first step; `benchmarks.start` waits for it.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
-from benchmarks.harness import hide_torch_xla
+from benchmarks.harness import QUIET, hide_torch_xla
 
 hide_torch_xla()
 
@@ -32,8 +33,8 @@ class Announce(TrainerCallback):
         print("step 1", flush=True)
 
 
-def main(rows: str, tokenizer_folder: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
+def main(data: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
     sizes = {"embedding_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = AlbertForMaskedLM(AlbertConfig(vocab_size=len(tokenizer), intermediate_size=512, **sizes))
     arguments = TrainingArguments(
@@ -42,15 +43,14 @@ def main(rows: str, tokenizer_folder: str) -> None:
         max_steps=2,  # the first step must not be the last one, after which there is more to do
         learning_rate=2e-3,
         adam_beta2=0.98,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         use_cpu=True,
+        **QUIET,
     )
-    data = [{"input_ids": row} for row in np.load(rows, allow_pickle=False).tolist()]
+    tokens = load_file(min(data.glob("train-*.safetensors")))["tokens"].astype(np.int64)
+    rows = [{"input_ids": row} for row in tokens.tolist()]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-    Trainer(model, arguments, train_dataset=data, data_collator=collator, callbacks=[Announce()]).train()
+    Trainer(model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Announce()]).train()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]))

@@ -28,6 +28,7 @@ import transformers
 
 Row = dict[str, Any]
 HEADS = {"ner": "TokenClassification", "qa": "QuestionAnswering"}
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
 
 
@@ -64,7 +65,7 @@ def encoded(task: str, row: Row, tokenizer: Any, seq_len: int) -> Any:
 def features(task: str, row: Row, tokenizer: Any, labels: list[str], seq_len: int) -> Row:
     """Return the tokens of a row with the targets, as the models of transformers take them."""
     tokens = encoded(task, row, tokenizer, seq_len)
-    result: Row = {name: tokens[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in tokens}
+    result: Row = {name: tokens[name] for name in INPUTS if name in tokens}
     if task == "classify":
         result["labels"] = labels.index(row["label"])
     elif task == "multilabel":
@@ -89,49 +90,33 @@ def features(task: str, row: Row, tokenizer: Any, labels: list[str], seq_len: in
     return result
 
 
-def train(
-    task: str,
-    data: str,
-    begin: str,
-    export: str,
-    seed: int,
-    lr: float,
-    epochs: int,
-    batch: int,
-    seq_len: int,
-    best: bool,
-) -> None:
-    """Train as the examples of transformers do, and save the model with its tokenizer."""
-    transformers.set_seed(seed)
-    rows = read(Path(data), "train")
-    labels, tokenizer = (
-        labels_of(task, rows),
-        transformers.AutoTokenizer.from_pretrained(begin, trust_remote_code=False),
-    )
-    sizes: Row = (
-        {}
-        if task == "qa"
-        else {
-            "num_labels": len(labels),
-            "id2label": dict(enumerate(labels)),
-            "label2id": {label: n for n, label in enumerate(labels)},
-        }
-    )
-    if task in PROBLEMS:
-        sizes["problem_type"] = PROBLEMS[task]
+def model_of(task: str, folder: str | Path, **sizes: Any) -> Any:
     auto = getattr(transformers, f"AutoModelFor{HEADS.get(task, 'SequenceClassification')}")
-    model = auto.from_pretrained(begin, dtype=torch.float32, trust_remote_code=False, **sizes)
-    collator = {"ner": transformers.DataCollatorForTokenClassification}.get(task, transformers.DataCollatorWithPadding)
-    fast = {"bf16": True, "train_sampling_strategy": "group_by_length"} if best else {}
+    return auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **sizes)
+
+
+def train(task: str, data: str, begin: str, export: str, seq_len: int, best: bool, arguments: Row) -> None:
+    """Train as the examples of transformers do, and save the model with its tokenizer."""
+    transformers.set_seed(arguments["seed"])
+    rows = read(Path(data), "train")
+    labels = labels_of(task, rows)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(begin, trust_remote_code=False)
+    sizes: Row = {"problem_type": PROBLEMS[task]} if task in PROBLEMS else {}
+    if labels:
+        sizes |= {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+    model = model_of(task, begin, **sizes)
+    is_ner = task == "ner"
+    collator = transformers.DataCollatorForTokenClassification if is_ner else transformers.DataCollatorWithPadding
+    if best:
+        arguments |= {"bf16": True, "train_sampling_strategy": "group_by_length"}
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"per_device_train_batch_size": batch, "num_train_epochs": epochs, "learning_rate": lr, "seed": seed}
-        quiet = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-        arguments = transformers.TrainingArguments(folder, **sizes, **quiet, **fast)
-        rows = [features(task, row, tokenizer, labels, seq_len) for row in rows]
-        trainer = transformers.Trainer(
-            model, arguments, data_collator=collator(tokenizer), train_dataset=rows, processing_class=tokenizer
-        )
-        trainer.train()
+        transformers.Trainer(
+            model,
+            transformers.TrainingArguments(folder, use_cpu=True, **arguments, **harness.QUIET),
+            data_collator=collator(tokenizer),
+            train_dataset=[features(task, row, tokenizer, labels, seq_len) for row in rows],
+            processing_class=tokenizer,
+        ).train()
     model.save_pretrained(export)
     tokenizer.save_pretrained(export)
 
@@ -139,43 +124,32 @@ def train(
 def answers(task: str, rows: list[Row], export: Path, seq_len: int = 128) -> tuple[list[Any], list[Any]]:
     """Return the answer to each row and its score (probabilities or value), in fp32 by plain transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
-    auto = getattr(transformers, f"AutoModelFor{HEADS.get(task, 'SequenceClassification')}")
-    model = auto.from_pretrained(export, dtype=torch.float32, trust_remote_code=False).eval()
-    names = model.config.id2label
-    found: list[Any] = []
-    scores: list[Any] = []
+    model = model_of(task, export).eval()
+    made = []
     for row in rows:
         tokens = encoded(task, row, tokenizer, seq_len)
-        batch = {
-            name: torch.tensor([tokens[name]])
-            for name in ("input_ids", "attention_mask", "token_type_ids")
-            if name in tokens
-        }
+        inputs = {name: torch.tensor([tokens[name]]) for name in INPUTS if name in tokens}
         with torch.no_grad():
-            output = model(**batch)
+            output = model(**inputs)
         if task == "qa":
-            text, score = best_span(output, tokens, row["context"])
-            found.append(text)
-            scores.append(score)
-            continue
-        logits = output.logits[0].double()
-        if task == "classify":
-            scores.append(logits.softmax(-1).tolist())
-            found.append(names[int(logits.argmax())])
-        elif task == "multilabel":
-            scores.append(logits.sigmoid().tolist())
-            least = getattr(model.config, "label_thresholds", [0.5] * len(names))  # of our exports
-            found.append([names[n] for n, share in enumerate(scores[-1]) if share >= least[n]])
-        elif task == "regress":
-            scores.append([float(logits[0])])
-            found.append(round(float(logits[0]), 3))
+            made.append(best_span(output, tokens, row["context"]))
         else:
-            words = tokens.word_ids()
-            first = {word: n for n, word in reversed(list(enumerate(words))) if word is not None}
-            found.append(
-                [names[int(logits[first[n]].argmax())] if n in first else "O" for n in range(len(row["tokens"]))]
-            )
-    return found, scores
+            made.append(answer_of(task, output.logits[0].double(), tokens, row, model.config))
+    return [each for each, _ in made], [score for _, score in made]
+
+
+def answer_of(task: str, logits: Any, tokens: Any, row: Row, config: Any) -> tuple[Any, Any]:
+    names = config.id2label
+    if task == "classify":
+        return names[int(logits.argmax())], logits.softmax(-1).tolist()
+    if task == "multilabel":
+        scores = logits.sigmoid().tolist()
+        least = getattr(config, "label_thresholds", [0.5] * len(names))  # of our exports
+        return [names[n] for n, share in enumerate(scores) if share >= least[n]], scores
+    if task == "regress":
+        return round(float(logits[0]), 3), [float(logits[0])]
+    first = {word: n for n, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None}
+    return [names[int(logits[first[n]].argmax())] if n in first else "O" for n in range(len(row["tokens"]))], None
 
 
 def best_span(output: Any, tokens: Any, context: str, most: int = 30) -> tuple[str, float]:
@@ -251,12 +225,9 @@ def score(task: str, data: Path, folder: Path) -> Row:
     return result
 
 
-def main(words: list[str]) -> None:
-    if words[0] == "--score":
-        print(json.dumps(score(words[1], Path(words[2]), Path(words[3]))))
-    else:
-        train(**json.loads(words[0]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "--score":
+        task, data, folder = sys.argv[2:]
+        print(json.dumps(score(task, Path(data), Path(folder))))
+    else:
+        train(**json.loads(sys.argv[1]))

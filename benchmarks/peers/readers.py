@@ -1,49 +1,98 @@
-"""One reader for each loader: shuffled batches [batch, seq_len] of int64 torch tensors, in the way its pages advise.
+"""The speed of one loader, in its way to read, of shuffled batches [batch, seq_len] of int64 torch tensors.
 
-`first` is the number of batches to leave out at the start of an epoch, if a loader has no state.
+    python -m benchmarks.peers.readers write|speed NAME FOLDER SHARD_ROWS SECONDS
+
+Prints one line of JSON. torch computes on one thread.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import statistics
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness import Result, hide_torch_xla, ratios
+
+hide_torch_xla()  # mosaicml-streaming imports transformers
+
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.corpus import VOCAB_SIZE, Corpus
+VOCAB_SIZE = 30_000
+FIRST_ID = 5  # ids below are special
+CLOCK_EVERY = 16  # batches
+TURNS = 20
+
+# ---- the sequences ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sequences that every loader reads: ids that follow Zipf's law in one flat file, which the limit reads too."""
+
+    folder: Path
+    shard_rows: int = 24_576
+    shards: int = 8
+    seq_len: int = 512
+    batch: int = 32  # sequences
+
+    @property
+    def rows(self) -> int:
+        return self.shards * self.shard_rows
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a format's files."""
+        return self.folder / name
+
+    def flat(self) -> np.memmap:
+        """Return [rows, seq_len] uint16, in one file."""
+        return np.memmap(self.path_of("flat.bin"), np.uint16, "r", shape=(self.rows, self.seq_len))
+
+    def shard(self, number: int) -> np.ndarray:
+        """Return [shard_rows, seq_len] uint16."""
+        return self.flat()[number * self.shard_rows : (number + 1) * self.shard_rows]
+
+
+def write_corpus(corpus: Corpus) -> None:
+    corpus.folder.mkdir(parents=True, exist_ok=True)
+    frequency = 1 / np.arange(1, VOCAB_SIZE - FIRST_ID + 1)
+    bounds = np.cumsum(frequency / frequency.sum())
+    with corpus.path_of("flat.bin").open("wb") as file:
+        for shard in range(corpus.shards):
+            drawn = np.random.default_rng(shard).random((corpus.shard_rows, corpus.seq_len), np.float32)
+            rows = FIRST_ID + np.searchsorted(bounds, drawn).clip(max=len(bounds) - 1)
+            file.write(rows.astype(np.uint16).tobytes())
+
 
 # ---- plain numpy ---------------------------------------------------------------------------------------------------
 
 
-def orders(corpus: Corpus) -> Iterator[np.ndarray]:
-    """Yield the rows of one batch after the other, in a full permutation, without end."""
+def limit(corpus: Corpus) -> Iterator[Tensor]:
+    """Yield whole batches out of one flat file in a full permutation, without a DataLoader and without end."""
+    flat = corpus.flat()
     for epoch in itertools.count():
         order = np.random.default_rng([0, epoch]).permutation(corpus.rows)
-        for start in range(0, corpus.batches * corpus.batch, corpus.batch):
-            yield order[start : start + corpus.batch]
-
-
-def limit(corpus: Corpus) -> Iterator[Tensor]:
-    """Yield whole batches out of one flat file, without a DataLoader."""
-    flat = corpus.flat()
-    for rows in orders(corpus):
-        yield torch.from_numpy(flat[rows].astype(np.int64))
+        for start in range(0, corpus.rows - corpus.batch + 1, corpus.batch):
+            yield torch.from_numpy(flat[order[start : start + corpus.batch]].astype(np.int64))
 
 
 # ---- ours ----------------------------------------------------------------------------------------------------------
 
 
 class Gathered:
-    """Sequences as they are stored: the cost of a loader without masks. Rows after the last begin again."""
+    """Sequences as they are stored: the cost of a loader without masks."""
 
     def __init__(self, shards: Any) -> None:
         self.shards = shards
@@ -54,15 +103,7 @@ class Gathered:
         return {"inputs": inputs, "count": [0] * len(items), "tokens": [0] * len(items)}
 
 
-def ours(
-    corpus: Corpus,
-    first: int = 0,
-    *,
-    num_workers: int = 0,
-    masked: bool = False,
-    shard_rows: list[int] | None = None,
-) -> Iterator[Tensor]:
-    """Read in our order; `shard_rows` replace those of the corpus: a larger one, to time its order."""
+def ours(corpus: Corpus, *, masked: bool = False) -> Iterator[Tensor]:
     from train.data.batches.loader import Batches, MaskedRows
     from train.data.batches.masking import Masker
     from train.data.shards.format import ShardSet, read_manifest
@@ -82,35 +123,18 @@ def ours(
             vocab_size=VOCAB_SIZE,
         )
         rows = MaskedRows(shards, masker, is_training=True)
-    sampler = ShardSampler(
-        shard_rows or [shard.rows for shard in manifest.splits["train"]],
-        seed=0,
-        global_batch_size=corpus.batch,
-        rank=0,
-        world_size=1,
-        consumed_rows=first * corpus.batch,
-    )
+    shard_rows = [shard.rows for shard in manifest.splits["train"]]
+    sampler = ShardSampler(shard_rows, seed=0, global_batch_size=corpus.batch, rank=0, world_size=1)
     order, size = sampler.micro_batches(corpus.batch), corpus.batch
-    batches = Batches(rows, order, batch_size=size, num_workers=num_workers, prefetch=4, pin_memory=False)
+    batches = Batches(rows, order, batch_size=size, num_workers=0, prefetch=4, pin_memory=False)
     return (batch["inputs"]["input_ids"].long() for batch in batches)
 
 
 def write_ours(corpus: Corpus) -> None:
-    from benchmarks.pretraining import write_tokenizer
-    from train.data.shards.format import write_manifest, write_shard
-    from train.data.text.packing import Rows as PackedRows
-    from train.system.folders import LocalFolder
+    from benchmarks.pretraining import write_data
 
-    folder = LocalFolder(corpus.path_of("ours"))
-    pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)
-    same_document = np.ones(corpus.shard_rows, np.uint8)
-    shards = [
-        write_shard(folder, f"train-{number:05d}.safetensors", PackedRows(corpus.shard(number), pivot, same_document))
-        for number in range(corpus.shards)
-    ]
-    splits, tokenizer = {"train": shards, "validation": []}, write_tokenizer(folder, VOCAB_SIZE)
-    sizes = {"seq_len": corpus.seq_len, "dtype": "uint16"}
-    write_manifest(folder, **sizes, splits=splits, tokenizer=tokenizer, counts={}, config={})
+    shards = [corpus.shard(number) for number in range(corpus.shards)]
+    write_data(corpus.path_of("ours"), {"train": shards, "validation": []}, VOCAB_SIZE, corpus.seq_len)
 
 
 # ---- Hugging Face datasets -----------------------------------------------------------------------------------------
@@ -214,41 +238,67 @@ def mds(corpus: Corpus) -> Any:
 @dataclass(frozen=True)
 class Reader:
     label: str
-    build: Callable[..., Iterable[Tensor]]
-    load: Callable[[], Any] | None = None  # imports the library
+    build: Callable[[Corpus], Iterable[Tensor]]
     format: str = "flat.bin"  # file or folder of the corpus, see WRITERS
     environment: str = "ours"
-    measures: tuple[str, ...] = ("speed",)
-    resume: str = "state_dict"  # or "first": the number of batches is all the state
-    num_workers: int = 0
 
 
-def readers_of_ours() -> dict[str, Reader]:
-    """Return our readers with and without masks, each with none, one and two workers."""
-    load, result = partial(import_module, "train.data.batches.loader"), {}
-    labels = {"ours": ("**ours**", "ours, 1 worker", "ours, 2 workers")}
-    labels["masked"] = ("ours with masks", "ours with masks, 1 worker", "ours with masks, 2 workers")
-    for name, workers in itertools.product(labels, range(3)):
-        result[f"{name}_{workers}" if workers else name] = Reader(
-            labels[name][workers],
-            partial(ours, num_workers=workers, masked=name == "masked"),
-            load,
-            format="ours",
-            measures=("speed", "resume") if name == "ours" and not workers else ("speed",),
-            resume="first",
-            num_workers=workers,
-        )
-    return result
-
-
-BOTH = ("speed", "resume")
 READERS = {
     "limit": Reader("numpy: one memmap, whole batches, no DataLoader (the limit)", limit),
-    **readers_of_ours(),
-    "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, partial(import_module, "datasets"), "hf"),
-    "litdata": Reader(
-        "LitData, TokensLoader", read_litdata, partial(import_module, "litdata"), "litdata", "litdata", BOTH
-    ),
-    "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", "mds", BOTH),
+    "ours": Reader("**ours**", ours, "ours"),
+    "masked": Reader("ours with masks", partial(ours, masked=True), "ours"),
+    "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, "hf"),
+    "litdata": Reader("LitData, TokensLoader", read_litdata, "litdata", "litdata"),
+    "mds": Reader("mosaicml-streaming, MDS", mds, "mds", "mds"),
 }
 WRITERS = {"ours": write_ours, "hf": write_hf, "litdata": write_litdata, "mds": write_mds}
+
+
+# ---- one measurement -------------------------------------------------------------------------------------------------
+
+
+def measure(name: str, corpus: Corpus, seconds: float) -> Result:
+    """Measure the loader and the limit in turn, so that a neighbour's load affects both."""
+    build = READERS[name].build
+    batch = next(iter(build(corpus)))  # libraries import more when they are first used
+    seen, wanted = (batch.dtype, tuple(batch.shape)), (torch.int64, (corpus.batch, corpus.seq_len))
+    if seen != wanted:
+        raise RuntimeError(f"a batch is {seen} instead of {wanted}")
+    start = time.perf_counter()
+    batches = itertools.chain.from_iterable(itertools.repeat(build(corpus)))  # epoch after epoch
+    next(batches)
+    first_batch_s = time.perf_counter() - start
+    base = limit(corpus)
+    limits, speeds = [speed(base, seconds / TURNS)], []
+    for _ in range(TURNS):
+        speeds.append(speed(batches, seconds / TURNS))
+        limits.append(speed(base, seconds / TURNS))
+    neighbours = [(before + after) / 2 for before, after in itertools.pairwise(limits)]
+    return {"of_limit": statistics.median(ratios(speeds, neighbours)), "first_batch_s": first_batch_s}
+
+
+def speed(batches: Iterator[Tensor], seconds: float) -> float:
+    """Return the tokens per second while reading for this number of seconds."""
+    next(batches)  # warms the processor's caches up again
+    tokens, start = 0, time.perf_counter()
+    for number, batch in enumerate(batches, start=1):
+        tokens += batch.numel()
+        if number % CLOCK_EVERY == 0 and time.perf_counter() - start > seconds:
+            break
+    return tokens / (time.perf_counter() - start)
+
+
+def main() -> None:
+    kind, name, folder, shard_rows, seconds = sys.argv[1:]
+    torch.set_num_threads(1)
+    corpus, result = Corpus(Path(folder), int(shard_rows)), {}
+    if kind == "write":
+        WRITERS[name](corpus)
+    else:
+        result = measure(name, corpus, float(seconds))
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # some loaders leave threads behind
+
+
+if __name__ == "__main__":
+    main()

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from services.process import set_aws
 
-from benchmarks.scale import BATCH, LATE, Machine, planned, sampler_of
-from benchmarks.simulated import Simulated, StandInS3
-from train.data.shards.order import MAX_LANES
+from benchmarks.scale import BATCH, LATE, planned, sampler_of
+from benchmarks.simulated import DIGITS, Simulated, StandInS3
+from train.config import ShardsConfig
+from train.data.shards.cache import WINDOWS_HELD, cut_shards
+from train.data.shards.order import MAX_LANES, ShardSampler
 from train.data.shards.prefetch import wanted_shards
+from train.data.shards.prepared import PreparedData
 
 MISSION = [250_000] * 1200  # sequences of its shards
 
@@ -57,6 +60,29 @@ def test_100_000_shards_start(tmp_path):
     assert {shard.file for shard in wanted[: len(now)]} == now
 
 
+def read(s3, cache, number, steps, is_small):
+    """Read as one of two machines with a rank; return the sequences, each compared with its number, and the most bytes
+    that its cache held after a step. A small cache holds windows of one shard a lane.
+    """
+    cfg = ShardsConfig(path=s3.location, cache_dir=str(cache), deadline_s=120.0)
+    data, place = PreparedData(cfg, s3.config), {"global_batch_size": 32, "rank": number, "world_size": 2}
+    shard_rows = [shard.rows for shard in data.manifest.splits["train"]]
+    order = ShardSampler(shard_rows, seed=0, lanes=4, window_shards=1 if is_small else None, **place)
+    if is_small:
+        shards = len(order.lanes_here) * (WINDOWS_HELD + cut_shards(order))
+        cfg.cache_gb = 1e-9 + (data.cache.eval_bytes(order) + shards * data.cache.largest_bytes) / 1e9
+    drawn, most_bytes, reader = [], 0, data.split("train")
+    with data.prefetcher(order, is_first_on_machine=True) as prefetcher:
+        for step, rows in zip(range(steps), order.micro_batches(16), strict=False):
+            tokens = reader.rows(rows % order.rows).tokens.astype(np.int64)
+            assert (tokens[:, 0] * DIGITS + tokens[:, 1] == rows % order.rows).all()
+            drawn.append(rows % order.rows)
+            prefetcher.consumed((step + 1) * 32)
+            names = {path.name for path in data.folder.iterdir()}
+            most_bytes = max(most_bytes, sum(shard.bytes for shard in data.manifest.shards if shard.file in names))
+    return np.concatenate(drawn), most_bytes
+
+
 def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp_path, monkeypatch, caplog):
     """Two machines read two epochs, every sequence of which is compared with its number; the cache of the second is
     smaller than its part, and fetches a shard once an epoch.
@@ -67,13 +93,11 @@ def test_machines_fetch_their_parts_over_s3_and_one_deletes_what_it_has_read(tmp
     logger = logging.getLogger("train")
     monkeypatch.setattr(logger, "handlers", [log])
     caplog.set_level(logging.INFO, "train")
-    batch, drawn = 32, []
+    drawn = []
     with StandInS3(data, tmp_path / "data") as s3:
         for number in (0, 1):
             set_aws(monkeypatch, f"machine-{number}", "none")
-            cache = {"cache": str(tmp_path / f"cache-{number}"), "small": number == 1}
-            one = Machine(s3.location, s3.config, number=number, machines=2, batch=batch, lanes=4, **cache)
-            rows, most_bytes = one.read(2 * data.rows // batch)
+            rows, most_bytes = read(s3, tmp_path / f"cache-{number}", number, 2 * data.rows // 32, number == 1)
             drawn.append(rows)
             assert most_bytes <= (number_of_shards + 1 if number == 0 else 17) * data.shard_bytes
     assert (np.bincount(np.concatenate(drawn)) == 2).all()

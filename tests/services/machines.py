@@ -86,19 +86,14 @@ class Machines:
         restarts: int = 0,
         changes: Mapping[int, list[str]] | None = None,
         count: int = 2,
-        ranks: int = 1,
     ) -> list[ForkServerProcess]:
-        """Start a torchrun with `ranks` on each machine, or on the first `count`. What they print goes to
+        """Start a torchrun with a rank on each machine, or on the first `count`. What they print goes to
         log.0, log.1, ...; `changes` are arguments for one machine alone.
         """
         port, started = free_port(), []
         for number, (pid, address) in enumerate(zip(self.pids[:count], ADDRESSES[:count], strict=True)):
-            options = [
-                f"--nnodes={count}",
-                f"--nproc-per-node={ranks}",
-                f"--max-restarts={restarts}",
-                f"--local-addr={address}",
-            ]
+            options = [f"--nnodes={count}", "--nproc-per-node=1", f"--max-restarts={restarts}"]
+            options.append(f"--local-addr={address}")
             if rendezvous == "static":
                 options += [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
             else:
@@ -144,16 +139,6 @@ class Machines:
         listener = made_inside(self.pids[0], lambda: socket.create_server((ADDRESSES[0], 0)))
         with relaying(listener, port) as address:
             yield address
-
-    @contextmanager
-    def slow(self, number: int, rate: str) -> Iterator[None]:
-        """One machine sends at this rate, as "100mbit". tbf needs the burst, or it chokes on segments of 64 KB."""
-        qdisc = ("dev", LINK, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
-        inside(self.pids[number], "tc", "qdisc", "add", *qdisc)
-        try:
-            yield
-        finally:
-            inside(self.pids[number], "tc", "qdisc", "del", "dev", LINK, "root")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rejections import rejects
 from running import ROOT, lines, run
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks import finetune
+from benchmarks import finetune, harness
 from train.checkpoints.manifest import step_name
 from train.config import InputError
 from train.observe.report.run import read_run
@@ -203,16 +203,11 @@ def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_benchmark_prepares_once_and_does_not_start_itself_again(monkeypatch):
-    prepared = []
-
-    def started(module, *words, **_):
-        monkeypatch.setattr(finetune, "run_timed", lambda *_, **__: pytest.fail("the process starts another"))
-        finetune.main(list(words))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(finetune, "run_timed", started)
-    monkeypatch.setattr(finetune, "prepare", lambda options, folder: prepared.append(options.overrides))
-    with pytest.raises(KeyboardInterrupt):
-        finetune.main(["--variants", "buckets", "--", "data.escape=null"])
-    assert prepared == [["data.escape=null"]]
+def test_a_benchmark_reads_what_stands_behind_its_dashes_and_none_starts_itself_without_end(monkeypatch):
+    given = []
+    monkeypatch.setattr(finetune, "benchmark", lambda options: given.append(options.overrides))
+    finetune.main(["--model", "runs/demo", "--variants", "buckets", "--", "data.escape=null"])
+    assert given == [["data.escape=null"]]
+    monkeypatch.setenv(harness.STARTED, "benchmarks.xla")
+    with pytest.raises(RuntimeError, match="benchmarks.xla, which a benchmark has started, does not start benchmarks"):
+        harness.answer("benchmarks.xla")

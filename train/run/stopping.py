@@ -268,7 +268,7 @@ class Counted(NamedTuple):
 class Votes:
     """The ranks' votes on whether the run stops or fails after a step.
 
-    No step waits for the votes, which are sent while the devices compute (benchmarks/ranks.py). Every rank calls each
+    No step waits for the votes, which are sent while the devices compute (benchmarks/notes.md). Every rank calls each
     method at the same steps.
     """
 
