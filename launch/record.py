@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.values import MAX_CHARS, count, moment, table, text, texts
+from launch.values import LAST_UNIX_S, MAX_CHARS, count, table, text, texts
 from train.config import InputError, S3Config, check
 from train.run.command import Parser, add_s3_flags
 from train.system.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
@@ -31,7 +31,7 @@ FORMAT = 2
 MODULES = {"train": "train", "prepare": "train.prepare"}
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
-EVENTS, DAMAGED = "events/", "damaged"
+EVENTS = "events/"
 Kind = TypeVar("Kind")
 ENDS = ("done", "stopped", "failed", "refused")
 
@@ -96,6 +96,10 @@ class Event:
     time_unix_s: float
     host: str
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.time_unix_s < LAST_UNIX_S:  # NaN, too
+            raise BadContent(f"{self.time_unix_s} is not a time that can be shown")
 
 
 def add_record_flags(parser: Parser) -> None:
@@ -195,7 +199,7 @@ class Record:
         try:
             return record(Event, read_object(self.folder.read(name)))
         except BadContent:
-            return Event(DAMAGED, 0.0, "", {"name": name})
+            return Event("damaged", 0.0, "")
 
 
 # ---- history, from the events ----------------------------------------------------------------------------------------
@@ -206,7 +210,7 @@ class Submission:
     """A request to a scheduler to start a job, and the scheduler's identifier of the job."""
 
     scheduler: str
-    time_unix_s: float | None
+    time_unix_s: float
     nodes: int | None = None
     handle: dict[str, Any] = field(default_factory=dict)  # the job's identifier; empty if no answer is known
     rejection: str = ""  # why the job could not be started; empty if it was
@@ -221,7 +225,7 @@ def attempt_name(number: int) -> str:
 class AttemptEntry:
     number: int
     nodes: list[str]
-    began_unix_s: float | None
+    began_unix_s: float
     ended_unix_s: float | None = None
     exit_code: int | None = None
     outcome: str = ""
@@ -237,7 +241,7 @@ class AttemptEntry:
 class Ended:
     outcome: str
     reason: str
-    time_unix_s: float | None
+    time_unix_s: float
 
 
 @dataclass
@@ -257,7 +261,6 @@ class History:
     idle: int = 0  # number of consecutive tries until now that began but saved nothing new
     requeued: str = ""  # why the job was requeued; empty once an attempt begins or the job ends
     is_tried: bool = False  # an attempt was made since the last requeue
-    damaged: list[str] = field(default_factory=list)  # names of events that cannot be read
 
     @property
     def has_end(self) -> bool:
@@ -279,7 +282,7 @@ class History:
         return None if last is None or last.is_over or self.ended is not None else last
 
     def add(self, event: Event) -> None:
-        details, last, at_unix_s = event.details, self.last_attempt, moment(vars(event), "time_unix_s")
+        details, last, at_unix_s = event.details, self.last_attempt, event.time_unix_s
         match event.kind:
             case "submitted":
                 self.submission = submission_of(event)
@@ -308,9 +311,9 @@ class History:
                 failed = table(details, "failed").items()
                 self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
             case "stop_asked":
-                self.stop_asked_unix_s = at_unix_s or 0.0
+                self.stop_asked_unix_s = at_unix_s
             case "cancelled":
-                self.cancelled_unix_s = at_unix_s or 0.0
+                self.cancelled_unix_s = at_unix_s
             case "requeued":
                 if not self.is_tried:
                     self.add_try(progressed=False, never_began=details.get("never_began") is True)
@@ -320,8 +323,6 @@ class History:
             case "ended":
                 outcome, self.requeued = text(details, "outcome"), ""
                 self.ended = Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s)
-            case kind if kind == DAMAGED:
-                self.damaged.append(text(details, "name"))
 
     def add_try(self, *, progressed: bool, in_order: bool = False, never_began: bool = False) -> None:
         self.idle = 0 if progressed else self.idle + (not never_began)  # an attempt that never began does not count
@@ -333,13 +334,14 @@ def read_history(events: Sequence[Event]) -> History:
     history = History()
     for event in events:
         if event.kind == "submitting":
-            before, damaged = history.attempts, history.damaged
-            history = History(history.submissions + 1, submission_of(event), before, len(before), damaged=damaged)
+            before = history.attempts
+            history = History(history.submissions + 1, submission_of(event), before, len(before))
         else:
             history.add(event)
     return history
 
 
 def submission_of(event: Event) -> Submission:
-    scheduler, at_unix_s = text(event.details, "scheduler"), moment(vars(event), "time_unix_s")
-    return Submission(scheduler, at_unix_s, count(event.details, "nodes"), table(event.details, "handle"))
+    details = event.details
+    nodes, handle = count(details, "nodes"), table(details, "handle")
+    return Submission(text(details, "scheduler"), event.time_unix_s, nodes, handle)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.values import count, moment, number, table
+from launch.values import count, number, table
 from train.observe.lines import read_back
 from train.system.folders import Folder
 from train.system.identity import ENVIRONMENT
@@ -71,7 +71,7 @@ def read_progress(run: Folder) -> RunProgress:
         evaluated_step=score.get("step"),
         scores=dict([(key, found) for key, found in scores if found is not None][:MAX_SCORES]),
         step_s=mean_step_s([line for line in trained if line["attempt"] == last["attempt"]]),
-        line_unix_s=moment(lines[-1], "time_unix_s") if lines else None,
+        line_unix_s=number(lines[-1], "time_unix_s") if lines else None,
         checkpoint=newest_checkpoint(run),
         outcome=read_outcome(run) or None,
     )
@@ -88,7 +88,7 @@ def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
     if not trained:
         return None
     first, last = trained[0], trained[-1]
-    begin_s, end_s, steps = moment(first, "time_unix_s"), moment(last, "time_unix_s"), last["step"] - first["step"]
+    begin_s, end_s, steps = number(first, "time_unix_s"), number(last, "time_unix_s"), last["step"] - first["step"]
     if begin_s is not None and end_s is not None and end_s > begin_s and steps > 0:
         return (end_s - begin_s) / steps
     return number(last, "step_s") or None

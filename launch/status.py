@@ -142,7 +142,6 @@ def of_job(status: Status) -> list[tuple[str, str]]:
         ("preflight", "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items())),
         ("requeued", history.requeued),
         ("ended", end),
-        ("damaged", ", ".join(f"{status.run_dir}.launch/{name}" for name in history.damaged)),
     ]
 
 

@@ -80,7 +80,7 @@ def check_idle(record: Record) -> int:
     if asked is None or asked.rejection:
         return number
     if not asked.handle:  # the answer is yet to come, or was lost, and only the scheduler knows the job
-        age_s = max(0.0, time.time() - (asked.time_unix_s or 0.0))
+        age_s = max(0.0, time.time() - asked.time_unix_s)
         check(
             history.has_end or age_s >= SUBMITTING_S,
             f"{record.run_dir} has been waiting for an answer to its submission for {age_s:.0f} s: try again in "

@@ -31,12 +31,6 @@ def number(values: Object, key: str) -> float | None:
     return found if found is not None and abs(found) < LARGEST_FLOAT else None  # NaN compares as false
 
 
-def moment(values: Object, key: str) -> float | None:
-    """Return the value of a key if it is a time in seconds since 1970, before the year 10000; else None."""
-    found = number(values, key)
-    return found if found is not None and 0 <= found < LAST_UNIX_S else None
-
-
 def count(values: Object, key: str) -> int | None:
     """Return the value of a key if it is a whole number, 0 or more; else None."""
     found: int | None = value(int, values, key)
