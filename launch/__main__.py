@@ -7,7 +7,6 @@ launch/commands.py.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 import sys
@@ -53,33 +52,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in commands.COMMANDS:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
-        return guarded(lambda: reject_subcommand(arguments[0]))
+        known = ", ".join(commands.COMMANDS)
+        return rejected(f"there is no subcommand {arguments[0]}; there are: {known}. For a plan, write key=value")
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
     purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
     add_import_flag(parser)  # files that the run imports
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object, and start nothing")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
     settings = [each for each in own if "=" in each and not each.startswith("-")]
-    if of_runs := [each for each in settings if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN]:
-        return guarded(lambda: reject_setting(of_runs[0]))
-    return cli.run(
-        LaunchConfig, lambda cfg: launch(cfg, settings, of_run, as_json="--json" in own), parser, arguments=own
-    )
+    for each in settings:
+        if re.split("[.=]", each.lstrip("+~"))[0] in OF_RUN:
+            example = f"python -m launch cluster=local -- {each}"
+            return rejected(f"{each} is a setting of the run: write it after --, as in {example}")
+    return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
 
 
-def reject_subcommand(name: str) -> int:
-    raise InputError(
-        f"there is no subcommand {name}; there are: {', '.join(commands.COMMANDS)}. For a plan, write key=value"
-    )
+def rejected(message: str) -> int:
+    """Report a command line that cannot be parsed, and return the exit code."""
 
+    def act() -> int:
+        raise InputError(message)
 
-def reject_setting(text: str) -> int:
-    raise InputError(
-        f"{text} is a setting of the run: write it after --, as in python -m launch cluster=local -- {text}"
-    )
+    return guarded(act)
 
 
 def with_unknown_type(own: list[str]) -> list[str]:
@@ -108,7 +104,7 @@ def is_unknown(cfg: LaunchConfig) -> bool:
     return cfg.check or cfg.submit
 
 
-def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *, as_json: bool = False) -> int:
+def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
     check(bool(of_run), "settings of the run are missing: write them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     schema: type[Any] = PrepareConfig if cfg.prepare else TrainConfig
@@ -116,8 +112,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     run: Any = cli.load_config(schema, overrides)
     if is_unknown(cfg):
         more = scheduler(cfg.cluster.kind).found_type(cfg, run.s3)
-        cfg, settings = cli.load_config(LaunchConfig, [*settings, *more]), [*settings, *more]
-        return launch(cfg, settings, of_run, as_json=as_json)
+        return launch(cli.load_config(LaunchConfig, [*settings, *more]), [*settings, *more], of_run)
     bundle, packed = code.pack()
     job = make_job(cfg, run, overrides, packed, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3, job.sha256)
@@ -125,11 +120,6 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     command = starts.request(job, record)
     expected = None if cfg.prepare else expect(cfg, run)
     plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
-    if as_json:
-        check(not cfg.submit, "--json only prints the plan: leave out submit=true")
-        shown = {**plan, "job": dataclasses.asdict(job), **starts.details(job, record, cfg)}
-        print(json.dumps(shown, sort_keys=True))
-        return cli.DONE
     print(*plan_lines(job, command, len(bundle)), "", sep="\n")
     if expected is not None:
         notes = [textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]

@@ -36,10 +36,6 @@ class Scheduler(ABC):
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         """Return what the scheduler says of the job, without starting it. Raises InputError if it would be rejected."""
 
-    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        """Return the fields that this scheduler adds to the plan's JSON."""
-        return {}
-
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
         """Return instance settings, `devices` among them, for a machine type that conf/instance does not list."""
         raise NotImplementedError

@@ -76,7 +76,7 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
         pinned = {site.region: site.image for site in before.sites}
     sites, interfaces = list[Site](), list[Interface]()
     for region in api.regions(cluster.regions):
-        [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
+        info = api.instance_type(region, job.instance)
         is_neuron = "NeuronInfo" in info or job.instance.startswith("trn")  # EC2 has no NeuronInfo for trn2u
         accelerators = NEURON if is_neuron else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))

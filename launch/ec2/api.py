@@ -94,6 +94,10 @@ class Api:
         """
         return self.ask(region, operation, tries=1, **parameters)
 
+    def instance_type(self, region: str, name: str) -> dict[str, Any]:
+        """Return EC2's description of an instance type. Raises InputError if the region does not have it."""
+        return dict(self.ask(region, "describe_instance_types", InstanceTypes=[name])["InstanceTypes"][0])
+
     def image(self, region: str, ident: str) -> dict[str, Any]:
         """Return EC2's description of an image. Raises InputError if there is none."""
         seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)["Images"]

@@ -147,7 +147,7 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
         raise InputError(f"{instance} is not an EC2 instance type such as trn1.32xlarge")
     api, is_enough = Api(s3.profile, s3.region), False
     for region in api.regions(options.regions):
-        [info] = api.ask(region, "describe_instance_types", InstanceTypes=[instance])["InstanceTypes"]
+        info = api.instance_type(region, instance)
         needed = nodes * int(info["VCpuInfo"]["DefaultVCpus"])
         listed = api.pages(region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2")
         matches = [(match, each) for each in listed if (match := pattern.fullmatch(each["QuotaName"]))]

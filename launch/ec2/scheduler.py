@@ -53,16 +53,11 @@ class Scheduler(spec.Scheduler):
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg))
 
-    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        return {"run_instances": planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
-
     def found_type(self, cfg: LaunchConfig, s3: S3Config) -> list[str]:
         """Return EC2's facts about a type. Devices are NVIDIA GPUs only: EC2 does not list Trainium's rank counts."""
         cluster, api, name = cfg.cluster, Api(s3.profile, s3.region), cfg.instance.name
         assert isinstance(cluster, Ec2Config)
-        [info] = api.ask(api.regions(cluster.regions)[0], "describe_instance_types", InstanceTypes=[name])[
-            "InstanceTypes"
-        ]
+        info = api.instance_type(api.regions(cluster.regions)[0], name)
         gpus = [each for each in info.get("GpuInfo", {}).get("Gpus", ()) if each["Manufacturer"] == "NVIDIA"]
         check(
             bool(gpus) or cfg.processes_per_node is not None,
@@ -70,21 +65,16 @@ class Scheduler(spec.Scheduler):
             "it has any",
         )
         network = info["NetworkInfo"]
-        found = {
-            "devices": sum(int(each["Count"] or each.get("LogicalGpuCount", 1)) for each in gpus),
-            "device_memory_gib": round(min(int(each["MemoryInfo"]["SizeInMiB"]) for each in gpus) / 1024, 2)
-            if gpus
-            else 0,
-            "vcpus": int(info["VCpuInfo"]["DefaultVCpus"]),
-            "network_cards": len(network.get("NetworkCards", ())),
+        found: dict[str, Any] = {
+            "efa_interfaces": network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0),
+            "vcpus": info["VCpuInfo"]["DefaultVCpus"],
+            "network_cards": len(network.get("NetworkCards", ())) or "null",
         }
-        device = [f"instance.device={CUDA}"] if gpus else []
-        efa = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0))
-        return [
-            *device,
-            f"instance.efa_interfaces={efa}",
-            *(f"instance.{key}={value}" for key, value in found.items() if value),
-        ]
+        if gpus:
+            found["device"] = CUDA
+            found["devices"] = sum(int(each["Count"] or each.get("LogicalGpuCount", 1)) for each in gpus)
+            found["device_memory_gib"] = round(min(each["MemoryInfo"]["SizeInMiB"] for each in gpus) / 1024, 2)
+        return [f"instance.{key}={value}" for key, value in found.items()]
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Resolve the settings. The machines are made later, by `attend`."""

@@ -196,15 +196,12 @@ def cli(ec2, capsys, monkeypatch):
 
 def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", "http://127.0.0.1:9")  # nobody answers there
-    assert cli.launch("cluster.market=spot", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["run_instances"]["MinCount"] == plan["run_instances"]["MaxCount"] == 2
-    assert plan["run_instances"]["UserData"].startswith("#!/bin/bash") and plan["estimate"]["rows"]
     assert cli.launch("cluster.market=spot") == 0
     shown = capsys.readouterr().out
     for text in (
         "EC2 was not asked",
         f'"ImageId": "{UBUNTU}"',
+        '"MinCount": 2',
         '"MarketType": "spot"',
         '"Key": "baretrain:run"',
         "undo: python -m launch cancel s3://bucket/runs/mine --yes",
