@@ -34,8 +34,6 @@ CURES = {
     ),
     "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets)",
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
-    "IdempotentParameterMismatch": "another request used the same token: python -m launch clean RUN, then launch again",
-    "InvalidParameterCombination": "these settings exclude one another; a public address needs a single interface",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
     "InvalidAMIID.NotFound": "image ids differ by region: name one of this region (cluster.image; python -m ami list)",
     "ParameterNotFound": "python -m ami neuron, or cuda, builds and promotes an image, whose id the parameter holds "

@@ -17,13 +17,8 @@ from train.config import InputError, S3Config, check
 from train.run.command import DONE, FAILED, Parser, printable
 
 POLICIES = Path(__file__).with_name("policies.yaml")
-OPERATORS = (
-    JOB,
-    "code-*",
-    PLAN,
-    CONFIG,
-    "ec2/calls/*",
-)  # files of a record that start or end machines, and that machines must not write
+# Files of a record that start or end machines, and that machines must not write.
+OPERATORS = (JOB, "code-*", PLAN, CONFIG, "ec2/calls/*")
 WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
     "on-demand": re.compile(r"Running On-Demand (.+) instances"),
@@ -88,11 +83,6 @@ def iam_flags(parser: Parser) -> None:
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
     """Print the minimal policies for the operator of a folder of runs and the machines of one run, as JSON."""
-    check(
-        re.fullmatch(r"\d{12}|\*", options.account, re.ASCII) is not None,
-        f"--account {options.account} is not an account's number",
-    )
-    check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is not a role's name")
     run = options.run.rstrip("/").removesuffix(SUFFIX)
     runs = f"{run.rpartition('/')[0]}/"
     data = [folder_statement(f"Data{number}", each) for number, each in enumerate(options.data)]
@@ -141,17 +131,13 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
     from launch.ec2.api import Api
 
     instance, nodes, pattern = options.instance, options.nodes, QUOTAS[options.market]
-    family = re.match(r"[a-z]+\d+", instance)  # trn1 of trn1.32xlarge, p5 of p5en.48xlarge
-    check(nodes > 0, f"--nodes {nodes} must be above 0")
-    if family is None:
-        raise InputError(f"{instance} is not an EC2 instance type such as trn1.32xlarge")
     api, is_enough = Api(s3.profile, s3.region), False
     for region in api.regions(options.regions):
-        info = api.instance_type(region, instance)
+        info, family = api.instance_type(region, instance), re.findall(r"[a-z]+\d+", instance)[0]  # p5 of p5en.48xlarge
         needed = nodes * int(info["VCpuInfo"]["DefaultVCpus"])
         listed = api.pages(region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2")
         matches = [(match, each) for each in listed if (match := pattern.fullmatch(each["QuotaName"]))]
-        ranked = [(covers(match[1], family[0]), each) for match, each in matches]
+        ranked = [(covers(match[1], family), each) for match, each in matches]
         rank, quota = max(ranked, key=lambda each: each[0], default=(0, dict[str, Any]()))
         check(rank > 0, f"Service Quotas of {region} shows no {options.market} quota for {instance}; see the console")
         vcpus, code = float(quota["Value"]), quota["QuotaCode"]

@@ -17,7 +17,6 @@ from train.config import check
 from train.system.folders import sha256_bytes, sha256_json
 
 RUN_TAG, DIR_TAG = "baretrain:run", "baretrain:run-dir"
-MOST_TAG_CHARS = 256
 SCRIPT = Path(__file__).with_name("boot.sh")
 DEAD_S = 1800  # a machine shuts down after this time without a heartbeat of the node program, or an answer from S3
 SPARE_S = 1800  # time after max_run_s to save and to upload logs
@@ -118,7 +117,6 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
 
 def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
     """Return a request's user data, before encoding. It is the same for all machines, and has no secret."""
-    check(record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://...): machines on EC2 share no other folder")
     is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh runs it as a command
     check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has a role instead
@@ -127,9 +125,4 @@ def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s:
     code = {"bundle": job.code.file, "sha256": job.code.sha256}
     given = json.dumps({"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True)
     line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {base64.b64encode(given.encode()).decode()}\n"
-    content = SCRIPT.read_bytes() + line.encode()
-    check(
-        len(content) <= MOST_BYTES,
-        f"the user data has {len(content):,} bytes, but EC2 accepts {MOST_BYTES:,}: choose a shorter run_dir",
-    )
-    return content
+    return SCRIPT.read_bytes() + line.encode()

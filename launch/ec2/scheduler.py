@@ -31,7 +31,7 @@ from launch.ec2.account import (
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
-from launch.ec2.request import MOST_BYTES, MOST_TAG_CHARS, SPARE_S, name_of, placement_name, run_instances
+from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
 from launch.record import Job, Record, read_history
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
@@ -148,8 +148,6 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
     check(job.spares == 0, f"{spares}: cluster=ec2 does not replace single machines; cluster=slurm does")
     check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share no other storage")
-    tagged = f"{where} is longer than the {MOST_TAG_CHARS} characters of the tag that marks a run on EC2"
-    check(len(record.run_dir) <= MOST_TAG_CHARS, tagged)
     check(is_type, f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge")
     check(profile is None, f"s3.profile={profile}: machines have a role but no ~/.aws; set AWS_PROFILE here instead")
     check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import dataclasses
 import functools
 import gzip
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
 from rejections import rejects
-from running import ROOT
 from test_launch_golden import check_golden
 
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
@@ -70,19 +68,6 @@ def test_secondary_interfaces_have_addresses_where_they_must_and_are_no_more_tha
         seen = {**network, "NetworkCards": cards, "EfaInfo": {"MaximumEfaInterfaces": most}}
         made = layout({"InstanceType": "t", "NetworkInfo": seen}, Ec2Config(), machines=2)
         assert made == [Interface(0, 0, EFA), *interfaces]
-
-
-def test_efa_is_never_left_out_without_a_word():
-    cluster, known = Ec2Config(), TYPES["trn1.32xlarge"]
-    # As botocore before 1.43.90 passes EC2's answer on.
-    network = copy.deepcopy(known["NetworkInfo"])
-    for card in network["NetworkCards"]:
-        del card["InterfaceTypes"]
-    old = {**known, "NetworkInfo": network}
-    with pytest.raises(InputError, match="trn1.32xlarge supports EFA") as rejection:
-        layout(old, cluster, machines=2)
-    assert str(rejection.value).rpartition(" ")[2] in (ROOT / "pyproject.toml").read_text()
-    assert layout(old, cluster, machines=1) == FIRST
 
 
 @functools.cache

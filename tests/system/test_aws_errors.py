@@ -47,8 +47,6 @@ CURES_OF = {  # what stands in the line, and for which codes
     "cluster.subnets": "InvalidSubnetID.NotFound",
     "cluster.capacity_reservation": "InvalidCapacityReservationId.NotFound",
     "cluster.security_group": "InvalidGroup.NotFound",
-    "python -m launch clean": "IdempotentParameterMismatch",
-    "exclude one another": "InvalidParameterCombination",
 }
 
 
