@@ -5,7 +5,6 @@ Only this process makes machines. If it is killed, its machines train to the end
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 from launch.ec2 import calls
 from launch.ec2.account import Resolved, Site
-from launch.ec2.api import LATER, NEVER, NO_PROFILE, Api, growing
+from launch.ec2.api import LATER, NEVER, Api, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
 from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
@@ -32,14 +31,9 @@ from train.system.schema import read_object, read_yaml
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # pause between rounds over all subnets, and between attempts at an unanswered call
 LEAVE_S = 180.0  # time for machines to upload their logs and shut down, once the run has ended
-PROFILE_S = 120.0  # longest wait for EC2 to recognise a new instance profile; usually it takes seconds
 VISIBLE_S = 10.0  # time for EC2 to recognise a new group
 FAILED_START = "ec2/failed/{}.json"  # the reason why a machine could not start, see boot.sh
 Result = TypeVar("Result")
-
-
-class NotYet(Failure):
-    """An error raised while EC2 does not recognise the instance profile yet."""
 
 
 class NoCapacity(Failure):
@@ -138,9 +132,6 @@ class Launcher:
         request = parameters(call)
 
         def send() -> dict[str, Any]:
-            if call.answered_unix_s is not None:  # EC2 did not recognise the profile; try again
-                call.answered_unix_s, call.sent_unix_s = None, time.time()
-                call.write(self.record)
             try:
                 return self.api.create(region, operation, **request)
             except (Cancelled, Superseded, BadCredentials):
@@ -149,15 +140,13 @@ class Launcher:
                 raise
             except Rejected as error:
                 self.answered(call, error=error.code)
-                if error.code == NO_PROFILE:  # a user who has just made a profile should not have to launch twice
-                    raise NotYet(str(error)) from error
                 raise
             except Unreachable as error:
                 call.error, call.sent_unix_s = str(error), time.time()  # shown by the status command
                 call.write(self.record)
                 raise
 
-        answer = self.retried(lambda: self.retried(send), NotYet, PROFILE_S)
+        answer = self.retried(send)
         made = [str(each["InstanceId"]) for each in answer.get("Instances", ())]
         made += [str(answer["GroupId"])] if "GroupId" in answer else []
         made += [str(request["GroupName"])] if operation == PLACEMENT else []
@@ -171,20 +160,17 @@ class Launcher:
         call.answered_unix_s, call.made, call.error = round(time.time(), 3), [*made], error
         call.write(self.record)
 
-    def retried(
-        self, act: Callable[[], Result], kind: type[Failure] = Unreachable, limit_s: float = math.inf
-    ) -> Result:
-        """Call `act` until it does not raise this kind of error, for at most max_wait_s or, if shorter, `limit_s`."""
-        began_s, limit_s = time.time(), min(limit_s, self.cluster.max_wait_s)
+    def retried(self, act: Callable[[], Result], kind: type[Failure] = Unreachable) -> Result:
+        """Call `act` until it does not raise this kind of error, for at most max_wait_s."""
+        began_s = time.time()
         for pause_s in growing(FIRST_S, MOST_S):
             try:
                 return act()
             except kind as error:
                 waited_s = time.time() - began_s
-                if waited_s + pause_s > limit_s:
+                if waited_s + pause_s > self.cluster.max_wait_s:
                     cure = "" if self.is_training else f"; python -m launch resume {self.record.run_dir} asks again"
-                    why = " (cluster.max_wait_s)" if limit_s == self.cluster.max_wait_s else ""
-                    waited = f"waited {shown_duration(waited_s)}{why}"
+                    waited = f"waited {shown_duration(waited_s)} (cluster.max_wait_s)"
                     raise kind(f"{error}; {waited}{cure}") from error
                 self.tell(f"{error}; asking again")
             time.sleep(pause_s)

@@ -59,6 +59,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
         ("UnauthorizedOperation", 1, 1, "launch iam"),
         ("ExpiredToken", 1, 1, "aws sso login"),
         ("InternalError", 2, 99, "cluster.max_wait_s"),
+        ("InvalidParameterValue", 1, 1, r"create it \(cluster.instance_profile.*EC2 knows new ones only after"),
     ],
 )
 def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, least, most, words):
@@ -72,18 +73,6 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(ec2, begin, code, lea
     is_answered = code != "InternalError"  # else nobody knows what was made: it is asked again with the same token
     assert len({each["ClientToken"] for each in ec2.requests}) == (len(ec2.requests) if is_answered else 1)
     assert ec2.anything() == [] or not is_answered
-
-
-@pytest.mark.parametrize("known_s", [50.0, math.inf])
-def test_a_profile_that_was_just_made_is_waited_for(ec2, begin, known_s):
-    run = begin()
-    ec2.knows_profile_s = known_s
-    if known_s < math.inf:
-        assert run.launcher().run() == DONE and len(ec2.requests) == 3 and len(run.made()) == 2
-    else:
-        with pytest.raises(Failure, match=r"iamInstanceProfile.name is invalid.*create it \(cluster.instance_profile"):
-            run.launcher().run()
-        assert ec2.passed_s < 1000 and run.events_of("ended") and ec2.anything() == []
 
 
 @pytest.mark.parametrize(("market", "cost"), [("on-demand", "$36.00"), ("spot", "$12.00")])

@@ -30,6 +30,7 @@ REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
 BEGAN_S = time.time()
 UBUNTU = "ami-785db401"  # an image that moto has
+SAID = {"InvalidParameterValue": "Value (machine) for parameter iamInstanceProfile.name is invalid."}
 # What botocore reads of each service, a third of a second for EC2, is read once for all sessions of a process.
 shared_loader = functools.cache(botocore.session.create_loader)
 
@@ -44,7 +45,6 @@ class FakeEc2:
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
     dry_run_error: str = ""  # an error
-    knows_profile_s: float = 0.0  # when it knows the instance profile, of `passed_s`
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
@@ -145,14 +145,11 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
         if before != given:
             raise EC2ClientError("IdempotentParameterMismatch", "The request has other parameters.")
         return answer
-    if fake.passed_s < fake.knows_profile_s:
-        said = "Value (machine) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
-        raise EC2ClientError("InvalidParameterValue", said)
     subnet = given["NetworkInterfaces"][0]["SubnetId"] if "NetworkInterfaces" in given else None
     if given.get("DryRun") and fake.dry_run_error:
         raise EC2ClientError(fake.dry_run_error, "You are not authorized to perform this operation.")
     if not given.get("DryRun") and subnet in fake.without:
-        raise EC2ClientError(fake.without[subnet], "We currently do not have sufficient capacity.")
+        raise EC2ClientError(code := fake.without[subnet], SAID.get(code, "We do not have sufficient capacity."))
     group = given.get("Placement", {}).get("GroupName")
     if group is not None and (response.region, group) not in fake.groups:
         raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The placement group {group} is unknown.")
