@@ -8,7 +8,6 @@ one parser reads the columns of all releases.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
@@ -42,9 +41,8 @@ CURES = (  # pattern of sbatch's error, and the cure; the first match counts
     ("gres", "`sinfo --format='%N %G'` shows what the nodes have"),
     ("node (configuration|name|count)", "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each"),
     ("job array", "`scontrol show config | grep MaxArraySize` shows the limit; ask for fewer parts"),
-    ("time limit", "`sinfo --format='%P %l'` shows the limits"),
-    ("dependency", "the job to wait for must be known to Slurm"),
 )
+COMMAND_S = 60.0  # time limit of a command: without slurmctld, it may wait for minutes
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 OVER: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
 OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
@@ -94,11 +92,8 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
     return jobs
 
 
-@dataclass(frozen=True)
 class Slurm:
     """The cluster that SLURM_CONF, or this machine's configuration, names."""
-
-    timeout_s: float = 60.0  # seconds per command: without slurmctld, it may wait for minutes
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
@@ -224,7 +219,7 @@ class Slurm:
         """Run a command; return its exit code, standard output and standard error."""
         environ = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(OWN)}
         environ |= READING if command[0] != "sbatch" else {}
-        options = {"stdin": subprocess.DEVNULL, "env": environ, "check": False, "timeout": self.timeout_s}
+        options = {"stdin": subprocess.DEVNULL, "env": environ, "check": False, "timeout": COMMAND_S}
         try:
             done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
             code, out, said = done.returncode, *(text.decode(errors="replace") for text in (done.stdout, done.stderr))
@@ -236,10 +231,8 @@ class Slurm:
         except subprocess.TimeoutExpired as error:
             code, out, said = None, "", (error.stderr or b"").decode(errors="replace")
         if code != 0 and UNCONFIGURED.search(said):
-            source = f"SLURM_CONF={os.environ['SLURM_CONF']}" if "SLURM_CONF" in os.environ else "no SLURM_CONF is set"
             raise NoSlurm(
-                f"this machine has no Slurm configuration ({printable(source)}); start this on a login node of the "
-                "cluster"
+                f"this machine has no Slurm configuration: {one_line(said)}; start this on a login node of the cluster"
             )
         if code is None or (code and SILENT.search(said + out)):
             heard = f"it said: {one_line(said or out)}; " if said or out else ""
@@ -253,16 +246,6 @@ def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
         if not re.fullmatch(HOST, name):
             raise BadContent(f"{shown(name)} is not the name of a host")
     return tuple(names)
-
-
-def job_name(run_dir: str) -> str:
-    """Return a run's job name, which is unique to the run folder, so that jobs of one run can exclude each other.
-
-    It is the last part of the path, with "_" for special characters, and eight digits of the path's checksum.
-    """
-    path = run_dir.rstrip("/")
-    last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
-    return f"{last}-{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def one_line(said: str) -> str:

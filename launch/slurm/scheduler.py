@@ -7,14 +7,16 @@ from pathlib import Path
 
 from launch import spec
 from launch.config import LaunchConfig
+from launch.plan import safe_name
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
-from launch.slurm.client import NoSlurm, Slurm, SlurmJob, job_name
+from launch.slurm.client import NoSlurm, Slurm, SlurmJob
 from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
 from launch.values import count
 from train.config import InputError, check
 from train.system.atomic_io import make_alike
+from train.system.folders import sha256_bytes
 
 SCRIPT = Path(__file__).with_name("job.sh")
 
@@ -87,6 +89,11 @@ def number(handle: Handle, name: str) -> int:
     found = count(handle, name) or 0
     check(found > 0, f"the record names no Slurm job: {handle.get(name)!r}")
     return found
+
+
+def job_name(run_dir: str) -> str:
+    """Return a run's job name, which is unique to the run folder, so that jobs of one run can exclude each other."""
+    return f"{safe_name(run_dir)}-{sha256_bytes(run_dir.encode(errors='surrogatepass'))[:8]}"
 
 
 def options(job: Job, record: Record) -> list[str]:

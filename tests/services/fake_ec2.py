@@ -149,7 +149,8 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     if given.get("DryRun") and fake.dry_run_error:
         raise EC2ClientError(fake.dry_run_error, "You are not authorized to perform this operation.")
     if not given.get("DryRun") and subnet in fake.without:
-        raise EC2ClientError(code := fake.without[subnet], SAID.get(code, "We do not have sufficient capacity."))
+        code = fake.without[subnet]
+        raise EC2ClientError(code, SAID.get(code, "We do not have sufficient capacity."))
     group = given.get("Placement", {}).get("GroupName")
     if group is not None and (response.region, group) not in fake.groups:
         raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The placement group {group} is unknown.")
