@@ -24,7 +24,7 @@ from train.system.folders import Folder, LocalFolder
 from train.system.schema import is_path
 
 LINES = 100  # number of lines shown from the end of each file
-MAX_BYTES = 2**20  # bytes read from the end of a new file, and size of the longest line
+MAX_BYTES = 2**20  # bytes read from the end of a new file
 POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # seconds between looks at local files, at files in S3, at the job's state
 LOGS = "logs/"
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
@@ -51,27 +51,20 @@ class Log:
     name: str
     position: int = 0
 
-    def size(self) -> int:
-        return self.folder.size(self.name) or 0
-
     def take(self, *, is_last: bool = False, lines: int | None = None) -> list[str]:
         """Return the new lines, safe to print, or only the last `lines`. `is_last` includes an unfinished line."""
-        size = self.size()
+        size = self.folder.size(self.name) or 0
         self.position = 0 if size < self.position else self.position  # another file has this name now
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
-        content = self.read(begin, size) if begin < size else b""
-        end = content.rfind(b"\n") + 1
-        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # otherwise an unfinished line waits
+        if begin == size:
+            return []
+        with self.folder.open(self.name) as file:
+            file.seek(begin)
+            content = file.read(size - begin)
+        end = len(content) if is_last else content.rfind(b"\n") + 1
         self.position = begin + end
         taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
         return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))
-
-    def read(self, begin: int, end: int) -> bytes:
-        if not isinstance(self.folder, LocalFolder):
-            return self.folder.read(self.name)[begin:end]
-        with self.folder.at(self.name).open("rb") as file:
-            file.seek(begin)
-            return file.read(end - begin)
 
 
 def safe(line: bytes) -> str:
@@ -85,14 +78,11 @@ def safe(line: bytes) -> str:
 
 
 def all_logs(record: Record) -> dict[str, Log]:
-    """Return the logs here and in S3 by their names below logs/. The longer of two copies is newer: logs only grow."""
-    here = LocalFolder(record.local_folder() / "logs")
-    logs = {name: Log(name, here, name) for name in here.names() if is_path(name)}
-    for name in record.folder.names(LOGS) if record.is_remote else ():
-        log = Log(name.removeprefix(LOGS), record.folder, name)
-        if log.title not in logs or logs[log.title].size() < log.size():
-            logs[log.title] = log
-    return logs
+    """Return the logs here and in S3 by their names below logs/. A log of this machine is newer here."""
+    here, there = LocalFolder(record.local_folder() / "logs"), record.folder.names(LOGS) if record.is_remote else []
+    logs = [Log(name.removeprefix(LOGS), record.folder, name) for name in there]
+    logs += [Log(name, here, name) for name in here.names() if is_path(name)]
+    return {log.title: log for log in logs}
 
 
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
@@ -172,16 +162,15 @@ def show(record: Record, wanted: Wanted) -> None:
         print(no_logs, file=sys.stderr)
 
 
-def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s: float = ASK_S) -> None:
+def follow(record: Record, wanted: Wanted) -> None:
     """Print the logs of all attempts as they grow, until the job has ended."""
-    pause_s = poll_s if poll_s is not None else POLL_S3_S if record.is_remote else POLL_S
     printer, is_over, asked_s, problem = Printer(record, wanted), False, -math.inf, ""
     while not is_over:
         before = problem
         try:
             history = record.history()
             # Ask the scheduler before reading the files: if the job has ended by then, all of its lines are there.
-            if history.has_end or time.monotonic() - asked_s >= ask_s:
+            if history.has_end or time.monotonic() - asked_s >= ASK_S:
                 answer, asked_s = ask(record, history.submission), time.monotonic()
                 is_unanswered = history.submission is not None and not history.submission.handle
                 is_over, problem = answer.is_active is False or is_unanswered, answer.failure
@@ -192,4 +181,4 @@ def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s
         if problem and problem != before:
             print(f"{printable(problem)}{'' if is_over else '; asking again'}", file=sys.stderr, flush=True)
         if not is_over:
-            time.sleep(pause_s)
+            time.sleep(POLL_S3_S if record.is_remote else POLL_S)

@@ -156,13 +156,7 @@ class StopFile:
 
 
 def supervise(
-    record: Record,
-    cluster: ClusterConfig,
-    start: Callable[[int], int],
-    *,
-    nodes: list[str],
-    stop: StopFile,
-    pause_s: float = PAUSE_S,
+    record: Record, cluster: ClusterConfig, start: Callable[[int], int], *, nodes: list[str], stop: StopFile
 ) -> Decision:
     """Make attempts until the decision is not "again", each with its events in the record.
 
@@ -207,4 +201,4 @@ def supervise(
         print(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}", flush=True)
         if decision.next != "again":
             return decision
-        time.sleep(pause_s)
+        time.sleep(PAUSE_S)

@@ -27,6 +27,12 @@ WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NO
 GONE = State(False, "no such job")
 
 
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    for name in ("POLL_S", "POLL_S3_S", "ASK_S"):
+        monkeypatch.setattr(logs, name, 0.0)
+
+
 @pytest.fixture
 def run(fake_scheduler, tmp_path, monkeypatch):
     """A run that was submitted and has not begun."""
@@ -203,7 +209,7 @@ def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, fake_sched
         lambda: run.log("attempt_0002/n2.txt", "three\nno end").note("ended", outcome="done") and GONE,
     ]
     run.log("job.txt", "".join(f"line {number}\n" for number in range(5)))
-    logs.follow(run.record, Wanted(lines=1), poll_s=0.01, ask_s=0)
+    logs.follow(run.record, Wanted(lines=1))
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         *["==> job.txt <==", "line 4", "==> attempt_0001/n1.txt <==", "one", "half of two"],
@@ -215,7 +221,7 @@ def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, fake_sched
 def test_a_machine_may_be_followed_before_the_first_attempt(run, fake_scheduler, capsys):
     begins = lambda: run.begin().log("attempt_0001/n2.txt", "begins\n") and RUNNING  # noqa: E731
     fake_scheduler.states = [WAITING, begins, GONE]
-    logs.follow(run.record, Wanted(node="n2"), poll_s=0.01, ask_s=0)
+    logs.follow(run.record, Wanted(node="n2"))
     assert capsys.readouterr().out.splitlines() == ["==> attempt_0001/n2.txt <==", "begins"]
 
 
@@ -364,7 +370,7 @@ def test_whatever_record_and_run_folder_hold_the_status_is_plain_text(
 
 
 def test_a_run_in_s3_is_listed_followed_and_stopped(fake_scheduler, bucket, capsys, monkeypatch, tmp_path):
-    """Its logs are the trainer's until those of the attempt arrive; of two copies the longer one is shown."""
+    """Its logs are the trainer's until those of the attempt arrive; of two copies this machine's is shown."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, flags = Launched(bucket.location("runs/mine"), fake_scheduler, bucket.config()), bucket.config().flags()
     run.job().submit().begin().trained(step=40)
@@ -374,7 +380,7 @@ def test_a_run_in_s3_is_listed_followed_and_stopped(fake_scheduler, bucket, caps
     bucket.put("runs/mine/log/rank_0000.txt", b"from the trainer\n")
     put = functools.partial(bucket.put, "runs/mine.launch/logs/attempt_0001/n1.txt")
     fake_scheduler.states = [RUNNING, lambda: put(b"one\n") or RUNNING, lambda: put(b"one\ntwo\n") or GONE]
-    logs.follow(run.record, Wanted(), poll_s=0.01, ask_s=0)
+    logs.follow(run.record, Wanted())
     assert capsys.readouterr().out.splitlines() == [
         *["==> the run's log/rank_0000.txt <==", "from the trainer"],
         *["==> attempt_0001/n1.txt <==", "one", "two"],

@@ -102,7 +102,8 @@ def test_attempts_of_a_submission_are_counted(events, faults, idle):
 
 
 @pytest.fixture
-def record(tmp_path) -> Record:
+def record(monkeypatch, tmp_path) -> Record:
+    monkeypatch.setattr("launch.supervise.PAUSE_S", 0.0)
     return Record(str(tmp_path / "run"), S3Config())
 
 
@@ -144,7 +145,7 @@ def supervised(record: Record, *endings: tuple[str, int] | None, stop: StopFile 
             end(record, *ending, number)
         return 1
 
-    return supervise(record, CLUSTER, attempt, nodes=["n1"], stop=stop or StopFile(record), pause_s=0)
+    return supervise(record, CLUSTER, attempt, nodes=["n1"], stop=stop or StopFile(record))
 
 
 def test_attempts_are_made_until_the_run_is_done(record):
