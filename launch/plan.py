@@ -13,12 +13,13 @@ from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flat
 from train.config.backend import check_backend
 from train.run.compose import quoted
 from train.system.folders import is_s3, local_path, sha256_json
+from train.system.identity import FREE, differences
 from train.system.memory import usable_cpus
 from train.system.schema import FileName, Sha256
 
-FIXED = ("task.", "model.", "optim.")  # settings that never change in a run, see train/system/run_folder.py
-RANKS_PER_CPU = 4  # more ranks would only wait for one another
+FIXED = ("task.", "model.", "optim.")  # settings that never change in a run, see train/system/identity.py
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
+RANKS_PER_CPU = 4  # more ranks would only wait for one another
 
 
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
@@ -125,9 +126,12 @@ def safe_name(location: str) -> str:
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
     """Raise InputError if a setting that is fixed for a run has changed: task, model, optimizer, data or batch."""
-    old, new = dict(flatten(before)), dict(flatten(now))
-    keys = sorted(key for key in {*old, *new} if key.startswith(FIXED) or key in FIXED_KEYS)
-    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+
+    def fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+        pairs = dict(flatten(settings)).items()
+        return {key: value for key, value in pairs if key in FIXED_KEYS or (key.startswith(FIXED) and key not in FREE)}
+
+    changed = differences(fixed(before), fixed(now))
     check(
         not changed,
         f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the old "

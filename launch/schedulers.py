@@ -34,8 +34,7 @@ def scheduler(name: str) -> Scheduler:
 
 
 def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # type: ignore[assignment]
-    """Return the job's cluster settings. Raises InputError if they are not valid, or not of the class `kind`."""
+    """Return the job's cluster settings, of the class `kind`. Raises InputError if they are not valid."""
     settings = record(row(job.scheduler)[0], job.cluster, "cluster")
-    if not isinstance(settings, kind):
-        raise InputError(f"the job is for cluster={job.scheduler}")
+    assert isinstance(settings, kind)
     return settings

@@ -13,7 +13,6 @@ from train.run.saved import read_config
 from train.system.folders import Folder, open_folder
 from train.system.schema import BadContent, of_type, shown
 
-MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE is for every number in a line
 WITHOUT_BF16 = ("V100", "T4")
 # Measured shares of the peak FLOP/s on BERT-large with 128 tokens. By AWS's formula, which does not count the head, a
 # sequence takes 236.8 GFLOP.
@@ -73,8 +72,6 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
     world = of_type(int, end.get("world_size"), "world_size")
     precision = of_type(str, end.get("precision"), "precision")
     seq_len = cfg.seq_len or round(tokens / sequences)
-    if not (1 <= world <= MAX_RANKS and 1 <= seq_len <= MAX_TOKENS):
-        raise BadContent(f"{tokens:g} tokens in {sequences:g} sequences on {world} ranks do not come from a run")
     shape = read_shape(folder) or (find_shape(cfg.model) if knows_vocabulary(cfg.model) else None)
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
     if not flops:
@@ -99,10 +96,8 @@ def measured(cfg: TrainConfig, folder: Folder) -> Calibration:
 def increase(lines: list[dict[str, Any]], name: str) -> float:
     """Return the increase of a number from the first line to the last one."""
     first, last = (of_type(float, line.get(name), name) for line in (lines[0], lines[-1]))
-    if not 0 <= first < last <= MAX_VALUE:
-        raise BadContent(
-            f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back, or no run wrote this"
-        )
+    if not 0 <= first < last:
+        raise BadContent(f"{name} goes from {shown(first)} to {shown(last)}: the run was rolled back")
     return float(last - first)
 
 

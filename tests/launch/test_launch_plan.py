@@ -91,7 +91,9 @@ def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
     for now in (*({key: {}} for key in ("task", "model", "optim", "data")), {"seed": 2}, {"seq_len": None}):
         with pytest.raises(InputError, match=f"^the settings of runs/mine changed .*{next(iter(now))}.* -> "):
             check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
-    for now in ({"max_steps": 9}, {"backend": {}}, {"data": {"path": "a", "num_workers": 4}}):
+    kept["optim"]["decay_fraction"] = 0.1
+    free = {"optim": {"lr": 0.1, "decay_fraction": 0.2}}
+    for now in ({"max_steps": 9}, {"backend": {}}, {"data": {"path": "a", "num_workers": 4}}, free):
         check_unchanged(kept, {**kept, **now}, run_dir="runs/mine")
 
 
