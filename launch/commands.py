@@ -87,9 +87,10 @@ def row(seen: Status) -> tuple[str, ...]:
 
 def status_flags(parser: Parser) -> None:
     of_run(parser)
+    which = parser.add_mutually_exclusive_group()
     watched = f"print a line at each change until the job has ended; ask every SECONDS ({EVERY_S:g})"
-    parser.add_argument("--watch", metavar="SECONDS", type=seconds, nargs="?", const=EVERY_S, help=watched)
-    parser.add_argument("--json", action="store_true", help="print JSON for programs, one object per line")
+    which.add_argument("--watch", metavar="SECONDS", type=seconds, nargs="?", const=EVERY_S, help=watched)
+    which.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def show_status(options: argparse.Namespace, s3: S3Config) -> int:
@@ -99,7 +100,7 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
         print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
     else:
         with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
-            watch(record, options.watch, as_json=options.json)
+            watch(record, options.watch)
     return DONE
 
 

@@ -9,7 +9,7 @@ from launch.speed import Calibration, flops_per_sequence, precision_of, speed
 from train.config import InputError, InstanceConfig, ShardsConfig, TrainConfig, make_plan
 from train.config.parallel import Held
 from train.data.shards.format import DataManifest
-from train.data.shards.order import WINDOW_SHARDS, ShardSampler, eval_sample, eval_shards, lanes_of, window_of_lane
+from train.data.shards.order import WINDOW_SHARDS, ShardSampler, lanes_of, window_of_lane
 from train.models.memory_estimate import GIB, advice, memory_of
 from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 from train.system.launched import Launched, check_launch
@@ -224,14 +224,8 @@ def notes_of_data(cfg: TrainConfig, at: ClusterSize, manifest: DataManifest) -> 
     )
     part, first = order.lanes.shards_of(order.lanes_here), {*order.upcoming_shards()[0].tolist()}
     gb = [sum(shards[number].bytes for number in numbers) / 1e9 for numbers in (part, range(len(shards)), first)]
-    held_out, rows = manifest.splits["validation"], manifest.rows("validation")
-    sample = eval_sample(rows, cfg.eval_examples, seed=cfg.seed)
-    read = eval_shards([shard.rows for shard in held_out], sample, machines[0], at.world_size, cfg.samples)
-    note = (
-        f"each machine fetches about {gb[0]:.3g} of {gb[1]:.3g} GB of training data, {gb[2]:.3g} GB of it before its "
-    )
-    eval_gb = sum(held_out[number].bytes for number in read) / 1e9
-    note += f"first step, and the first machine {eval_gb:.3g} GB for evaluations"
+    note = f"each machine fetches about {gb[0]:.3g} of {gb[1]:.3g} GB of training data, {gb[2]:.3g} GB of it before "
+    note += "its first step"
     more = order.fetched_more(machines)
     return [note] if more is None else [note, more]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -182,8 +181,8 @@ def shown_step(status: Status) -> str:
     return f"{step:,}" if total is None else f"{step:,} of {total:,} ({step / total:.1%})"
 
 
-def watch(record: Record, every_s: float, *, as_json: bool = False) -> None:
-    """Print the status until the job has ended: a line for each change of its state or step, or JSON each time."""
+def watch(record: Record, every_s: float) -> None:
+    """Print a line for each change of a job's state or step, until the job has ended."""
     # If a service does not answer, the next round asks it again.
     line, is_over = "", False
     while not is_over:
@@ -192,12 +191,9 @@ def watch(record: Record, every_s: float, *, as_json: bool = False) -> None:
             seen = status(record)
             line = f"{seen.state}  {shown_step(seen)}  {clean(seen.answer.failure or seen.answer.text)}"
             is_over = seen.answer.is_active is False
-            said = seen.to_json() if as_json else ""
         except Unreachable as error:
-            line, said = clean(str(error)), ""
-            if as_json:
-                print(line, file=sys.stderr, flush=True)
-        if said or (not as_json and line != before):
-            print(said or f"{shown_moment(time.time())}  {line}", flush=True)
+            line = clean(str(error))
+        if line != before:
+            print(f"{shown_moment(time.time())}  {line}", flush=True)
         if not is_over:
             time.sleep(every_s)
