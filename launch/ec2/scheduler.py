@@ -17,17 +17,7 @@ from typing import Any
 from launch import spec
 from launch.config import INSTANCE_TYPE, LaunchConfig
 from launch.ec2 import calls, sweep
-from launch.ec2.account import (
-    EFA,
-    EFA_ONLY,
-    INTERFACE,
-    OWN_IMAGE,
-    Resolved,
-    Site,
-    check_addresses,
-    layout,
-    resolve,
-)
+from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, check_addresses, layout, resolve
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo

@@ -146,16 +146,10 @@ class Batch:
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
         node += join_flags(nodes, addresses, job=self.job_id, step=self.steps, name=name, group=group)
         ends_together = command != "preflight" and not group
-        srun = [
-            f"--immediate={STEP_S}",
-            f"--nodes={len(nodes)}",
-            f"--ntasks={len(nodes)}",
-            "--ntasks-per-node=1",
-            "--cpu-bind=none",
-        ]
-        srun += [f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
+        srun = [f"--immediate={STEP_S}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+        srun += ["--cpu-bind=none", f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}"]
         limit_s = LIMITS_S.get(command, math.inf)
-        return self.srun([*srun, *self.container(), *node], limit_s=limit_s, needs_all=command == "train")
+        return self.srun([*srun, "--label", *self.container(), *node], limit_s=limit_s, needs_all=command == "train")
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts

@@ -49,13 +49,11 @@ class Scheduler(spec.Scheduler):
         merge = [each for each in asked if not each.startswith("--array")]
         merge += [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
         try:
-            return {
-                "job_id": slurm.submit(merge, SCRIPT, [*given, "--merge"], name=name, known=[job_id]),
-                "parts_id": job_id,
-            }
+            merge_id = slurm.submit(merge, SCRIPT, [*given, "--merge"], name=name, known=[job_id])
         except BaseException:
             slurm.cancel(job_id)  # otherwise the parts would run without a record
             raise
+        return {"job_id": merge_id, "parts_id": job_id}
 
     def state(self, record: Record, handle: Handle) -> State:
         # Parts come before their merge, which waits for them: the first job that is active or has failed decides.

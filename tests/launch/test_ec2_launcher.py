@@ -10,16 +10,14 @@ from contextlib import nullcontext, suppress
 import pytest
 from botocore.exceptions import ClientError
 from ec2_launching import KillAt, Killed, Trial, done, trial
-from rejections import rejects
 from services.fake_ec2 import fake_ec2
 
 from launch.ec2.api import Api
-from launch.ec2.calls import LISTS_S, RUN, SIGNED_S, Call, Superseded, read_calls, unlisted
+from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls, unlisted
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG, run_id
 from train.config import Failure, InputError, Unreachable
 from train.run.command import DONE, FAILED, STOPPED
-from train.system.schema import BadContent, record
 
 
 @pytest.fixture
@@ -277,9 +275,3 @@ def test_a_given_group_is_used_and_stays(ec2, begin):
     run = begin(f"cluster.security_group={group}", "cluster.placement_group=close")
     assert run.launcher().run() == DONE
     assert ec2.requests[0]["Placement"] == {"GroupName": "close"} and set(ec2.anything()) == {group, "close"}
-
-
-def test_a_record_of_an_earlier_version_is_rejected():
-    """It held a table where the name of the process stands now."""
-    old = {"number": 1, "operation": RUN, "region": "us-east-1", "submission": "a", "process": {"pid": 1}}
-    rejects("process holds .*, not a text", record, Call, old | {"sent_unix_s": 0.0}, error=BadContent)

@@ -17,12 +17,10 @@ from ec2_launching import OWN, RUN, USER_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
-from rejections import rejects
 from test_launch_golden import check_golden
 
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
 from launch.ec2.config import Ec2Config
-from launch.ec2.machine import Step
 from launch.ec2.request import MOST_BYTES, RUN_TAG, SCRIPT, run_id, run_instances, user_data
 from launch.record import Job, Record
 from launch.schedulers import cluster_of
@@ -162,9 +160,3 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
     assert match and match[1] == python
     words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags(), f"--job-sha256={'0' * 64}"]
     assert json.loads(base64.b64decode(match[2]))["arguments"] == words
-
-
-def test_a_step_that_is_none_is_rejected(tmp_path):
-    record = Record(str(tmp_path / "run"), S3Config())
-    record.folder.write("step.json", b'{"command": "dance", "name": "x"}')
-    rejects("step.json cannot be read: 'dance' is not a step", record.read, Step, "step.json")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launched import HANDLE, LEASE, NODES, FakeScheduler, Launched, in_table
 
 from launch import commands, local, logs, submit
-from launch.commands import COMMANDS, main
+from launch.commands import main
 from launch.logs import Wanted
 from launch.spec import State
 from launch.status import lines_of, status
@@ -135,13 +135,6 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, says):
 def test_wrong_arguments_are_rejected_in_one_line(arguments, said, says):
     err = says(arguments, REJECTED)
     assert said in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main([command, "--help"])
-    assert f"python -m launch {command}" in capsys.readouterr().out
 
 
 # ---- list ------------------------------------------------------------------------------------------------------------

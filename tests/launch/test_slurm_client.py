@@ -116,12 +116,6 @@ def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatc
     assert job_of(sleeps(tmp_path)).array_task is None
 
 
-def test_an_estimate_submits_nothing(slurm, tmp_path):
-    said = Slurm().estimate(["--nodes=2"], Path(script(tmp_path / "s", "true")))
-    assert said.startswith("to start at 20") and "on nodes n[1-2] in partition main" in said
-    assert Slurm().job_ids("s") == []
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

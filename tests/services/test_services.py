@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from running import eventually
 from services.fault_proxy import Fault
-from services.process import Process, free_port
 
 from train.system.processes import ENDED_STATES, read_process
 
@@ -72,28 +71,6 @@ def test_a_rule_for_one_request_acts_on_the_first_and_on_no_other(bucket, get, d
     assert [request.fault for request in bucket.proxy.requests()] == [do, None, None]
 
 
-def test_a_large_upload_gets_the_tag_that_s3_gives(bucket):
-    """MD5 of the parts' MD5s and their number; the connector takes no answer without one."""
-    import s3torchconnector
-
-    checkpoint = s3torchconnector.S3Checkpoint(
-        region="us-east-1",
-        endpoint=bucket.service.endpoint,
-        s3client_config=s3torchconnector.S3ClientConfig(force_path_style=True),
-    )
-    with checkpoint.writer(bucket.location("large")) as writer:
-        writer.write(CONTENT * 20)
-    assert bucket.get("large") == CONTENT * 20
-
-
-def test_a_server_killed_and_started_again_has_its_data(bucket, get):
-    bucket.service.server.kill()
-    with pytest.raises(Exception, match=r"closed before we received|reset by peer"):
-        get()
-    bucket.service.server.start_gateway()
-    assert get() == CONTENT
-
-
 def test_a_process_does_not_outlive_the_tests(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; from services.process import Process\n"
@@ -104,10 +81,3 @@ def test_a_process_does_not_outlive_the_tests(tmp_path):
     done = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     eventually(lambda: (seen := read_process(int(done.stdout))) is None or seen.state in ENDED_STATES, 30)
-
-
-def test_a_program_that_does_not_start_shows_its_log(tmp_path):
-    process = Process(["sh", "-c", "echo no such thing; exit 3"], log=tmp_path / "log")
-    with pytest.raises(RuntimeError, match="sh does not listen on port .*\nno such thing"):
-        process.wait_for_port(free_port())
-    assert not process.running() and process.shell.returncode == 3
