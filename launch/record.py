@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.values import LAST_UNIX_S, MAX_CHARS, count, table, text, texts
+from launch.values import LAST_UNIX_S, count, table, text, texts
 from train.config import InputError, S3Config, check
 from train.run.command import Parser, add_s3_flags
 from train.system.folders import LocalFolder, at_once, canonical_json, is_s3, open_folder, sha256_bytes
@@ -308,8 +308,7 @@ class History:
                     never_began=details.get("never_began") is True,
                 )
             case "gate":
-                failed = table(details, "failed").items()
-                self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
+                self.failed_gate = {node: str(reason) for node, reason in table(details, "failed").items()}
             case "stop_asked":
                 self.stop_asked_unix_s = at_unix_s
             case "cancelled":

@@ -10,7 +10,6 @@ from typing import Any
 from train.config.checks import LARGEST_FLOAT
 from train.system.schema import BadContent, of_type
 
-MAX_CHARS, MAX_ITEMS = 2000, 4096  # longest text and list that are kept
 LAST_UNIX_S = 253402300800.0  # start of the year 10000: later times are not printed
 LONGEST_S = 1e12  # longest duration that is printed
 INDENT = 13  # columns
@@ -38,12 +37,12 @@ def count(values: Object, key: str) -> int | None:
 
 
 def text(values: Object, key: str) -> str:
-    """Return the text of a key, cut to MAX_CHARS; empty if the value is missing or no text."""
-    return str(value(str, values, key, ""))[:MAX_CHARS]
+    """Return the text of a key; empty if the value is missing or no text."""
+    return str(value(str, values, key, ""))
 
 
 def texts(values: Object, key: str) -> list[str]:
-    return list(value(list[str], values, key, []))[:MAX_ITEMS]
+    return list(value(list[str], values, key, []))
 
 
 def table(values: Object, key: str) -> dict[str, Any]:
