@@ -13,7 +13,6 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from launch.slurm.config import time_limit_s
 from train.config import Failure, InputError, Unreachable, check
@@ -97,21 +96,12 @@ class Slurm:
 
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        options: Sequence[str],
-        script: Path,
-        arguments: Sequence[str] = (),
-        *,
-        name: str,
-        known: Sequence[int] = (),
-    ) -> int:
+    def submit(self, words: Sequence[str], *, name: str, known: Sequence[int] = ()) -> int:
         """Submit a job and return its id.
 
-        `options` are sbatch's, with --job-name=`name` among them. The script gets its input as `arguments`, since
-        --export would split values at commas. `known` lists earlier jobs of this name.
+        `words` are sbatch's, with --job-name=`name` among them. `known` lists earlier jobs of this name.
         """
-        out, _ = self.sbatch(["--parsable", *options], script, arguments)
+        out, _ = self.sbatch("--parsable", *words)
         last = out.strip().rpartition("\n")[2]  # some sites print extra lines before the id
         job_id = last.strip().partition(";")[0]  # the cluster's name may follow
         if re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
@@ -124,18 +114,18 @@ class Slurm:
             )
         return found.pop()
 
-    def estimate(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> str:
+    def estimate(self, words: Sequence[str]) -> str:
         """Return when and where Slurm expects the job to start. Nothing is submitted.
 
         The answer has the form "to start at 2026-11-22T17:50:11 using 2 processors on nodes n[1-2] in partition main".
         Some jobs that `submit` would reject are accepted here.
         """
-        out, said = self.sbatch(["--test-only", *options], script, arguments)
+        out, said = self.sbatch("--test-only", *words)
         return re.sub(r"^Job \d+ ", "", one_line(said or out))
 
-    def sbatch(self, options: Sequence[str], script: Path, arguments: Sequence[str]) -> tuple[str, str]:
+    def sbatch(self, *words: str) -> tuple[str, str]:
         try:
-            code, out, said = self.run("sbatch", *options, "--", str(script.absolute()), *arguments)
+            code, out, said = self.run("sbatch", *words)
         except Unreachable as error:
             raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted anyway") from error
         line = one_line(said or out)
@@ -211,8 +201,7 @@ class Slurm:
         """Return the output of a command. Raises Failure with Slurm's message if it fails."""
         code, out, said = self.run(*command)
         if code:
-            cure = "; only Slurm's operators may do this" if "permission" in said else ""
-            raise Failure(f"{' '.join(command[:2])} failed: {one_line(said or out)}{cure}")
+            raise Failure(f"{' '.join(command[:2])} failed: {one_line(said or out)}")
         return out
 
     def run(self, *command: str) -> tuple[int, str, str]:

@@ -23,33 +23,33 @@ SCRIPT = Path(__file__).with_name("job.sh")
 
 class Scheduler(spec.Scheduler):
     def request(self, job: Job, record: Record) -> list[str]:
-        return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
+        return ["sbatch", *options(job, record), *script(job, record)]
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         slurm, cluster = Slurm(), cluster_of(job, SlurmConfig)
         try:
             if cluster.time_limit is not None:
                 slurm.check_time_limit(cluster.time_limit, cluster.partition)
-            return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
+            return slurm.estimate([*options(job, record), *script(job, record)])
         except NoSlurm as error:
             if cfg.submit:
                 raise
             return f"Slurm was not asked: {error}. Not checked: partition, its limits, when the job would start"
 
     def submit(self, job: Job, record: Record) -> Handle:
-        slurm, asked, given = Slurm(), options(job, record), arguments(job, record)
+        slurm, asked, started = Slurm(), options(job, record), script(job, record)
         name = job_name(record.run_dir)
         if there := slurm.job_ids(name):  # the answer to an earlier submission was lost
             raise InputError(f"Slurm has job {there[0]} of this run, which is in no record: scancel {there[0]} ends it")
         if not record.is_remote:
             make_alike(record.local_folder() / "logs")
-        job_id = slurm.submit(asked, SCRIPT, given, name=name)
+        job_id = slurm.submit([*asked, *started], name=name)
         if job.kind == "train" or job.parts == 1:
             return {"job_id": job_id}
         merge = [each for each in asked if not each.startswith("--array")]
         merge += [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
         try:
-            merge_id = slurm.submit(merge, SCRIPT, [*given, "--merge"], name=name, known=[job_id])
+            merge_id = slurm.submit([*merge, *started, "--merge"], name=name, known=[job_id])
         except BaseException:
             slurm.cancel(job_id)  # otherwise the parts would run without a record
             raise
@@ -118,5 +118,7 @@ def options(job: Job, record: Record) -> list[str]:
     return [*made, *cluster.sbatch_args]  # if an option is repeated, sbatch takes the last value
 
 
-def arguments(job: Job, record: Record) -> list[str]:
-    return [job.python, "\n".join(cluster_of(job, SlurmConfig).prologue), record.run_dir, *record.flags()]
+def script(job: Job, record: Record) -> list[str]:
+    """Return the job's script and its arguments. They are not passed by --export, which splits values at commas."""
+    prologue = "\n".join(cluster_of(job, SlurmConfig).prologue)
+    return ["--", str(SCRIPT), job.python, prologue, record.run_dir, *record.flags()]

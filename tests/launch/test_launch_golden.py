@@ -18,7 +18,8 @@ from running import ROOT
 
 from launch.record import Job, Record
 from launch.slurm.batch import Batch
-from launch.slurm.scheduler import SCRIPT, Scheduler, arguments
+from launch.slurm.scheduler import Scheduler
+from launch.slurm.scheduler import script as job_script
 from train.config import S3Config
 from train.system.schema import FileName, Sha256
 
@@ -114,9 +115,9 @@ def test_the_prologue_of_a_site_runs_before_the_job(tmp_path):
     python = script(tmp_path / "python", 'echo "$SITE|$*"')
     lines = """["export SITE='a b'", ": $NOT_SET"]"""
     job = dataclasses.replace(job_of(f"cluster.prologue={lines}"), run_dir="runs/mine")
-    _, prologue, *_ = arguments(job, Record(job.run_dir, S3Config()))
+    _, path, _, prologue, *_ = job_script(job, Record(job.run_dir, S3Config()))
     done, failed = (
-        subprocess.run(["bash", SCRIPT, python, each, "runs/mine"], capture_output=True, text=True, check=False)
+        subprocess.run(["bash", path, python, each, "runs/mine"], capture_output=True, text=True, check=False)
         for each in (prologue, "module load none")
     )
     assert done.stdout == "a b|-m launch.slurm.batch runs/mine\n"

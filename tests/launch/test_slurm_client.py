@@ -70,13 +70,13 @@ def test_job_names_say_which_run():
     assert job_name("a/run") != job_name("b/run")
 
 
-def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
+def test_a_command_that_hangs_is_ended(monkeypatch):
     def hang(command, *, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout, stderr=b"sbatch: error: please wait\n")
 
     monkeypatch.setattr(subprocess, "run", hang)
     said = r"does not answer sbatch; it said: please wait; .*whether the job was submitted"
-    rejects(said, Slurm().submit, [], tmp_path / "x", name="mine", error=Unreachable)
+    rejects(said, Slurm().submit, [], name="mine", error=Unreachable)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
         ("", "11\n12\n13\n", None),
     ],
 )
-def test_the_id_of_a_job_is_found_among_what_a_site_prints(monkeypatch, tmp_path, printed, queued, found):
+def test_the_id_of_a_job_is_found_among_what_a_site_prints(monkeypatch, printed, queued, found):
     said = {"sbatch": printed, "squeue": queued}
     monkeypatch.setattr(Slurm, "run", lambda _, command, *options: (0, said[command], ""))
-    submit = functools.partial(Slurm().submit, [], tmp_path / "x", name="mine", known=[11])
+    submit = functools.partial(Slurm().submit, [], name="mine", known=[11])
     if found is None:
         rejects(r"does not end in a job id, and squeue shows \d new jobs named mine", submit, error=Failure)
     else:
@@ -102,7 +102,7 @@ def test_the_id_of_a_job_is_found_among_what_a_site_prints(monkeypatch, tmp_path
 
 
 def sleeps(folder: Path, *options: str) -> int:
-    return Slurm().submit(options, Path(script(folder / "job.sh", SLEEP)), name="any")
+    return Slurm().submit([*options, "--", script(folder / "job.sh", SLEEP)], name="any")
 
 
 def job_of(job_id):
