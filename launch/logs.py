@@ -111,7 +111,6 @@ def of_rank(
     record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
 ) -> list[Log]:
     """Return torchrun's files of a rank and, for the last attempt, its trainer's log, which covers all attempts."""
-    check(bool(hosts), f"the record names no machines of attempt {attempt}: give --node instead of --rank")
     per_node = record.job().processes_per_node
     most = len(hosts) * per_node - 1
     check(rank <= most, f"there is no rank {rank} in attempt {attempt}: it has ranks 0 to {most}")

@@ -8,11 +8,9 @@ from launch.node import PREFLIGHT
 from launch.record import Job, Record
 from launch.supervise import retry
 from train.run.command import printable
-from train.system.schema import BadContent, read_object
+from train.system.schema import read_object
 
-NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # first words of reasons
 MAX_CHARS = 300  # length of a reason
-
 
 # A function (command, nodes, *, name, group=0) that runs a command of launch.node on machines and returns 0 if all of
 # them succeed. All machines join together or, with `group`, that number of neighbours at a time.
@@ -49,8 +47,8 @@ def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> di
             attempt = f"{name}_{group}"
             run("collectives", nodes, name=attempt, group=group)
             if failed := failures(record, attempt, nodes):
-                return {node: f"{COLLECTIVES} {which}: {reason}" for node, reason in failed.items()}
-    return dict.fromkeys(nodes, f"{COLLECTIVES} over {', '.join(nodes)} fail, see logs/{name}"[:MAX_CHARS])
+                return {node: f"collectives {which}: {reason}" for node, reason in failed.items()}
+    return dict.fromkeys(nodes, f"collectives over {', '.join(nodes)} fail, see logs/{name}"[:MAX_CHARS])
 
 
 def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:
@@ -63,9 +61,7 @@ def failure_of(record: Record, name: str) -> str:
     try:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
-        return f"{NO_ANSWER} in {record.location}: the machine does not see that folder, or cannot start train.doctor"
-    except BadContent as error:
-        return f"its answer cannot be read: {error}"
+        return f"no answer in {record.location}: the machine does not see that folder, or cannot start train.doctor"
     if answer.get("ok") is True:
         return ""
     red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]
