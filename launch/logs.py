@@ -138,9 +138,7 @@ class Printer:
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print new lines. A file that is no longer selected is shown to its end."""
-        is_part = not self.wanted.attempt is self.wanted.rank is self.wanted.node is None
-        may_come = is_part and not history.attempts and not is_over
-        selected = {} if may_come else {log.title: log for log in select(self.record, self.wanted, history)}
+        selected = {log.title: log for log in select(self.record, self.wanted, history)}
         for title, log in {**selected, **self.logs}.items():
             is_last, lines = is_over or title not in selected, None if title in self.logs else self.lines
             for line in log.take(is_last=is_last, lines=lines):

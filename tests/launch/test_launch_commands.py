@@ -208,13 +208,6 @@ def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, fake_sched
     assert err == "slurmctld is silent; asking again\n"
 
 
-def test_a_machine_may_be_followed_before_the_first_attempt(run, fake_scheduler, capsys):
-    begins = lambda: run.begin().log("attempt_0001/n2.txt", "begins\n") and RUNNING  # noqa: E731
-    fake_scheduler.states = [WAITING, begins, GONE]
-    logs.follow(run.record, Wanted(node="n2"))
-    assert capsys.readouterr().out.splitlines() == ["==> attempt_0001/n2.txt <==", "begins"]
-
-
 def test_control_characters_of_a_log_do_not_reach_the_terminal(run, says):
     run.begin().log("attempt_0001/n1.txt", b"\x1b[2J\ttab\xc2\x9b31m \xff \xe2\x80\xae\r\nr\xc3\xa9sum\xc3\xa9\n")
     run.log("attempt_0001/n2\x1b[2J\u2028.txt", "of no machine\n")
