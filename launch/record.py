@@ -99,7 +99,7 @@ class Event:
 
     def __post_init__(self) -> None:
         if not 0 <= self.time_unix_s < LAST_UNIX_S:  # NaN, too
-            raise BadContent(f"{self.time_unix_s} is not a time that can be shown")
+            raise BadContent("time_unix_s is not a time that can be shown")
 
 
 def add_record_flags(parser: Parser) -> None:
