@@ -25,7 +25,6 @@ from train.system.schema import FileName, Sha256
 
 CODE = Code(FileName(f"code-{'0' * 16}.tar.gz"), Sha256("0" * 64), "0123456789ab")
 PYTHON = "/opt/venv/bin/python"
-IN_S3 = ["experiment=albert_pretrain", "data.path=data/albert", "run_dir=s3://bucket/runs/mine"]
 ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
 
 

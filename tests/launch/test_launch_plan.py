@@ -13,7 +13,7 @@ from ec2_launching import OWN as EC2
 from ec2_launching import RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import IN_S3, node, plan, script, with_module
+from planning import node, plan, script, with_module
 from running import eventually
 from services.process import set_aws
 from torch.distributed.run import parse_args
@@ -142,11 +142,7 @@ def others(words: list[str]) -> list[str]:
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 is for training: a preparation takes parts=2"),
-        (["cluster=slurm"], [*IN_S3, "optim=adamw", "optim=lamb"], "optim=adamw and optim=lamb choose the same thing"),
-        ([*SLURM, "cluster.qos=high"], OF_RUN, "cluster.qos is not a setting"),
         ([*SLURM, sbatch("-p trn1")], OF_RUN, "holds '-p trn1': an option is one line, --name=value or --name"),
-        ([*SLURM, sbatch("--qos high")], OF_RUN, "holds '--qos high': an option is one line"),
-        ([*SLURM, sbatch("--")], OF_RUN, "holds '--': an option is one line"),
         ([*SLURM, sbatch("--comment=a\n--wait")], OF_RUN, "must be one line without control characters"),
         ([*SLURM, sbatch("--part=trn1")], OF_RUN, "--partition is set only by launch; set cluster.partition"),
         ([*SLURM, sbatch("--output=/etc/x")], OF_RUN, "holds '--output=/etc/x': --output is set only by launch"),
