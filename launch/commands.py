@@ -89,7 +89,7 @@ def status_flags(parser: Parser) -> None:
     of_run(parser)
     which = parser.add_mutually_exclusive_group()
     watched = f"print a line at each change until the job has ended; ask every SECONDS ({EVERY_S:g})"
-    which.add_argument("--watch", metavar="SECONDS", type=seconds, nargs="?", const=EVERY_S, help=watched)
+    which.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=EVERY_S, help=watched)
     which.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
@@ -99,6 +99,7 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
         seen = status(record)
         print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
     else:
+        check(options.watch > 0, f"--watch {options.watch:g} must be above 0")
         with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
             watch(record, options.watch)
     return DONE
@@ -108,11 +109,11 @@ def logs_flags(parser: Parser) -> None:
     of_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the job has ended")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=count, metavar="N", help="only this rank")
+    which.add_argument("--rank", type=int, metavar="N", help="only this rank")
     which.add_argument("--node", metavar="HOST", help="only this machine")
-    parser.add_argument("--attempt", type=count, metavar="K", help="only this attempt (the last and later ones)")
+    parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt (the last and later ones)")
     last = f"last lines to print of each file ({logs.LINES})"
-    parser.add_argument("--lines", type=count, metavar="N", default=logs.LINES, help=last)
+    parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
@@ -121,18 +122,6 @@ def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
     record.job()  # raises InputError if the run was not launched
     (logs.follow if options.follow else logs.show)(record, wanted)
     return DONE
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    check(0.1 <= value <= 86400, f"--watch {text} must be from 0.1 to 86400 seconds")
-    return value
-
-
-def count(text: str) -> int:
-    value = int(text)
-    check(0 <= value < 10**9, f"{text} must be a whole number, at least 0")
-    return value
 
 
 # ---- stop, resume, cancel --------------------------------------------------------------------------------------------
