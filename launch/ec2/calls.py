@@ -94,8 +94,9 @@ def read_calls(run: Record) -> list[Call]:
     return list(at_once(partial(run.read, Call), run.folder.names(CALLS)))
 
 
-def call_regions(run: Record) -> list[str]:
-    return list(dict.fromkeys(call.region for call in read_calls(run)))
+def regions_of(run: Record, more: Iterable[str] = ()) -> list[str]:
+    """Return the regions of a run's calls, which its machines cannot change, and `more`."""
+    return list(dict.fromkeys([*(call.region for call in read_calls(run)), *more]))
 
 
 def begin(run: Record, operation: str, region: str, *, submission: str) -> Call:

@@ -49,7 +49,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
     from launch.ec2.api import Api
 
     record, api = Record(options.run, s3), Api(s3.profile, s3.region)
-    regions = api.regions([*calls.call_regions(record), *options.regions, *filter(None, [api.default_region])])
+    regions = api.regions(calls.regions_of(record, [*options.regions, *filter(None, [api.default_region])]))
     where = ", ".join(regions)
     if not options.yes:
         left = calls.left_over(api, record, regions)

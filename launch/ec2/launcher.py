@@ -22,7 +22,7 @@ from launch.ec2.sweep import say
 from launch.record import CONFIG, Event, Job, Record
 from launch.run_progress import read_progress
 from launch.supervise import CODES, Decision
-from launch.values import number, shown_duration, shown_moment, text
+from launch.values import shown_duration, shown_moment, text
 from train.config import Failure, InputError, Unreachable
 from train.run.command import FAILED
 from train.system.aws_errors import BadCredentials, Rejected
@@ -44,9 +44,11 @@ class Launcher:
     def __init__(self, record: Record, job: Job, cluster: Ec2Config, resolved: Resolved, api: Api) -> None:
         self.record, self.job, self.cluster, self.resolved, self.api = record, job, cluster, resolved, api
         api.before_create = lambda: calls.check(record, resolved.id)
-        submitted = [each.time_unix_s for each in record.events() if each.kind == "submitting"]
-        self.ends_unix_s = (submitted or [time.time()])[-1] + cluster.max_run_s
-        self.usd_per_hour = price(record, cluster.market)
+        submission = record.history().submission
+        assert submission is not None
+        self.ends_unix_s = submission.time_unix_s + cluster.max_run_s
+        price = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
+        self.usd_per_hour: float | None = read_yaml(record.folder.read(CONFIG))["instance"][price]
         self.cost_usd, self.line, self.seen_s = 0.0, "", time.time()
         self.is_training = False  # machines have been made, and are not known to have ended
 
@@ -255,7 +257,7 @@ class Launcher:
 
     def remove(self, *, leaves: bool, only: Sequence[str] = calls.KINDS) -> None:
         """Remove all resources of the kinds `only`. With `leaves`, first let the machines shut down by themselves."""
-        regions = list(dict.fromkeys([*calls.call_regions(self.record), *self.resolved.regions]))
+        regions = calls.regions_of(self.record, self.resolved.regions)
         until_s = time.time() + LEAVE_S if leaves else 0.0
         while time.time() < until_s:
             if not any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
@@ -278,11 +280,3 @@ def allow_itself(api: Api, region: str, group: str) -> None:
 
 def undo(record: Record) -> str:
     return f"python -m launch clean {record.run_dir} --yes removes everything"
-
-
-def price(record: Record, market: str) -> float | None:
-    """Return the price of one machine, in dollars per hour, from the run's settings; None if unknown."""
-    with suppress(FileNotFoundError):
-        settings = (read_yaml(record.folder.read(CONFIG)) or {}).get("instance") or {}
-        return number(settings, "usd_per_hour_spot" if market == "spot" else "usd_per_hour")
-    return None

@@ -71,8 +71,7 @@ class Scheduler(spec.Scheduler):
         cluster, api = cluster_of(job, Ec2Config), open_api(record)
         check_job(job, cluster, record)
         resolved = resolve(job, cluster, record, api)
-        regions = list(dict.fromkeys([*resolved.regions, *calls.call_regions(record)]))
-        left = calls.left_over(api, record, regions)
+        left = calls.left_over(api, record, calls.regions_of(record, resolved.regions))
         there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
@@ -92,7 +91,8 @@ class Scheduler(spec.Scheduler):
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
-        seen = calls.resources(open_api(record), record, regions_of(record, handle), "instance")
+        regions = calls.regions_of(record, texts(handle, "regions"))
+        seen = calls.resources(open_api(record), record, regions, "instance")
         alive = [each for each in seen if each.is_alive]
         may_be = calls.unlisted(record, {each.id for each in seen})
         zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
@@ -105,14 +105,14 @@ class Scheduler(spec.Scheduler):
 
     def unanswered(self, record: Record) -> State:
         """Return the state before the submission is recorded: no machines, except those of an earlier launch."""
-        seen = self.state(record, {}) if calls.call_regions(record) else State(is_active=False)
+        seen = self.state(record, {}) if calls.regions_of(record) else State(is_active=False)
         if seen.is_active:
             return seen
         return State(is_active=not record.history().has_end, text="its launch has asked EC2 for nothing")
 
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines, after the cancellation was recorded. Raises Failure if some may still train."""
-        api, regions = open_api(record), regions_of(record, handle)
+        api, regions = open_api(record), calls.regions_of(record, texts(handle, "regions"))
         sweep.delete(api, calls.left_over(api, record, regions))
         left = calls.left_over(api, record, regions)
         states = ("pending", "running", sweep.UNLISTED, sweep.UNANSWERED)
@@ -121,11 +121,6 @@ class Scheduler(spec.Scheduler):
         if may_run:
             raise Failure(f"EC2 may still have {', '.join(may_run)}; {proof}, and ends them")
         print(printable(proof))
-
-
-def regions_of(record: Record, handle: Handle) -> list[str]:
-    """Return the regions that may have machines of a run, its calls' among them: machines could change the handle."""
-    return list(dict.fromkeys([*calls.call_regions(record), *texts(handle, "regions")]))
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
