@@ -25,7 +25,7 @@ from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run
 from launch.record import Job, Record, read_history
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.values import shown_duration, text, texts
+from launch.values import shown_duration, text
 from train.config import Failure, S3Config, check
 from train.config.backend import CUDA
 from train.run.command import INTERRUPTED, printable
@@ -77,8 +77,7 @@ class Scheduler(spec.Scheduler):
             f"EC2 has, or may have, machines of this run already: {', '.join(there)}; python -m launch clean "
             f"{record.run_dir} --yes removes them",
         )
-        found = {"regions": resolved.regions, "submission": resolved.id, "resolved": asdict(resolved)}
-        return {**found, "process": owner_name(os.getpid())}
+        return {"submission": resolved.id, "resolved": asdict(resolved), "process": owner_name(os.getpid())}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Make the machines, wait for the end of the run, and return its exit code."""
@@ -90,8 +89,7 @@ class Scheduler(spec.Scheduler):
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
-        regions = calls.regions_of(record, texts(handle, "regions"))
-        seen = calls.resources(open_api(record), record, regions, "instance")
+        seen = calls.resources(open_api(record), record, calls.regions_of(record), "instance")
         alive = [each for each in seen if each.is_alive]
         may_be = calls.unlisted(record, {each.id for each in seen})
         zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
@@ -111,7 +109,7 @@ class Scheduler(spec.Scheduler):
 
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines, after the cancellation was recorded. Raises Failure if some may still train."""
-        api, regions = open_api(record), calls.regions_of(record, texts(handle, "regions"))
+        api, regions = open_api(record), calls.regions_of(record)
         sweep.delete(api, calls.left_over(api, record, regions))
         left = calls.left_over(api, record, regions)
         states = ("pending", "running", sweep.UNLISTED, sweep.UNANSWERED)
