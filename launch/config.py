@@ -10,7 +10,6 @@ from train.config import InstanceConfig, Section, check, setting
 
 OLD_GPUS = {"p3": "V100s", "p2": "K80s", "g3": "M60s"}  # EC2 instance families that our images do not support
 INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"  # the form of an EC2 instance type, such as trn1.32xlarge
-MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # MOST_RANKS is per machine
 
 
 @dataclass(kw_only=True)
@@ -42,16 +41,16 @@ class LaunchConfig(Section):
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
-    nodes: int = setting(1, least=1, most=MOST_NODES)  # The number of machines.
+    nodes: int = setting(1, least=1, most=4096)  # The number of machines.
     spares: int = setting(0, least=0)  # The number of extra machines that can replace those that fail the preflight.
-    processes_per_node: int | None = setting(None, above=0, most=MOST_RANKS)  # The number of ranks per machine; None
+    processes_per_node: int | None = setting(None, above=0, most=1024)  # The number of ranks per machine; None
     # starts one per device.
     submit: bool = False  # Start the job; false prints the plan and starts nothing.
     check: bool = False  # Ask EC2 whether it would start the machines in each subnet (DryRun), and start nothing.
     calibrate: str | None = None  # The folder of a finished run, whose measured speed the estimate uses; None uses a
     # published figure for the device.
     prepare: bool = False  # Prepare a corpus instead of training. The settings of train.prepare then follow --.
-    parts: int | None = setting(None, above=0, most=MOST_PARTS)  # The number of tasks of a job array into which
+    parts: int | None = setting(None, above=0, most=100_000)  # The number of tasks of a job array into which
     # prepare=true splits the corpus; None does not split it.
 
     def __post_init__(self) -> None:

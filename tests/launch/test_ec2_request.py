@@ -41,9 +41,7 @@ def others(last: int, device: int = 0, kind: str = EFA_ONLY) -> list[Interface]:
     [
         ("trn1.2xlarge", FIRST),
         ("trn1.32xlarge", [*APART, *others(7)]),
-        ("trn1n.32xlarge", [*APART, *others(15)]),
         ("trn2.48xlarge", [*APART, *others(15)]),
-        ("p4d.24xlarge", [*APART, *others(3)]),
         ("p5.48xlarge", [*APART, *others(31)]),
         ("g6e.48xlarge", [*APART, *others(3)]),
         ("g6e.12xlarge", [Interface(0, 0, EFA)]),

@@ -41,7 +41,6 @@ class Fault:
     seed: int = 0
     code: int = 503  # status: answered instead of the server,
     error: str = "SlowDown"  # with this code of S3 in the body,
-    message: str = "by the fault proxy"  # this text
     headers: dict[str, str] = field(default_factory=dict)  # and these; otherwise added to the server's
     after: int = 0  # reset, stall, flip: bytes of the answer's body that pass untouched
     seconds: float = FOREVER  # stall, delay
@@ -180,7 +179,7 @@ class Connection(BaseHTTPRequestHandler):
             if "expect" not in self.headers:
                 self.body()
             request.status = fault.code
-            xml = f"<Error><Code>{fault.error}</Code><Message>{fault.message}</Message></Error>"
+            xml = f"<Error><Code>{fault.error}</Code><Message>by the fault proxy</Message></Error>"
             more = {"Connection": "close", "x-amz-request-id": "proxy", **fault.headers}
             self.answer(fault.code, b"" if self.command == "HEAD" else xml.encode(), more)
             return
