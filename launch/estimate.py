@@ -133,11 +133,7 @@ def timed(
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
-    """Return the bytes of a rank's gradients, which are all-reduced once per step.
-
-    Gradients are fp32 in every precision, except that they are bf16 with grad_compression=bf16, or if the weights are
-    bf16 (bf16_stochastic).
-    """
+    """Return the bytes of a rank's gradients, which are all-reduced once per step."""
     trained = shape.trained_parameters(
         cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers
     )

@@ -76,10 +76,7 @@ def make_job(
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """Raise InputError if a machine would run more ranks than devices or, without devices, RANKS_PER_CPU per CPU.
-
-    An instance with `rank_counts` runs only those counts, see train.system.launched.check_launch.
-    """
+    """Raise InputError if a machine would run more ranks than devices or, without devices, RANKS_PER_CPU per CPU."""
     instance, ranks = cfg.instance, cfg.ranks_per_node
     if instance.rank_counts is not None:
         valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]

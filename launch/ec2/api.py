@@ -87,8 +87,7 @@ class Api:
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """Call an operation that makes a resource. It is sent only once: a lack of capacity also has status 500.
 
-        `before_create` is called after the request was signed, and prevents the request if it raises an error. EC2
-        accepts a signed request for a few minutes.
+        `before_create` is called after the request was signed, and prevents the request if it raises an error.
         """
         return self.ask(region, operation, tries=1, **parameters)
 

@@ -117,7 +117,6 @@ class Slurm:
     def estimate(self, words: Sequence[str]) -> str:
         """Return when and where Slurm expects the job to start. Nothing is submitted.
 
-        The answer has the form "to start at 2026-11-22T17:50:11 using 2 processors on nodes n[1-2] in partition main".
         Some jobs that `submit` would reject are accepted here.
         """
         out, said = self.sbatch("--test-only", *words)
