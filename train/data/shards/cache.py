@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import platform
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import IO, TypedDict
 
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
+from train.data.files.errors import naming
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.system import machine
@@ -33,6 +35,8 @@ from train.system.atomic_io import write_atomic
 from train.system.folders import canonical_json, local_path, make_folder, read_json
 from train.system.launched import launched
 from train.system.processes import is_gone, owner_name
+
+logger = logging.getLogger("train")
 
 SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb is set
 # For each lane the cache needs space for the previous window (its files are deleted, but readers still map them), the
@@ -154,8 +158,7 @@ class ShardCache:
     def hold(self, *, alone: bool) -> IO[str]:
         """Lock the folder until the returned file is closed, and recreate this run's folder in it.
 
-        `alone`: exclude other runs, instead of sharing the lock. Raises InputError if another run holds a conflicting
-        lock.
+        `alone`: exclude other runs instead of sharing the lock. Raises InputError if another run's lock conflicts.
         """
         file = (self.folder / "lock").open("a+")  # NFS locks a file only if it is open for reading too
         until_s = time.monotonic() + TAKE_OVER_S
@@ -177,15 +180,17 @@ class ShardCache:
         return file
 
     def write_status(self, *, is_filling: bool) -> None:
-        status = PrefetchStatus(owner=owner_name(os.getpid()), is_filling=is_filling)
-        write_atomic(self.status, canonical_json(status))
+        self.tell(self.status, PrefetchStatus(owner=owner_name(os.getpid()), is_filling=is_filling))
 
-    def set_fault(self, shard: Shard, fault: Fault | None) -> None:
-        """Tell readers why a shard cannot be fetched. With None, withdraw the reason."""
-        if fault is None:
-            (self.faults / shard.file).unlink(missing_ok=True)
-        else:
-            write_atomic(self.faults / shard.file, canonical_json(fault))
+    def set_fault(self, shard: Shard, reason: str, *, is_final: bool) -> None:
+        """Tell readers why a shard cannot be fetched."""
+        self.tell(self.faults / shard.file, Fault(reason=reason, is_final=is_final))
+
+    def tell(self, path: Path, content: Fault | PrefetchStatus) -> None:
+        try:
+            write_atomic(path, canonical_json(content))
+        except OSError as error:  # a full disk has no space for this either
+            logger.warning("cannot write %s: %s", path, error.strerror)
 
     def heard(self) -> None:
         """Tell readers that bytes have come."""
@@ -259,11 +264,9 @@ def cut_shards(order: ShardSampler) -> int:
 
 def locked(file: IO[str], operation: int) -> bool:
     """Lock a file without waiting. Returns False if another run has a lock. Raises InputError if that is impossible."""
-    try:
-        fcntl.flock(file, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        cure = "set data.cache_dir to a local disk"
-        raise InputError(f"{file.name} cannot be locked: {error.strerror}; {cure}") from error
+    with naming(f"{file.name} cannot be locked", (OSError,), "; set data.cache_dir to a local disk"):
+        try:
+            fcntl.flock(file, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True

@@ -13,12 +13,10 @@ import logging
 import math
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -56,10 +54,6 @@ class Doubtful(RuntimeError):
     """An error raised because the bucket is missing, or an object does not match the manifest. Retries may help."""
 
 
-class Silent(Unreachable):
-    """An error raised because nothing arrived for data.attempt_s, so that the attempt was ended."""
-
-
 class Client:
     """A client of the connector for the objects of one data set, with boto3's current credentials.
 
@@ -83,7 +77,8 @@ class Client:
             [f"{folder.location}/{file}" for file in files],
             region=self.session.region_name or DEFAULT_REGION,
             endpoint=folder.endpoint,
-            reader_constructor=stream_constructor,
+            # A stream is one request. The connector's usual readers copy all of it again, or ask for the length first.
+            reader_constructor=lambda bucket, key, get_object_info, get_stream: get_stream,
             s3client_config=S3ClientConfig(
                 part_size=min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES),  # one request per shard
                 force_path_style=folder.s3.path_style,
@@ -91,9 +86,7 @@ class Client:
             ),
         )
 
-    def read(
-        self, file: str, *, most_bytes: int = sys.maxsize - 1, on_bytes: Callable[[], None] = lambda: None
-    ) -> list[bytes]:
+    def read(self, file: str, *, most_bytes: int, on_bytes: Callable[[], None]) -> list[bytes]:
         """Return the content of an object in pieces. If it is longer than `most_bytes`, only its beginning is read.
 
         `on_bytes` is called whenever bytes arrive. Raises Doubtful or Unreachable.
@@ -158,14 +151,6 @@ def answer_in(text: str) -> tuple[int, str, str]:
     return int(status[1]) if status else 0, code[1] if code else "", said[1] if said else ""
 
 
-def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
-    """Return the reader that the connector uses for an object: `get_stream(start, end)`, which is one request.
-
-    The connector's usual readers copy everything once more, into growing memory, or ask for the length first.
-    """
-    return get_stream
-
-
 def put(variables: Mapping[str, str | None]) -> None:
     """Set variables where the connector looks, in the environment of the C library. None unsets a variable.
 
@@ -203,9 +188,8 @@ class Downloader:
         """Put a shard into the cache unless it is there.
 
         A damaged shard is kept until an intact one replaces it, because other runs may be reading it. `on_failure` is
-        called with the reason after each failed attempt.
-
-        Raises InputError if no further attempt can cure the fault, and Unreachable after `limit_s` seconds.
+        called with the reason after each failed attempt. Raises InputError if no further attempt can cure the fault,
+        and Unreachable after `limit_s` seconds.
         """
         path, url = self.cache.folder / shard.file, f"{self.source.location}/{shard.file}"
         fault = fault_of_file(path, shard.entry, checksum=True)
@@ -214,17 +198,11 @@ class Downloader:
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
         doubts, reads = 0, set[Future[list[bytes]]]()
-        answer = ""  # the last error that was not Silent
 
         def attempt() -> None:
-            nonlocal answer, doubts
+            nonlocal doubts
             try:
                 self.store(shard, self.fetch(shard, reads))
-            except Silent:
-                raise
-            except Unreachable as error:
-                answer = f"{error}; then "
-                raise
             except Doubtful as doubt:
                 doubts += 1
                 if doubts >= MAX_DOUBTS:
@@ -248,7 +226,7 @@ class Downloader:
             retrying(attempt)
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
-            raise kind(f"{url}: {answer if isinstance(error, Silent) else ''}{error}") from error
+            raise kind(f"{url}: {error}") from error
 
     def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
         """Return a shard's content, read by a new thread or by a thread of an earlier attempt, whichever ends first.
@@ -279,7 +257,7 @@ class Downloader:
             self.client = None
         if not ended:
             limit = f"nothing came within {self.cfg.attempt_s:g} s (data.attempt_s)"
-            raise Silent(f"{limit}; over a slow link raise it")
+            raise Unreachable(f"{limit}; over a slow link raise it")
         return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from threading import Condition, Thread
 
@@ -28,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train.config import InputError
-from train.data.shards.cache import Fault, ShardCache, held_out
+from train.data.shards.cache import ShardCache, held_out
 from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.system.atomic_io import discard
@@ -93,7 +94,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         leave_signals_to_the_parent(0)
         self.consumed_rows.close()
         try:
-            self.tell_readers(is_filling=True)
+            self.cache.write_status(is_filling=True)
             self.serve(consumed_rows)
         except EOFError:  # the run has ended
             pass
@@ -111,7 +112,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         while True:
             is_filling = len(self.settled) < len(self.wanted)
             if is_filling != was_filling:
-                self.tell_readers(is_filling=is_filling)
+                self.cache.write_status(is_filling=is_filling)
             if (was_filling and not is_filling) or (is_filling and time.monotonic() - reported_s > REPORT_EVERY_S):
                 reported_s = time.monotonic()
                 self.report()
@@ -158,27 +159,15 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     def obtain(self, shard: Shard) -> bool:
         """Put a shard into the cache for this run's readers. If that fails, write the reason and return False."""
         try:
-            self.downloader.download(shard, on_failure=lambda reason: self.set_fault(shard, reason))
+            self.downloader.download(shard, on_failure=partial(self.cache.set_fault, shard, is_final=False))
             (self.cache.compared / shard.file).touch()
-            self.set_fault(shard, None)
+            (self.cache.faults / shard.file).unlink(missing_ok=True)
             self.cache.heard()
             return True
         except Exception as error:
             logger.error("%s", error, exc_info=not isinstance(error, InputError))
-            self.set_fault(shard, str(error), is_final=True)
+            self.cache.set_fault(shard, str(error), is_final=True)
             return False
-
-    def set_fault(self, shard: Shard, reason: str | None, *, is_final: bool = False) -> None:
-        try:
-            self.cache.set_fault(shard, None if reason is None else Fault(reason=reason, is_final=is_final))
-        except OSError as error:  # a full disk has no space for this either
-            logger.warning("cannot write to %s: %s", self.cache.faults, error.strerror)
-
-    def tell_readers(self, *, is_filling: bool) -> None:
-        try:
-            self.cache.write_status(is_filling=is_filling)
-        except OSError as error:
-            logger.warning("cannot write %s: %s", self.cache.status, error.strerror)
 
     def announce(self) -> None:
         """Log how much data this machine reads, and how much of it is needed before the first step."""
