@@ -141,7 +141,7 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(trained, sources, corp
         (run_dir / "export", ["--checkpoint", "1"], "is not the run_dir of a run"),
         (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
         (headless, [sources["classify"][2]], "holds no weights for classifier.bias, classifier.weight"),
-        (trained("mlm"), [f"data.path={files['empty']}"], "is a file, not a folder"),
+        (trained("mlm"), [f"data.path={files['empty']}"], "manifest.json: Not a directory"),
         (trained("mlm"), [f"data.path={tmp_path}/other"], "does not have the tokenizer of the data"),
     ]
     for model, arguments, says in cases:

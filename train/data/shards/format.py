@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from safetensors.numpy import save
 
 from train.config import InputError, check
+from train.data.files.errors import naming
 from train.system.checksums import check_entries, sealed, unsealed
 from train.system.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
 from train.system.memory import total_memory_bytes
@@ -108,20 +109,15 @@ def read_manifest(where: Folder | Path) -> DataManifest:
     """Return the manifest of a prepared folder. Raises InputError if it is missing or damaged."""
     folder = LocalFolder(where) if isinstance(where, Path) else where
     location = folder.location
-    if isinstance(folder, LocalFolder):
-        advice = "name the folder that python -m train.prepare output=... wrote"
-        check(not folder.path.is_file(), f"data.path={location} is a file, not a folder; {advice}")
-        missing = f"data.path={location} does not exist; python -m train.prepare output={location} writes it"
-        check(folder.path.is_dir(), missing)
     try:
-        return parse_manifest(folder.read("manifest.json"))
+        content = folder.read("manifest.json")
     except FileNotFoundError:
         raise InputError(
             f"{location} holds no manifest.json: nothing was prepared there (python -m train.prepare "
             f"output={location}), or the preparation did not finish"
         ) from None
-    except BadContent as error:
-        raise InputError(f"{location}/manifest.json is not a manifest: {error}; prepare the data again") from error
+    with naming(f"{location}/manifest.json is not a manifest", (), "; prepare the data again"):
+        return parse_manifest(content)
 
 
 def parse_manifest(content: bytes) -> DataManifest:
@@ -167,9 +163,6 @@ def fault_of_manifest(manifest: DataManifest) -> str | None:
     return None
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
 def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
     """Write one shard, whole or not at all."""
     content = save({name: np.ascontiguousarray(tensor) for name, tensor in vars(rows).items()})
@@ -183,9 +176,6 @@ def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
     del body["id"]
     folder.write("manifest.json", canonical_json(sealed(body, "id")))
     return read_manifest(folder)
-
-
-# ---- reading -------------------------------------------------------------------------------------------------------
 
 
 def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
@@ -291,36 +281,35 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
 
     with path.open("rb", buffering=0) as file:
         head, file_bytes = file.read(8 + MAX_HEADER_BYTES), os.fstat(file.fileno()).st_size
-    try:
+    tensors = {}
+    with naming(f"{path} is not a shard", (ValueError,), "; prepare the data again"):  # shape and bytes may not match
         layout, first = read_header(head)
         data = torch.from_file(str(path), size=file_bytes, dtype=torch.uint8).numpy()
         if not reads_ahead:
             LIBC.madvise(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM)
-        return {
-            name: data[first + begin : first + end].view(dtype).reshape(shape)
-            for name, (dtype, shape, begin, end) in layout.items()
-        }
-    except (BadContent, ValueError) as error:  # ValueError: the shape does not match the bytes
-        raise InputError(f"{path} is not a shard: {error}; prepare the data again") from error
+        for name, stored in layout.items():
+            begin, end = stored["data_offsets"]
+            values = data[first + begin : first + end].view(STORED_TYPES[stored["dtype"]])
+            tensors[name] = values.reshape(stored["shape"])
+    return tensors
 
 
-def read_header(head: bytes) -> tuple[dict[str, tuple[str, list[int], int, int]], int]:
-    """Return each tensor's numpy dtype, shape and bytes [begin, end), and the position of byte 0 in the file.
+class Stored(TypedDict):
+    """A tensor in the header of a safetensors file."""
 
-    `head`: the beginning of a safetensors file with ROW_TENSORS. Raises BadContent if it is anything else.
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]  # the tensor's bytes, [begin, end)
+
+
+def read_header(head: bytes) -> tuple[dict[str, Stored], int]:
+    """Return the ROW_TENSORS in the beginning of a safetensors file, and the position of byte 0 of its data.
+
+    Raises BadContent if it is anything else.
     """
     header_bytes = int.from_bytes(head[:8], "little")
     if not 0 < header_bytes <= len(head) - 8:
         raise BadContent(f"its header would have {header_bytes} bytes")
-    layout = {}
-    for name, tensor in read_object(head[8 : 8 + header_bytes]).items():
-        if name not in ROW_TENSORS:
-            continue
-        match tensor:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
-                if 0 <= begin <= end and all(type(size) is int and size >= 0 for size in shape):
-                    if dtype in STORED_TYPES:
-                        layout[name] = (STORED_TYPES[dtype], shape, begin, end)
-                    continue
-        raise BadContent(f"its header says {shown(tensor)} about {name}")
-    return layout, 8 + header_bytes
+    header = read_object(head[8 : 8 + header_bytes])
+    tensors = {name: record(Stored, header[name], name) for name in ROW_TENSORS if name in header}
+    return {name: each for name, each in tensors.items() if each["dtype"] in STORED_TYPES}, 8 + header_bytes
