@@ -17,10 +17,12 @@ from train.data.records import formats
 from train.data.records.raw import read_raw, read_texts
 from train.data.records.sources import version
 from train.tasks.classify.task import CLASSIFY_ROWS
+from train.tasks.multilabel.task import MULTILABEL_ROWS
 from train.tasks.qa import QAConfig
 from train.tasks.qa.windows import qa_rows
 
 S3 = S3Config()
+LONG = "a" * 2**19 + "\n"
 ROWS = [(f"text number {number}", str(number % 2)) for number in range(40)]
 
 
@@ -44,6 +46,10 @@ def put(folder: Path, name: str, content: str | bytes) -> str:
 
 def csv_of(rows, header=("text", "label"), delimiter=","):
     return "".join(delimiter.join(row) + "\n" for row in [header, *rows])
+
+
+def labelled(*labels):
+    return csv_of([(f"text {number}", str(label)) for number, label in enumerate(labels)])
 
 
 def read(path, *, seed=0, s3=S3, kind=CLASSIFY_ROWS, **settings):
@@ -130,7 +136,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         assert example.startswith(reason)
     rejects(r"validation: 8 bad rows, .*max_bad_rows=7 .*a\.csv:3: 3 fields", read, path, **settings, max_bad_rows=7)
     path = put(folder, "many.csv", csv_of([*ROWS, *[("", "1")] * 30]))
-    rejects(r"30 bad rows, .*: (\S+many\.csv:\d+: an empty text; ){2,9}\.\.\.$", read, path, max_bad_rows=20)
+    rejects(r"30 bad rows, .*: (\S+many\.csv:\d+: an empty text; ){2}\.\.\.$", read, path, max_bad_rows=20)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +145,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
         ("text, label\na,1\n", {}, r'columns are: text,  label; " label" is there: blanks and capitals count'),
         (",".join(map(str, range(10**4))) + "\n" + "a," * 9999, {}, r"18, 19, \.\.\. \(10,000\)"),
-        (
-            'text,label\n"' + f"{'a' * 2**19}\n" * 3 + '",1\n',
-            {},
-            r"a\.csv:2: a field of more than .* characters, or a quote",
-        ),
+        (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* characters, or a quote"),
         ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote stays open"),
         ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote stays open"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
@@ -157,30 +159,14 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
         (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* data.label_map maps 40 to null"),
         (csv_of(ROWS), {"quote": ","}, r"data.delimiter, data.quote and data.escape are \[',', ','\]: they must"),
         (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
-        (csv_of([(text, f"n{n}") for n, (text, _) in enumerate(ROWS * 30)]), {}, "more than 1000 different labels"),
-        (
-            csv_of([(text, str(n % 51) if n else "n/a") for n, (text, _) in enumerate(ROWS * 2)]),
-            {},
-            "50 different numbers, .*regression",
-        ),
-        (
-            csv_of([(text, f"{n % 6}.5" if n else "n/a") for n, (text, _) in enumerate(ROWS)]),
-            {},
-            "not whole, such as 0.5: .*regression.*data.labels",
-        ),
-        (csv_of([("a", "1"), ("b", "2"), ("c", "inf")]), {}, "not whole, such as inf"),
+        (labelled(*(f"n{n}" for n in range(1200))), {}, "more than 1000 different labels"),
+        (labelled("n/a", *range(51)), {}, "50 different numbers, .*regression"),
+        (labelled("n/a", *(n + 0.5 for n in range(6))), {}, "not whole, such as 0.5: .*regression.*data.labels"),
+        (labelled(1, 2, "inf"), {}, "not whole, such as inf"),
         ("text;label\na;2,5\nb;3,0\n", {"delimiter": ";"}, "not whole, such as 2,5"),
-        (
-            csv_of([("a", "true"), ("b", "0"), ("c", "1")]),
-            {},
-            r"the labels are 0, 1, true, where true may mean 1: data\.lab",
-        ),
+        (labelled("true", 0, 1), {}, r"the labels are 0, 1, true, where true may mean 1: data\.lab"),
         (csv_of([*ROWS, ("text", "label"), *ROWS]), {}, r"1 bad rows.*a\.csv:42: the header again"),
-        (
-            '{"data": [{"text": "a", "label": 1}]}',
-            {"format": "jsonl"},
-            "no column text .*: data; are the rows in data",
-        ),
+        ('{"data": [{"text": "a"}]}', {"format": "jsonl"}, "no column text .*: data; are the rows in data"),
     ],
 )
 def test_unusable_data_is_one_line(folder, content, settings, message):
@@ -278,11 +264,23 @@ def test_a_label_is_the_same_in_any_format(folder):
         assert read(path, labels=[second, first]).labels == [second, first]
 
 
+def test_any_number_of_labels_for_a_row(folder):
+    put(folder, "dev.jsonl", '{"text": "bad", "label": ["art"]}')
+
+    def labels_of(*rows):
+        lines = [json.dumps({"text": f"text {number}", "label": row}) for number, row in enumerate(rows)]
+        path = put(folder, "a.jsonl", "\n".join(lines))
+        raw = read(path, kind=MULTILABEL_ROWS, validation="dev.jsonl", label_map={"old": None})
+        return [[raw.labels[each] for each in row] for row in raw.splits["train"]["label"]]
+
+    assert labels_of(["fun", "art"], [], ["art", "art"], ["art", "old"]) == [["fun", "art"], [], ["art"], ["art"]]
+    assert labels_of(["art"], []) == [["art"], []]
+    rejects("train: no row has a label, so there is nothing to learn", labels_of, [], [])
+    rejects("train: all 3 rows have the label art, so there is nothing to learn", labels_of, *[["art"]] * 3)
+
+
 SINGLE = [
-    (
-        ["bad", "boat"],
-        r"label holds \['bad', 'boat'\], a list: task=multilabel learns .*; task=classify learns one",
-    ),
+    (["bad", "boat"], r"label holds \['bad', 'boat'\], a list: task=multilabel learns .*; task=classify learns one"),
     ("['bad', 'boat']", "a list: task=multilabel learns several labels"),
     ("[1, 2]", "a list: task=multilabel learns several labels"),
     ([], "a list: task=multilabel learns several labels"),
@@ -541,7 +539,6 @@ def test_answers_that_are_not_where_they_should_be(folder):
         ('{"data": [\n}', r"dev\.json:2: not JSON: "),
         ('{"data": {}}', "is not SQuAD"),
         ('{"data": [{"paragraphs": 3}]}', r"dev\.json, data\[0\]: no list paragraphs"),
-        (squad(question("one"), question("one")), "1 bad rows, .*question one: an earlier row has the id one"),
         (squad(question("one")).replace("Norman:", "\\ud83d"), "half of a surrogate pair"),
         ('{"data": []}', "validation: no row is left"),
     ],
@@ -553,6 +550,7 @@ def test_broken_squad_is_one_line(folder, content, message):
 
 def test_a_question_whose_id_is_repeated_is_a_bad_row(folder):
     put(folder, "dev.json", squad(question("one"), question("one")))
+    read_questions(folder, message="1 bad rows, .*question one: an earlier row has the id one")
     raw = read_questions(folder, max_bad_rows=1)
     assert raw.splits["validation"]["id"][:] == ["one"] and raw.dropped["validation"].bad_rows == 1
 

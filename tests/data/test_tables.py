@@ -21,12 +21,9 @@ from saved_steps import flip
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from train.config import InputError, TrainConfig, check
-from train.data.records import kinds
+from train.config import TrainConfig, check
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
 from train.data.records.tables import LAUNCH, Tables, once_per_machine, open_tables
-from train.data.records.token_rows import TokenRows
-from train.data.shards.order import PADDING
 from train.run import compose as cli
 from train.system import progress
 from train.system.folders import sha256_file
@@ -227,10 +224,8 @@ def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
 def test_tables_with_more_bad_rows_than_this_run_allows_are_rejected(cfg, raw):
     made = open_tables(cfg, Words())
     assert is_reused(with_data(cfg, max_bad_rows=7), made)
-    with pytest.raises(
-        InputError, match=f"train: 1 bad rows, more than data.max_bad_rows=0 allows: {raw}:1202: 1 fields"
-    ):
-        open_tables(with_data(cfg, max_bad_rows=0), words := Words())
+    says = f"train: 1 bad rows, more than data.max_bad_rows=0 allows: {raw}:1202: 1 fields"
+    rejects(says, open_tables, with_data(cfg, max_bad_rows=0), words := Words())
     assert words.calls == []
 
 
@@ -267,10 +262,14 @@ def test_names_of_splits_that_are_taken_are_rejected(cfg):
         rejects("cannot be the name of a split", open_tables, with_data(cfg, more_validation={name: "x"}), Words())
 
 
-def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, monkeypatch):
+@pytest.fixture
+def three_ranks(monkeypatch):
     launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+
+
+def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ranks):
     codes, context = [], multiprocessing.get_context("fork")  # ranks have one parent, as torchrun's
     for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
         rank = context.Process(target=once_per_machine, args=(tmp_path, "key", prepare))
@@ -280,10 +279,9 @@ def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, monkeypa
     assert codes == [9, 0, 0]
 
 
-def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(tmp_path, monkeypatch):
-    launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(
+    tmp_path, three_ranks, monkeypatch
+):
     (tmp_path / f"{LAUNCH}{platform.node()}-99999999-1-0-key").touch()  # of a launch that has ended
     calls, together, another = [], threading.Barrier(3), threading.Event()
 
@@ -437,49 +435,3 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
     assert "  lines " not in said
     raw.write_text(raw.read_text() + '"good\nday",p\n')
     assert "  lines     1,205 read, 1,204 rows made of them; if no text has line ends" in command("seq_len=16")[1]
-
-
-class Several(Words):
-    """Any number of labels for a text, as a number for each of all labels."""
-
-    kind = replace(
-        CLASSIFY_ROWS, name="several", columns={"text": kinds.STRING, "label": datasets.List(kinds.STRING)}, tokens={}
-    )
-
-    @property
-    def types(self):
-        return super().types | {"labels": datasets.List(datasets.Value("float32"), length=len(self.labels))}
-
-    def features(self, rows, indices, *, split):
-        rows = {**super().features(rows, indices, split=split)}
-        labels = rows.pop("label")
-        return {**rows, "labels": [np.isin(np.arange(len(self.labels)), row).astype(float) for row in labels]}
-
-
-def test_any_number_of_labels_for_a_row(plain, tmp_path):
-    rows = [["fun", "art"], [], ["art", "art"], ["art", "old"]]
-    settings = {"train": "train.jsonl", "validation": "dev.jsonl", "label_map": {"old": None}, "max_bad_rows": 2}
-    cfg = with_data(plain, path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **settings)
-
-    def write(rows):
-        lines = (json.dumps({"text": f"good {number}", "label": row}) + "\n" for number, row in enumerate(rows))
-        (tmp_path / "train.jsonl").write_text("".join(lines))
-        (tmp_path / "dev.jsonl").write_text('{"text": "bad", "label": ["art"]}')
-
-    write([*rows, "fun", [["fun"]]])
-    made = open_tables(cfg, Several())
-    facts = made.facts["splits"]["train"]
-    assert made.facts["labels"] == ["art", "fun"] and facts["label_counts"] == {"art": 3, "fun": 1}
-    assert (
-        "train.jsonl:5: label holds 'fun', not a list; data.label_separator splits a text into labels"
-        in facts["bad_examples"][0]
-    )
-    drawn = TokenRows(made.features("train"), pad_id=0, lengths=[SEQ_LEN], columns={"labels": "labels"})
-    drawn = drawn.draw(np.array([[0, 1, 2, 3, PADDING]]))
-    assert drawn["inputs"]["labels"][0, :4].tolist() == [[1, 1], [0, 0], [1, 0], [1, 0]] and drawn["count"] == [8.0]
-    assert drawn["inputs"]["labels"][0, 4].isnan().all()
-    for rows, what in (([[], []], "no row has a label"), ([["art"]] * 3, "all 3 rows have the label art")):
-        write(rows)
-        rejects(f"train: {what}, so there is nothing to learn", open_tables, cfg, Several())
-    write([["art"], []])
-    assert open_tables(cfg, Several()).facts["labels"] == ["art"]

@@ -32,10 +32,7 @@ class Lines:
 
 
 def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tuple[int, Values]]:
-    """Yield each row with its line number. Files whose names end in .tsv are separated by tabs by default.
-
-    Raises InputError if the characters in the settings cannot form a dialect.
-    """
+    """Yield each row with its line number. Tabs separate .tsv by default. Raises InputError if marks in cfg collide."""
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if is_tsv and cfg.delimiter == "," else cfg.delimiter
     quote = cfg.quote

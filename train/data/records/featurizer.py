@@ -54,10 +54,7 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of the token rows for a batch of rows: one, several or none for each row.
-
-        `indices`: the index of each row in its split.
-        """
+        """Return the columns of the token rows, any number for each row, of rows that have `indices` in their split."""
         # In columns that new rows lack, such as the target, the values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:

@@ -236,14 +236,8 @@ def s3_copies(location: str, scratch: Path) -> Path:
     return scratch / "s3" / sha256_json(location)[:16]
 
 
-# ---- data sets of `datasets` ---------------------------------------------------------------------------------------
-
-
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """Return the splits that the settings name. A folder with a single data set has one split, which has no name.
-
-    Raises InputError if a split is missing.
-    """
+    """Return the splits that the settings name, or the only, nameless one. Raises InputError if a split is missing."""
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]

@@ -73,10 +73,7 @@ class Row:
         return all(name in self.values or name.split(".")[0] in self.values for name in names_in(self.columns[key]))
 
     def value(self, key: str) -> Any:
-        """Return the value of a key, or a list if it names several columns. Raises BadRow if there is none.
-
-        In a column's name, dots lead into objects.
-        """
+        """Return the value of a key, or a list if it names several columns. Raises BadRow if there is none."""
         column = self.columns[key]
         return [self.value_in(name) for name in column] if isinstance(column, tuple) else self.value_in(column)
 
@@ -84,7 +81,7 @@ class Row:
         if column in self.values:
             return self.values[column]
         value: Any = self.values
-        for name in column.split("."):
+        for name in column.split("."):  # dots lead into objects
             if not isinstance(value, dict) or name not in value:
                 raise BadRow(f"no {column}")
             value = value[name]

@@ -36,10 +36,7 @@ BATCH_ROWS = 500  # rows gathered in memory before they are written
 
 @dataclass(frozen=True)
 class Raw:
-    """Tables with the column `id`, a string, and the RowKind's columns that data.columns names.
-
-    Labels are ClassLabels.
-    """
+    """Tables with the column `id`, a string, and the RowKind's columns in data.columns. Labels are ClassLabels."""
 
     splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of data.more_validation
     labels: list[str]  # names by id; [] if the task has no labels
@@ -81,7 +78,8 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     for number, (split, table) in enumerate(splits.items(), start=0 if is_learnt else 1):
         check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
-        splits[split] = sample(table, most, seed, number)
+        if most is not None and most < len(table):
+            splits[split] = table.select(draw_rows(len(table), most, seed, number))
     if has_labels and is_learnt:
         num_rows, numbers = len(splits["train"]), column(splits["train"], kind.target)
         found = [labels[number] for number in np.unique(numbers)] or ["none"]
@@ -146,13 +144,6 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
         hint = f"none is in {shortlist(names, MAX_LISTED)}"
         hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
     check(rows[split] > 0, f"{split}: no row is left: {hint}")
-
-
-def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) -> datasets.Dataset:
-    """Return `most` rows drawn with the seed, in the order of the table; all rows if there are no more than that."""
-    if most is None or most >= len(table):
-        return table
-    return table.select(draw_rows(len(table), most, seed, stream))
 
 
 def read_texts(

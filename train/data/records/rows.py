@@ -16,8 +16,7 @@ from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 
 logger = logging.getLogger("train")
 
-MAX_NAMED = 10  # bad rows named per split
-SHOWN_CHARS = 300  # most characters about bad rows in an error, to keep it to one line
+MAX_NAMED, MAX_SHOWN = 10, 2  # bad rows named per split, and in an error
 MAX_LABELS = 1000  # distinct labels in the data; more suggest a wrong column
 COLUMN_ROWS = 100  # first rows of JSON lines from which the columns are taken, since a single row may lack some
 MAX_NUMBERS = 50  # distinct numbers as labels; more are scores, years or ids
@@ -48,13 +47,8 @@ class Dropped:
     def check(self) -> None:
         """Raise InputError if there are more bad rows than allowed."""
         what = f"{self.split}: {self.bad_rows:,} bad rows, more than data.max_bad_rows={self.limit} allows"
-        shown = self.bad_examples[:1]
-        for example in self.bad_examples[1:]:
-            if len("; ".join([*shown, example])) > SHOWN_CHARS:
-                break
-            shown.append(example)
-        hint = "" if self.bad_rows <= len(shown) else "; ..."
-        check(self.bad_rows <= self.limit, f"{what}: {'; '.join(shown)}{hint}")
+        shown = "; ".join(self.bad_examples[:MAX_SHOWN]) + ("; ..." if self.bad_rows > MAX_SHOWN else "")
+        check(self.bad_rows <= self.limit, f"{what}: {shown}")
 
     def facts(self) -> dict[str, Any]:
         lines = {"read_lines": self.read_lines, "read_rows": self.read_rows}
@@ -152,9 +146,7 @@ def examples(
     """Yield each row with the columns of `kind`; a label is its name. Bad rows are counted in `dropped`.
 
     If `dropped` is None, the rows are new: the data may lack the target unless its key is in `named`, and an unknown
-    label is None.
-
-    Raises InputError if a column is missing, or if a new row is bad.
+    label is None. Raises InputError if a column is missing, or if a new row is bad.
     """
     is_new, number = dropped is None, -1
     ids: set[str] = set()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from train.config import InputError, RecordsConfig, S3Config, Unreachable, check, shortlist
+from train.config import InputError, RecordsConfig, S3Config, check, shortlist
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
@@ -83,9 +83,6 @@ def is_named(name: str) -> bool:
     return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class S3File:
     folder: S3Folder = field(compare=False)
@@ -104,12 +101,11 @@ class S3File:
 
     def download(self, root: Path) -> Path:
         """Copy the file to a path below `root`, and return that path."""
-        path, size = root / self.name, self.head().size
+        path = root / self.name
+        self.head()  # it may not exist
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.folder.download(self.name, path)
-        if path.stat().st_size != size:
-            raise Unreachable(f"{self}: {path.stat().st_size} bytes came instead of {size}")
         return path
 
 
@@ -142,10 +138,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Return the files that match `pattern`; None: the only file.
-
-    They are below `location` or, if that is a file, next to it.
-    """
+    """Return the files that match `pattern`, or the only one, below `location` or, if that is a file, next to it."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)
@@ -208,9 +201,6 @@ def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
     root = local_path(cfg.path)
     check(root.is_dir(), f"data.path={cfg.path} is not a folder; data.format=saved reads what save_to_disk wrote")
     return [path for path in sorted(root.rglob("*")) if path.is_file()]
-
-
-# ---- the Hub --------------------------------------------------------------------------------------------------------
 
 
 def hub_version(cfg: RecordsConfig) -> str:

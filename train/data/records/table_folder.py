@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from train.config import InputError, RecordsConfig, check, flatten
+from train.data.files.errors import naming
 from train.system.atomic_io import write_atomic
 from train.system.checksums import check_entries, read_verified, sealed, unsealed
 from train.system.folders import Folder, LocalFolder, canonical_json, sha256_file
@@ -86,10 +87,8 @@ def find_facts(folder: Folder) -> Facts | None:
     """Return the facts in a folder's tables.json; None if there is none. Raises InputError if it cannot be used."""
     if folder.size(NAME) is None:
         return None
-    try:
+    with naming(f"{folder.location}/{NAME} is damaged", (), "; prepare the data again"):
         return parse_facts(folder.read(NAME))
-    except BadContent as error:
-        raise InputError(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
 
 
 def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
@@ -100,9 +99,6 @@ def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
     except (FileNotFoundError, NotADirectoryError, InputError):
         return None
     return facts
-
-
-# ---- saved tables --------------------------------------------------------------------------------------------------
 
 
 def save(folder: Path, target: Folder) -> None:

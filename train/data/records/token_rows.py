@@ -54,10 +54,7 @@ def is_list(kind: DataType) -> bool:
 
 
 def input_dtype(column: ChunkedArray, name: str) -> np.dtype:
-    """Return the dtype of the input made from a column: int64 for integers and booleans, a float dtype unchanged.
-
-    Raises InputError if the column has a different type, or null values.
-    """
+    """Return int64 for integers and booleans, a float dtype unchanged. Raises InputError if a column has others."""
     parts = [chunk.values if hasattr(chunk, "values") else chunk for chunk in column.chunks]
     kinds = {str(part.type) for part in parts}
     check(kinds <= NUMBERS, f"column {name} holds {', '.join(sorted(kinds))}: an input of the model must be numbers")
@@ -87,10 +84,9 @@ class TokenRows:
     ) -> None:
         """Map the table. `lengths`: the padded lengths, ascending; each row gets the first one that it fits into.
 
-        `columns`: the column of numbers for each further input; the input `labels` has the classes.
-        `weights`: [labels] float, the weight of the rows of each class; None: 1.
-
-        Raises InputError if a column is missing or not numeric, or a row is longer than the last of `lengths`.
+        `columns`: the column of numbers for each further input; the input `labels` has the classes. `weights`: [labels]
+        float, the weight of the rows of each class; None: 1. Raises InputError if a column is missing or not numeric,
+        or a row is longer than the last of `lengths`.
         """
         missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
         check(not missing, f"the data has no column {', '.join(missing)}; there are {shortlist(table.column_names)}")
