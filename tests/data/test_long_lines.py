@@ -28,15 +28,8 @@ RECORDED = {
     "train": "6823d4052a53f7c189237163a1191b3ccd7c2d27640048f8f7e58d14491263e8",
     "validation": "299f7e81041b9fe8b433037586b94289b98586fa17f2cae144bcfc95664c954a",
 }
-SPECIAL = {
-    "unk_token": "<unk>",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-    "pad_token": "<pad>",
-}
-
-
+PIECES = ["<unk>", "[CLS]", "[SEP]", "[MASK]", "<pad>"]
+SPECIAL = dict(zip(("unk_token", "cls_token", "sep_token", "mask_token", "pad_token"), PIECES, strict=True))
 SQUAD = (
     """{{"data": [{{"paragraphs": [{{"context": "{}", "qas": [{{"id": "1", "question": "a", "answers": []}}]}}]}}]}}"""
 )
@@ -82,7 +75,7 @@ def lines_as_before(line: str) -> list[str]:
 def test_ordinary_text_gives_the_same_shards_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)  # documents are held out by their hash alone
     monkeypatch.setattr(preparation, "LONG_CHARS", MAX_LINE_CHARS)
-    pieces = [*SPECIAL.values(), *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
+    pieces = [*PIECES, *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
     model = models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>")
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -6,13 +6,13 @@ import pytest
 from rejections import rejects
 from running import prepare_config, write_corpus
 from test_corpus import hub, in_parts, texts, write_rows
-from test_prepare import Killed, check_streams, content
+from test_prepare import check_streams, content, killed_in
 from tokenizers import Tokenizer
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFDataset
 from train.data.random_bits import text_uniform
 from train.data.shards.format import read_manifest
-from train.data.text import corpus_files, encoding, preparation
+from train.data.text import corpus_files, preparation
 from train.data.text.corpus import open_corpus
 from train.tools import prepare
 
@@ -96,17 +96,7 @@ def test_processes_jobs_and_a_kill_change_nothing(paths, prepared, tmp_path, mon
     for part in ("2/2", "1/2"):
         assert prepare.prepare(mixed(tmp_path / "jobs", paths, *given, f"part={part}", "processes=1")) is None
     prepare.prepare(mixed(tmp_path / "jobs", paths, *given, "merge=true"))
-    kept, calls = preparation.write_shard, []
-
-    def dying(*arguments):
-        calls.append(arguments)
-        if len(calls) == 9:
-            raise Killed
-        return kept(*arguments)
-
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(encoding, "CHUNK_CHARS", 1000)
-        patched.setattr(preparation, "write_shard", dying)
+    with killed_in(preparation, "write_shard", 9):
         prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
     prepare.prepare(mixed(tmp_path / "killed", paths, *given, "processes=1"))
     made = [content(tmp_path / name) for name in ("1", "2", "jobs", "killed")]
@@ -138,10 +128,7 @@ def test_each_kind_of_corpus_is_read_so(kind, tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            "corpus.weights=[1,2,3]",
-            r"corpus.weights=\[1, 2, 3\] has 3 numbers, and 2 corpora are given: .*, .*own.txt;",
-        ),
+        ("corpus.weights=[1,2,3]", r"weights=\[1, 2, 3\] has 3 numbers, and 2 corpora are given: .*, .*own.txt;"),
         ("corpus.weights=[1,0]", r"corpus.weights=\[1, 0\] must be a list of numbers above 0"),
         ("corpus.weights=3", "corpus.weights=3 must be a list"),
         ("corpus.path=[]", r"corpus.path=\[\] must be a file, a folder or a glob"),

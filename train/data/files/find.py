@@ -51,13 +51,8 @@ def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, l
 def each_once(paths: list[Path]) -> list[Path]:
     """Return the paths, without links to files that are among the paths."""
     links = {path for path in paths if path.is_symlink()}
-    for path in links:
-        try:
-            path.stat()
-        except OSError as error:
-            raise InputError(f"{path} is a link that leads nowhere: {error.strerror}; remove it") from error
-    listed = {path.resolve() for path in paths if path not in links} if links else set()
-    twice = {path for path in links if path.resolve() in listed}
+    listed = {os.path.realpath(path) for path in paths if path not in links} if links else set()
+    twice = {path for path in links if os.path.realpath(path) in listed}
     for path in sorted(twice):
         report_left_out(path)
     return [path for path in paths if path not in twice]

@@ -56,9 +56,8 @@ def csv_rows(
 ) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
     """Return the columns that the header names, and an iterator of the first line number and values of each row.
 
-    `name`: the file, for errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`.
-
-    Without a header the names are None, and the columns 0, 1, ... Raises InputError if a header cannot be used.
+    `name`: the file, for errors; `settings`: see `unreadable`; `dialect`: from `csv_dialect`. Without a header the
+    names are None, and the columns 0, 1, ... Raises InputError if a header cannot be used.
     """
     records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None

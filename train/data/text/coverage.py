@@ -125,10 +125,8 @@ def num_dropped(texts: Iterable[str], encodings: Iterable[Encoding]) -> int:
 
 
 def unused_capitals(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a warning if a vocabulary has pieces with capital letters that the tokenizer never uses, else "".
-
-    transformers lowercases all text if a cased vocab.txt has no tokenizer_config.json next to it.
-    """
+    """Return a warning if a vocabulary has pieces with capital letters that the tokenizer never uses, else ""."""
+    # transformers lowercases all text if a cased vocab.txt has no tokenizer_config.json next to it.
     fast = tokenizer.backend_tokenizer
     if fast.normalizer is None or fast.normalizer.normalize_str("A").strip(" ▁") != "a":
         return ""

@@ -91,10 +91,7 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray,
 
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
-    """Yield encoded documents in order, a chunk at a time.
-
-    A thread encodes the next chunks meanwhile, since tokenizers release the GIL.
-    """
+    """Yield encoded documents in order, a chunk at a time. A thread encodes the next ones, as the GIL is released."""
     tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False  # only packing inserts these

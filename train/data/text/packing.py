@@ -35,8 +35,7 @@ class Packer:
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
         """Append documents, and return the sequences that are full now.
 
-        `tokens`: int32, the tokens of all documents, concatenated, without special tokens. `lengths`: int64, the number
-        of tokens in each document.
+        `tokens`: int32, of all documents, concatenated, without special tokens. `lengths`: int64, of each document.
         """
         stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)

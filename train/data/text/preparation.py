@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from train.config import CorpusConfig, InputError, PrepareConfig, check
+from train.config import CorpusConfig, InputError, PrepareConfig, check, shortlist
+from train.data.files.errors import naming
 from train.data.random_bits import text_uniform
 from train.data.shards.format import (
     ROW_TENSORS,
@@ -38,7 +39,6 @@ SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
 ROWS_APART = 2**40  # distance between the indices of two parts' first sequences, so that each draws different cuts
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
 MOST_WEIGHED_CHARS = 64 * 2**20  # a larger corpus is not read twice to measure it, because chance evens out
-MOST_NAMED = 8  # parts named in a message
 LONG_CHARS = 2**16  # a longer document is divided between the splits
 TOKENS_OF = "train_tokens_"  # prefix of a count's name; the number of the corpus, from 1, follows
 OVERLAP = "documents_in_validation_too"  # a count: training documents left out because they are in corpus.validation
@@ -149,13 +149,12 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
     """Return a part's state; None if it has not begun. Raises InputError if it is damaged or of another preparation."""
     name = state_name(part)
     try:
-        state = PartState.from_bytes(folder.read(name))
+        content = folder.read(name)
     except FileNotFoundError:
         return None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{folder.location}/{name} is damaged ({error}); remove it and prepare the part again"
-        ) from error
+    hint = "; remove it and prepare the part again"
+    with naming(f"{folder.location}/{name} is damaged", (SafetensorError, ValueError, KeyError, TypeError), hint):
+        state = PartState.from_bytes(content)
     if state.identity != identity:
         raise InputError(f"{folder.location}/{name} is from a preparation with other settings; choose another output")
     return state
@@ -275,9 +274,6 @@ class Preparation:
         return state.finished
 
 
-# ---- the merge ------------------------------------------------------------------------------------------------------
-
-
 def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
     """Write the manifest of a preparation whose parts are all finished, and remove the files with their states.
 
@@ -288,18 +284,18 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     states = [read_state(folder, part, identity) for part in parts]
     missing = [part for part, state in zip(parts, states, strict=True) if state is None or not state.finished]
     if missing:
-        what = listed([f"part {part}" for part in missing])
-        raise InputError(f"{folder.location}: {what} not finished; part={missing[0]} continues the first")
+        what = shortlist(f"part {part}" for part in missing)
+        raise InputError(f"{folder.location}: not finished: {what}; part={missing[0]} continues the first")
     ready = [state for state in states if state is not None]
     info = ready[0].tokenizer
     sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
     other = [f"part {part}" for part, state in zip(parts, ready, strict=True) if state.tokenizer.sha256 != sha256]
-    check(not other, f"{folder.location}: the tokenizer of {listed(other)} not the published one; prepare all again")
+    check(not other, f"{folder.location}: not the published tokenizer: {shortlist(other)}; prepare all again")
     splits = {split: [shard for state in ready for shard in state.shards[split]] for split in SPLITS}
     names = set(folder.names())
     lost = [shard.file for shards in splits.values() for shard in shards if shard.file not in names]
     hint = f"remove the {STATE_NAMES}... file of the same number and prepare the part again"
-    check(not lost, f"{folder.location}: {listed(lost)} gone; {hint}")
+    check(not lost, f"{folder.location}: gone: {shortlist(lost)}; {hint}")
     done = {name: sum(state.done[name] for state in ready) for name in ready[0].done}
     unknown_share(done["unknown_tokens"], done["tokens"], "the tokenizer reads the corpus")
     for split in SPLITS:
@@ -324,12 +320,6 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     )
     remove_states(folder)
     return manifest
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names with "is" or "are", such as "part 3/64, part 5/64 and 12 more are"."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 def remove_states(folder: Folder) -> None:

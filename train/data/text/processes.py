@@ -30,10 +30,7 @@ def most_processes() -> int:
 
 
 def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report, num_processes: int) -> None:
-    """Prepare the parts in processes. A process that has finished a part takes the next one.
-
-    If a process fails, its error is raised here and the other processes are stopped.
-    """
+    """Prepare the parts in processes, one after the other in each. The error of one is raised, and the others stop."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     threads = max(1, usable_cpus() // num_processes)
     waiting = iter(parts)

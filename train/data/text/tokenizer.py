@@ -48,7 +48,6 @@ FILES = [
     "*.model",
 ]  # the files to fetch from the Hub
 PIECES = ("tokenizer.json", "vocab*", "*.model")
-NO_PIECES = "it has no tokenizer.json or vocabulary file"
 ANY_FAST = "PreTrainedTokenizerFast"  # the class that transformers 4 names for a tokenizer.json of any model
 # The trial loads a tokenizer.json, and encodes text of all scripts with it. If its tables are damaged, the library's
 # Rust code panics or ends the process, which `except` cannot catch. Every 97th character of CJK, of Hangul and of the
@@ -87,10 +86,7 @@ def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalize
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int, train_bytes: int, lowercase: bool, strip_accents: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Learn a unigram vocabulary of `vocab_size` pieces from the first `train_bytes` of the texts.
-
-    Raises InputError if the text is too small for this number of pieces; the message says how many it allows.
-    """
+    """Learn a unigram vocabulary from the first `train_bytes` of the texts. Raises InputError if they are too few."""
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
     model, failures = io.BytesIO(), list[BaseException]()
 
@@ -192,7 +188,8 @@ def load_tokenizer(
             folder = fetched(source, FILES)
             config = tokenizer_config(source, folder)
             has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
-            check(has_pieces, f"tokenizer {source} cannot be loaded: {NO_PIECES}{models_below(folder)}")
+            no_pieces = f"it has no tokenizer.json or vocabulary file{models_below(folder)}"
+            check(has_pieces, f"tokenizer {source} cannot be loaded: {no_pieces}")
             if (folder / "tokenizer.json").is_file():
                 try_tokenizer(folder)
             tokenizer = AutoTokenizer.from_pretrained(
@@ -209,10 +206,6 @@ def load_tokenizer(
         tokenizer.is_fast,
         f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
         "characters a token is from; choose a fast one (tokenizer.json)",
-    )
-    check(
-        len(tokenizer) > len(tokenizer.all_special_ids),  # transformers makes an empty one if there is no file
-        f"tokenizer {source} cannot be loaded: {NO_PIECES}",
     )
     for name in needs:
         check(getattr(tokenizer, name) is not None, f"tokenizer {source} has no {name}, which the model needs")
@@ -231,10 +224,7 @@ def load_tokenizer(
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
-    """Add tokens to a tokenizer, with the ids after its last one.
-
-    Raises InputError if it has one of the tokens already, or would not find one in a text.
-    """
+    """Add tokens with the ids after the last one. Raises InputError if one is known already, or not found in a text."""
     known, first = tokenizer.get_vocab(), len(tokenizer)
     ok = not tokens or max(known.values()) < first
     check(ok, f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow")
@@ -287,15 +277,13 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' tables and progress bars. Our one-line errors contain their important parts."""
-    level, had_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
+    level = their_logging.get_verbosity()
     their_logging.set_verbosity_error()
     their_logging.disable_progress_bar()
     try:
         yield
     finally:
         their_logging.set_verbosity(level)
-        if had_bars:
-            their_logging.enable_progress_bar()
 
 
 def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> None:
