@@ -83,11 +83,8 @@ def test_a_published_model_learns_on(published, tmp_path, architecture):
     assert exported.config.model_type == architecture
     assert json.loads((tmp_path / "run/environment.json").read_text())["identity"]["task.max_ngram"] == 1
     other = published["bert" if architecture == "roberta" else "roberta"] / "data"
-    rejects(
-        f"prepare .* with tokenizer.pretrained={folder / 'model'}",
-        train_with,
-        recipe(name, tmp_path / "other", other, *given),
-    )
+    says = f"prepare .* with tokenizer.pretrained={folder / 'model'}"
+    rejects(says, train_with, recipe(name, tmp_path / "other", other, *given))
 
 
 def test_a_checkpoint_without_a_head_says_what_is_new(published, tmp_path, capsys):

@@ -186,10 +186,7 @@ def test_a_vocabulary_names_no_numbers_far_behind_its_end(model):
     content = json.loads((model / "tokenizer.json").read_text())
     content["model"]["vocab"]["sat"] = 2**32 - 1
     edit(model / "tokenizer.json", **content)
-    says = (
-        "piece 'sat' has the id 4294967295, though there are only 10 pieces|it has no tokenizer.json"  # tokenizers 0.22
-    )
-    rejects(says, load_tokenizer, str(model))
+    rejects("piece 'sat' has the id 4294967295, though there are only .* pieces", load_tokenizer, str(model))
 
 
 def test_what_published_models_hold_beside_their_sizes_is_accepted(model, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from rejections import rejects
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM
 from transformers.activations import ACT2FN
@@ -102,18 +101,3 @@ def test_special_tokens_outside_of_the_vocabulary_are_left_out():
     assert [build(name).network.config.eos_token_id for name in ("modernbert", "albert", "bert")] == [None, 3, None]
     whole = ModelConfig(architecture="modernbert", **COMMON, vocab_size=50368)
     assert model_config(whole, vocab_size=V, pad_id=0).eos_token_id == 50282
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"architecture": "bert", "embedding_size": 16}, "model.embedding_size=16: bert has no such size"),
-        # Its positions begin behind the padding.
-        ({"architecture": "roberta", "embedding_size": None, "max_positions": 24}, "than the model's 23 positions"),
-        ({"architecture": "gpt2", "embedding_size": None, "intermediate_size": None}, "is not an encoder of text"),
-        ({"architecture": "deberta-v2", "embedding_size": None, "initializer_range": 0.0}, "must be above 0"),
-        ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_rejected(changes, says):
-    rejects(says, build, "albert", **changes)

@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from train.config import check
-from train.models.network import ADDING, CHOOSING, Network, repeated_layers
+from train.models.network import ADDING, CHOOSING, PROJECTIONS, Network, repeated_layers
 
 KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures for which tests compare the parts with the whole network
-PROJECTIONS = ("embeddings_project", "embedding_hidden_mapping_in")  # from embeddings to layers, in ELECTRA and ALBERT
 
 
 class Reached(Exception):
@@ -76,8 +75,7 @@ class Chain:
     def cut(self, num_parts: int) -> list[range]:
         """Cut the layers into `num_parts` non-empty parts so that the most expensive part costs as little as possible.
 
-        The cost is the number of multiplications for a token. It leaves out attention, which costs the same in each
-        layer.
+        The cost is the number of multiplications for a token, without attention, which costs the same in each layer.
         """
         before, after = products(self.before), products(self.after) * self.head_share
         costs = [products([layer]) for layer in self.layers]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from train.config import HeadSize, InputError, ModelConfig, check
+from train.data.files.errors import naming
 from train.models.model_sizes import Shape
 from train.models.network import Network, freeze, repeated_layers
 from train.models.pretrained import add_rows, read_model_config, read_weights
@@ -96,11 +98,6 @@ class MaskedLM(Network):
 class OrderedMaskedLM(MaskedLM):
     """A masked language model that also predicts whether the two segments of a sequence are in their original order."""
 
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset(), attention: str = "auto") -> None:
-        super().__init__(network, new, attention)
-        if hasattr(network, "sop_classifier"):
-            network.sop_classifier.dropout.p = 0.0  # Google's pretraining has no dropout here.
-
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         # Returns MaskedLM's logits [B, P, V], and logits [B, 2] of the segments' order: original, swapped.
         output = self._run(input_ids, token_type_ids, positions)
@@ -139,6 +136,8 @@ def build_masked_lm(
             config.model_type in ORDER_LOGITS, f"task.sop=true needs a model of type {known}, not {config.model_type}"
         )
         made = make_network(AutoModelForPreTraining, cfg, config, seq_len, what="model to pretrain")
+        if hasattr(made[0], "sop_classifier"):
+            made[0].sop_classifier.dropout.p = 0.0  # Google's pretraining has no dropout here.
     else:
         made = make_network(AutoModelForMaskedLM, cfg, config, seq_len, what="masked language model")
     if new_rows:
@@ -202,15 +201,10 @@ def check_reads(network: PreTrainedModel, seq_len: int) -> None:
     hooks = [layer.register_forward_pre_hook(stop) for layer in repeated_layers(network)[:1]]
     modes = {module: module.training for module in network.modules()}
     row = torch.full((1, seq_len), 0 if network.config.pad_token_id else 1)  # Padding would have no position.
+    cannot = f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens"
     try:
-        network.base_model.eval()(input_ids=row)  # Dropout would draw random numbers.
-    except Reached:
-        pass
-    except Exception as error:  # The architecture's code may raise anything.
-        why = " ".join(str(error).split())
-        raise InputError(
-            f"this {network.config.model_type} cannot read a row of seq_len={seq_len} tokens: {why}"
-        ) from error
+        with naming(cannot, (Exception,)), suppress(Reached):  # The architecture's code may raise anything.
+            network.base_model.eval()(input_ids=row)  # Dropout would draw random numbers.
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -326,12 +320,9 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     if transformers cannot build the model, or if it exceeds this machine's memory.
     """
     check_memory(config)
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # The architecture's code may raise anything.
-        why = " ".join(str(error).split())
-        raise InputError(f"transformers cannot build a {config.model_type} from this configuration: {why}") from error
+    cannot = f"transformers cannot build a {config.model_type} from this configuration"
+    with naming(cannot, (Exception,)), torch.device("meta"):  # The architecture's code may raise anything.
+        model = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=False)
     tables = [module for name, module in model.named_modules() if name.split(".")[-1] == "position_embeddings"]
     first = [-1 if (padding := getattr(table, "padding_idx", None)) is None else padding for table in tables]
     limits = [len(table.weight) - padding - 1 for table, padding in zip(tables, first, strict=True)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
+from train.config import HeadSize, ModelConfig, TrainConfig, check
+from train.data.files.errors import naming
 from train.system.folders import Folder, LocalFolder, is_s3, local_path
 from train.system.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
-MAX_CONFIG_BYTES = 2**20
 CONFIGS = ("config.json", "export/config.json", "model/config.json")  # in a transformers folder, or in a run folder
 
 
@@ -164,10 +164,7 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
 
 
 def check_layers(cfg: TrainConfig) -> None:
-    """Raise InputError if a model of known sizes has fewer layers than the pipeline has parts.
-
-    The same error is raised if optim.layer_decay is set and the layers share their weights.
-    """
+    """Raise InputError if a pipeline has more parts than layers, or if layers with optim.layer_decay share weights."""
     is_cut, has_rates = cfg.parallel.num_parts > 1, cfg.optim.layer_decay is not None
     shape = find_shape(cfg.model) if is_cut or has_rates else None
     if shape is not None and is_cut:
@@ -183,20 +180,12 @@ def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """Return the sizes in a folder's config.json. Raises InputError if it is damaged.
-
-    The result is None if there is no such file, or if DEFAULTS does not have its architecture.
-    """
-    sizes = ((name, folder.size(name)) for name in CONFIGS)
-    name, num_bytes = next(((name, num_bytes) for name, num_bytes in sizes if num_bytes is not None), ("", 0))
-    if not name:
+    """Return the sizes in a folder's config.json, or None like `shape_of`. Raises InputError if it is damaged."""
+    name = next((name for name in CONFIGS if folder.size(name) is not None), None)
+    if name is None:
         return None
-    path = f"{folder.location}/{name}"
-    check(num_bytes <= MAX_CONFIG_BYTES, f"{path} is larger than any configuration of transformers")
-    try:
+    with naming(f"{folder.location}/{name} is damaged", ()):
         return shape_of(read_object(folder.read(name)))
-    except BadContent as error:
-        raise InputError(f"{path} is damaged: {error}") from error
 
 
 def shape_of_model(model: Any) -> Shape | None:
@@ -206,10 +195,7 @@ def shape_of_model(model: Any) -> Shape | None:
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:
-    """Return the sizes in a config.json, with transformers' defaults; None if DEFAULTS has no such architecture.
-
-    Raises BadContent if a size is not an integer in the accepted range.
-    """
+    """Return the sizes in a config.json; None without an architecture in DEFAULTS. Raises BadContent if one is bad."""
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None

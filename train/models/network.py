@@ -79,8 +79,7 @@ class Network(nn.Module):
     def distances(self) -> dict[nn.Parameter, int]:
         """Return the distance of each encoder parameter to the head: 1 in the last layer, most in the embeddings.
 
-        Parameters outside layers and embeddings are left out. Raises InputError if the layers share their weights, or
-        are not known.
+        Parameters outside layers and embeddings are left out. Raises InputError if layers are shared or not known.
         """
         base, depth = self.network.base_model, self.network.config.num_hidden_layers
         stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
@@ -165,10 +164,9 @@ class Network(nn.Module):
     def compile_encoder(self, optimised: Callable[[Any], Any]) -> int:
         """Replace the forward of the module of all layers, or else of the whole model, by `optimised(forward)`.
 
-        Returns the number of graphs per input shape.
-
-        The embeddings are outside, because compiled kernels would add their gradients in any order. The mask is made
-        outside, too: inside a graph transformers makes one even if it hides nothing, and attention would read it.
+        Returns the number of graphs per input shape. The embeddings are outside, because compiled kernels would add
+        their gradients in any order. The mask is made outside, too: inside a graph transformers makes one even if it
+        hides nothing, and attention would read it.
         """
         module = self.encoder or self
         module.forward = optimised(module.forward)

@@ -15,10 +15,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from train.config import InputError, check, shortlist
+from train.data.files.errors import naming
 from train.data.text.tokenizer import quiet
 from train.system.hub_access import asking_hub, fetched, why_missing
 from train.system.model_folder import models_below, read_model_json
-from train.system.schema import BadContent, FileName, of_type, read_object
+from train.system.schema import FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files
@@ -64,7 +65,6 @@ def read_weights(
         raise InputError(unavailable(source, error)) from error
     missing, inside = set(info["missing_keys"]), set(network.base_model.parameters())
     encoder = {name for name, p in network.named_parameters() if p in inside and ".pooler." not in name}
-    check(not encoder <= missing, f"{source} claims to be a {config.model_type}, but holds no weights of its encoder")
     lacking = sorted(encoder & missing)
     check(not lacking, f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}")
     prefix = f"{network.base_model_prefix}."
@@ -157,10 +157,8 @@ def read_model_config(source: str) -> PreTrainedConfig:
 def check_weights(folder: Path) -> None:
     """Raise InputError if weights are not safetensors, are quantised or damaged, or an index names a missing file."""
     for path in folder.glob("*.index.json"):
-        try:
+        with naming(str(path), ()):
             files = of_type(dict[str, FileName], read_object(path.read_bytes()).get("weight_map"), "weight_map")
-        except BadContent as error:
-            raise InputError(f"{path}: {error}") from error
         missing = sorted({file for file in files.values() if not (folder / file).is_file()})
         check(not missing, f"{path} names {', '.join(missing[:3])}, which does not exist")
     paths = list(folder.glob("model*.safetensors"))
@@ -171,11 +169,9 @@ def check_weights(folder: Path) -> None:
         f"cd {shlex.quote(str(folder))} && {CONVERT}",
     )
     for path in paths:
-        try:
-            with safe_open(path, "pt") as file:
-                kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is damaged, or is a Git LFS pointer: {error}") from error
+        damaged = f"{path} is damaged, or is a Git LFS pointer"
+        with naming(damaged, (SafetensorError, OSError)), safe_open(path, "pt") as file:
+            kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
         for name, kind in kinds.items():
             check(
                 not kind.startswith(QUANTISED),

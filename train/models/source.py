@@ -35,9 +35,6 @@ NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
 EXPORTING = "BARETRAIN_EXPORTING"  # environment variable: the runs that parent processes are exporting, one a line
 
 
-# ---- locations -----------------------------------------------------------------------------------------------------
-
-
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
     """Return cfg with `pretrained` and `tokenizer` as local folders or Hub ids, and without `init_from`.
 
@@ -134,15 +131,8 @@ def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> 
     return str(made_once(make_folder(cache / "models") / sha256_json(made_of)[:16], make))
 
 
-# ---- tokenizer -----------------------------------------------------------------------------------------------------
-
-
 def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that resolved settings name, without truncation and padding.
-
-    Raises InputError if it cannot be loaded, is not a fast tokenizer, lacks a special token, or if its vocabulary
-    differs from the weights'.
-    """
+    """Return the tokenizer that resolved settings name. Raises InputError unless it is usable and fits the weights."""
     source = cfg.tokenizer or cfg.pretrained
     if source is None:
         raise InputError("model.tokenizer is not set, and a new model has no tokenizer: name a Hub id, folder or run")
