@@ -62,10 +62,7 @@ LISTS = [[5, 6]] * 3
         ({"tokens": LISTS, "pivot": [2, 3, 1]}, "column pivot holds values from 1 to 3; they must be from 0 to 2"),
         ({"tokens": LISTS, "pivot": [-1, 2, 1]}, "column pivot holds values from -1 to 2; they must be from 0 to 2"),
         ({"tokens": LISTS, "pivot": [0.5, 2, 1]}, "column pivot holds double in the rows from 0;"),
-        (
-            {"tokens": LISTS, "same_document": [300, 0, 1]},
-            "column same_document holds values from 0 to 300; they must be from 0 to 1",
-        ),
+        ({"tokens": LISTS, "same_document": [300, 0, 1]}, "same_document holds values from 0 to 300; they must be"),
         ({"tokens": LISTS, "same_document": [None, 0, 1]}, "column same_document holds int64 with 1 nulls"),
         ({"tokens": [[1, 1]] * 3}, "100.00% unknown tokens"),
     ],

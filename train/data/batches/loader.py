@@ -146,13 +146,10 @@ class MaskedRows:
 
 
 class MultiBatch(Dataset[Batch]):
-    """A data set that draws several micro batches per call from a Drawable.
+    """A data set that draws several micro batches per call, since each call and each tensor passed on costs time.
 
-    Each call costs time in the loader, and so does each tensor that is passed between processes.
-
-    If a micro batch cannot be drawn, the batch has those before it, and the exception as "failure". The exception
-    passes through processes and threads like a batch, so that the rank can report it to the other ranks at the end of a
-    step instead of leaving them waiting.
+    If a micro batch cannot be drawn, the batch has those before it, and the exception as "failure". So the rank can
+    report it to the other ranks at the end of a step instead of leaving them waiting.
     """
 
     def __init__(self, dataset: Drawable) -> None:
@@ -246,8 +243,7 @@ def check_shared_memory(
     check(
         needed_bytes <= free_bytes,
         f"{SHARED_MEMORY} has {free_bytes / 1e6:,.3g} MB free, and the loader processes of this machine keep "
-        f"batches of {needed_bytes / 1e6:,.3g} MB there (data.num_workers={num_workers}): "
-        f"{LARGER}",
+        f"batches of {needed_bytes / 1e6:,.3g} MB there (data.num_workers={num_workers}): {LARGER}",
     )
 
 
