@@ -290,9 +290,6 @@ def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path
         assert sorted(in_parts(corpus, count)) == sorted(whole)
 
 
-# ---- text ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_usual_separator_is_the_same_as_the_expression():
     for character in map(chr, range(0x3100)):
         for line in (character, f"{character}\n", f" {character}", f"{character}x\n"):
@@ -305,9 +302,6 @@ def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path):
     for content in (b"plain text", whole[: len(whole) // 2], whole[:-4], whole[:-1] + b"?", whole[:10] + b"\xff" * 20):
         path.write_bytes(content)
         assert error_of("text", path).startswith(f"{path} cannot be read: ")
-
-
-# ---- parquet -------------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_string_column_is_read(tmp_path):
@@ -334,9 +328,6 @@ def test_bad_parquet_is_rejected_before_anything_is_read(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content[:4] + bytes(1996) + content[2000:])
     assert error_of("parquet", tmp_path).startswith(f"{path} cannot be read as Parquet: ")
-
-
-# ---- hf ------------------------------------------------------------------------------------------------------------
 
 
 def test_data_sets_follow_each_other_and_rows_can_be_joined(tmp_path):
@@ -388,9 +379,6 @@ def test_bad_rows_of_a_data_set_are_named(tmp_path):
     path.write_text('{"text": "a"}\n{"text": nul')
     rejects(r"data set json .*: .*JSON parse error", texts, hub(HFDataset(path="json", data_files=str(path))))
     rejects("rows_per_document=0", hub, HFDataset(path="json", rows_per_document=0))
-
-
-# ---- pydocs --------------------------------------------------------------------------------------------------------
 
 
 def test_the_python_documentation_is_topics_and_docstrings():

@@ -62,9 +62,6 @@ def test_capitals_of_words_and_names_carry_no_meaning_of_their_own(word):
     assert not has_inner_capitals(word)
 
 
-# ---- unknown tokens ------------------------------------------------------------------------------------------------
-
-
 def test_text_that_the_tokenizer_cannot_read_is_rejected_early_and_some_is_said(corpus, prepared, tmp_path, capsys):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     lines = corpus.read_text().splitlines()
