@@ -26,7 +26,7 @@ FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": "parallel/xla",
     "boto3": "system/s3",
-    "psutil": "system/rank_setup observe/monitor tools/doctor/checks",
+    "psutil": "system/memory system/rank_setup observe/monitor tools/doctor/checks",
     "pynvml": "observe/monitor tools/doctor/checks",
     "matplotlib": "observe/report/figures",
     "jinja2": "observe/report/page",

@@ -247,8 +247,7 @@ def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(on
 
 
 def test_a_compile_cache_on_nfs_is_rejected(train, on_trainium, monkeypatch):
-    mountinfo = ROOT / "tests/recorded/precompile/mountinfo_nfs.txt"
-    monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mountinfo))
+    monkeypatch.setattr(machine, "MOUNTINFO", ROOT / "tests/recorded/precompile/mountinfo_nfs.txt")
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/shared/home/me/cache")
     line = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
     assert "compile cache /shared/home/me/cache is on nfs4" in line

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from running import ROOT, outcome
 
 from train.config import WatchdogConfig
 from train.run.watchdog import Watchdog
-from train.system.memory import available_bytes, count_oom_kills, find_oom_counter, total_memory_bytes, usable_cpus
+from train.system import memory
 from train.system.outcome import Outcome
 from train.system.run_folder import RunFolder
 
@@ -250,6 +251,13 @@ def test_switched_off_it_watches_nothing(run_dir: Path):
         assert not dog.is_open
 
 
+@pytest.fixture
+def container(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    (tmp_path / "proc/self").mkdir(parents=True)
+
+
 @pytest.mark.parametrize(
     ("cgroup", "counter"),
     [
@@ -260,14 +268,13 @@ def test_switched_off_it_watches_nothing(run_dir: Path):
         ("5:cpu:/job", "proc/vmstat"),
     ],
 )
-def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(tmp_path: Path, cgroup: str, counter: str):
+def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(container, tmp_path, cgroup, counter):
     for name in {counter, "proc/vmstat"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("oom_kill_disable 0\noom_kill 7\n")
-    (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/cgroup").write_bytes(os.fsencode(cgroup + "\n"))
-    path = find_oom_counter(cgroups=tmp_path / "cgroup", proc=tmp_path / "proc")
-    assert path == tmp_path / counter and count_oom_kills(path) == 7
+    path = memory.find_oom_counter()
+    assert path == tmp_path / counter and memory.count_oom_kills(path) == 7
 
 
 @pytest.mark.parametrize(
@@ -296,19 +303,17 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(tmp_pa
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None),
     ],
 )
-def test_memory_and_processors_are_those_of_the_container(tmp_path: Path, monkeypatch, cgroup, files, cpus, limit):
+def test_memory_and_processors_are_those_of_the_container(container, tmp_path, monkeypatch, cgroup, files, cpus, limit):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/cgroup").write_text(cgroup + "\n")
-    (tmp_path / "meminfo").write_text("MemAvailable: 8000 kB\n")
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
     for name, text in files.items():
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text + "\n")
-    where = {"cgroups": tmp_path / "cgroup", "proc": tmp_path}
-    assert usable_cpus(**where) == (cpus or 64)
-    assert total_memory_bytes(**where) == (limit or total_memory_bytes())
-    assert available_bytes(**where) == min(8000 * 1024, limit or 2**60)
+    assert memory.usable_cpus() == (cpus or 64)
+    assert memory.total_memory_bytes() == (limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert memory.available_bytes() == (limit or 2**40)
     if "memory.max" in files and limit:
         (tmp_path / "cgroup/memory.current").write_text("2500\n")
         (tmp_path / "cgroup/memory.stat").write_text("anon 1000\ninactive_file 1500\n")
-        assert available_bytes(**where) == min(8000 * 1024, limit - 1000)
+        assert memory.available_bytes() == limit - 1000

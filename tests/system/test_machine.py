@@ -1,6 +1,5 @@
 """Facts about a machine from its environment, mounts and packages, by recorded texts."""
 
-import functools
 import os
 from pathlib import Path
 
@@ -28,10 +27,9 @@ MOUNTS += "370 22 259:6 / /\udca0usb\u2028\u00a0x rw - vfat /dev/sda1 rw\n"
 
 
 @pytest.fixture
-def mounts(tmp_path):
-    path = tmp_path / "mountinfo"
-    path.write_bytes(os.fsencode(MOUNTS))
-    return path
+def mounts(tmp_path, monkeypatch):
+    (tmp_path / "mountinfo").write_bytes(os.fsencode(MOUNTS))
+    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
 
 
 # ---- compiler flags ------------------------------------------------------------------------------------------------
@@ -92,12 +90,11 @@ def test_a_quote_that_is_not_closed_is_rejected():
         ("~/cache", "nfs4"),
     ],
 )
-def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(mounts, monkeypatch, path, kind):
+def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(mounts, monkeypatch, tmp_path, path, kind):
     monkeypatch.setenv("HOME", "/home/me")
-    assert machine.filesystem(path, mountinfo=mounts) == kind
-    (mounts.parent / "link").symlink_to("/fsx/me")
-    assert machine.filesystem(mounts.parent / "link" / "cache", mountinfo=mounts) == "lustre"
-    assert machine.filesystem("/", mountinfo=mounts.parent / "none") == ""
+    assert machine.filesystem(path) == kind
+    (tmp_path / "link").symlink_to("/fsx/me")
+    assert machine.filesystem(tmp_path / "link" / "cache") == "lustre"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,6 @@ def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(mounts, monkeypa
     ],
 )
 def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, location, says):
-    monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mounts))
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
     fault = machine.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
     assert fault is None if says is None else says in fault and f"compile cache {location}" in fault
@@ -199,12 +195,6 @@ def test_what_the_user_set_is_not_set_again_and_flags_are_kept():
 # ---- variables, packages, devices ----------------------------------------------------------------------------------
 
 
-def test_a_variable_that_does_not_do_what_one_hopes_is_known_only_when_it_is_set():
-    for knob in machine.KNOBS:
-        assert machine.bad_knobs({knob.name: "1"}) == [knob]
-        assert machine.bad_knobs({knob.name: "0"}) == machine.bad_knobs({knob.name: ""}) == []
-
-
 TRN1 = {
     "torch": "2.9.1+cpu",
     "torch-xla": "2.9.0",
@@ -249,7 +239,7 @@ def test_the_driver_makes_the_neuron_devices_and_the_machine_says_what_it_is(tmp
     assert machine.instance_type(tmp_path / "product_name") == "trn1.32xlarge"
 
 
-def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_counts(tmp_path):
+def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_counts(tmp_path, monkeypatch):
     def device(name, *, model=None, slaves=()):
         folder = tmp_path / "block" / name
         (folder / "slaves").mkdir(parents=True)
@@ -271,5 +261,6 @@ def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_co
         lines.append(f"{number} 1 0:1 / {where} rw,relatime shared:1 - ext4 /dev/{name} rw")
     lines.append("9 1 0:1 / /proc rw - proc proc rw")
     (tmp_path / "mountinfo").write_text("\n".join(lines))
-    result = machine.instance_stores(mountinfo=tmp_path / "mountinfo", sys_block=tmp_path / "block")
-    assert result == [tmp_path / "one", tmp_path / "ra id"]
+    monkeypatch.setattr(machine, "MOUNTINFO", tmp_path / "mountinfo")
+    monkeypatch.setattr(machine, "SYS_BLOCK", tmp_path / "block")
+    assert machine.instance_stores() == [tmp_path / "one", tmp_path / "ra id"]

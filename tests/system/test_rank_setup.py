@@ -20,8 +20,14 @@ def write(root, path, text):
     file.write_text(text)
 
 
-def environment(user, launch, *, forks=False, sysfs=rank_setup.SYSFS):
-    return rank_setup.rank_environment(user, launch, forks=forks, sysfs=sysfs)
+def environment(user, launch, *, forks=False):
+    return rank_setup.rank_environment(user, launch, forks=forks)
+
+
+@pytest.fixture
+def sysfs(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_setup, "SYSFS", tmp_path)
+    return tmp_path
 
 
 def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkeypatch, log):
@@ -41,27 +47,23 @@ def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkey
     assert [text for text in log.messages if "MASTER_ADDR=192.0.2.7" in text and "set GLOO_SOCKET_IFNAME" in text]
 
 
-def test_efa_takes_no_huge_pages_where_the_loader_forks(tmp_path):
-    write(tmp_path, "class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
-    assert environment({}, Launched(), forks=True, sysfs=tmp_path) == {}  # another maker's
-    write(tmp_path, "class/infiniband/rdmap0s27/device/vendor", "0x1d0f\n")
-    assert environment({}, Launched(), forks=True, sysfs=tmp_path) == {"FI_EFA_USE_HUGE_PAGE": "0"}
-    assert environment({}, Launched(), forks=False, sysfs=tmp_path) == {}
-    assert environment({"FI_EFA_USE_HUGE_PAGE": "1"}, Launched(), forks=True, sysfs=tmp_path) == {}
+def test_efa_takes_no_huge_pages_where_the_loader_forks(sysfs):
+    write(sysfs, "class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
+    assert environment({}, Launched(), forks=True) == {}  # another maker's
+    write(sysfs, "class/infiniband/rdmap0s27/device/vendor", "0x1d0f\n")
+    assert environment({}, Launched(), forks=True) == {"FI_EFA_USE_HUGE_PAGE": "0"}
+    assert environment({}, Launched()) == environment({"FI_EFA_USE_HUGE_PAGE": "1"}, Launched(), forks=True) == {}
 
 
-def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(log):
+def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows():
     before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         rank_setup.prepare(Launched(), forks=False)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert soft == min(hard, rank_setup.OPEN_FILES) and not log.messages
-        rank_setup.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
+        assert soft == min(hard, rank_setup.OPEN_FILES)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    (text,) = log.messages
-    assert text.startswith(f"only {hard} open files, but each of {hard} ranks may need {hard + 1023}: add '* -")
 
 
 @pytest.mark.parametrize(
@@ -75,33 +77,33 @@ def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(log):
         ("0", "0", range(1), set()),
     ],
 )
-def test_a_rank_runs_on_the_node_of_its_device_unless_the_launcher_has_chosen(tmp_path, online, local, allowed, near):
-    write(tmp_path, "devices/system/cpu/online", f"{online}\n")
-    write(tmp_path, f"bus/pci/devices/{GPU}/local_cpulist", f"{local}\n")
-    assert rank_setup.near_cpus(GPU, set(allowed), tmp_path) == near
-    assert rank_setup.near_cpus("0000:99:00.0", set(allowed), tmp_path) == set()
+def test_a_rank_runs_on_the_node_of_its_device_unless_the_launcher_has_chosen(sysfs, online, local, allowed, near):
+    write(sysfs, "devices/system/cpu/online", f"{online}\n")
+    write(sysfs, f"bus/pci/devices/{GPU}/local_cpulist", f"{local}\n")
+    assert rank_setup.near_cpus(GPU, set(allowed)) == near
+    assert rank_setup.near_cpus("0000:99:00.0", set(allowed)) == set()
 
 
-def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(tmp_path):
+def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(sysfs):
     all_cpus = os.sched_getaffinity(0)
     if len(all_cpus) < 2:
         pytest.skip("one processor")
     first = min(all_cpus)
-    write(tmp_path, "devices/system/cpu/online", ",".join(map(str, sorted(all_cpus))))
-    write(tmp_path, f"bus/pci/devices/{GPU}/local_cpulist", str(first))
+    write(sysfs, "devices/system/cpu/online", ",".join(map(str, sorted(all_cpus))))
+    write(sysfs, f"bus/pci/devices/{GPU}/local_cpulist", str(first))
     seen = []
 
     def rank(address):
-        rank_setup.pin(address, tmp_path)
+        rank_setup.pin(address)
         worker = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
         worker.start()
         worker.join()
 
-    for address in (GPU, None, f"../devices/{GPU}", "0000:99:00.0"):
+    for address in (GPU, None, "0000:99:00.0"):
         thread = threading.Thread(target=rank, args=(address,))  # the affinity is that of a thread
         thread.start()
         thread.join()
-    assert seen == [{first}, *[all_cpus] * 3]
+    assert seen == [{first}, all_cpus, all_cpus]
 
 
 def test_a_ranks_chip_is_that_of_its_core(tmp_path, monkeypatch, log):

@@ -3,7 +3,6 @@
 The results in recorded/precompile have the shape that Neuron's documentation shows and its source writes.
 """
 
-import functools
 import json
 import os
 import shlex
@@ -128,8 +127,7 @@ def test_flags_of_the_user_are_appended_to(tool, monkeypatch, capfd):
     ids=["a cache on NFS", "without Neuron's packages", "under torchrun"],
 )
 def test_what_cannot_work_is_rejected_before_anything_runs(tool, monkeypatch, capfd, set_up, said):
-    mountinfo = RECORDED / "mountinfo_nfs.txt"
-    monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mountinfo))
+    monkeypatch.setattr(machine, "MOUNTINFO", RECORDED / "mountinfo_nfs.txt")
     for name, value in set_up.items():
         monkeypatch.setenv(name, value)
     assert precompile.main(RUN) == cli.REJECTED

@@ -31,9 +31,6 @@ class Console:
 
 def use_console(*names: str) -> None:
     """Make writes to these streams ("stdout", "stderr") always succeed, for programs that do more than print."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # no file may get the descriptor of a closed stream
-        pass
-    os.close(handle)
     for name in (each for each in names if not isinstance(getattr(sys, each), Console)):
         stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
         setattr(sys, name, Console(stream))

@@ -42,9 +42,9 @@ def versions() -> dict[str, str | None]:
     return {package: installed.get(package) for package in PACKAGES}
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+def processor() -> str | None:
     """Return the model name of this machine's processors; None if Linux does not report it."""
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 

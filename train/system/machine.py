@@ -27,6 +27,7 @@ from train.system.versions import read_versions, release
 NATIVE = ("trn2", "trn3")  # prefixes of the instance types with native PyTorch
 NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"  # the variable that names native PyTorch's folder of compiled operators
 LOCAL_ROOT = "/var/tmp/baretrain-{}"  # `compile_root` of a user whose home folder is on the network
+MOUNTINFO, SYS_BLOCK = Path("/proc/self/mountinfo"), Path("/sys/class/block")
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 ROOT_COMM_PORT = 62182  # port of Neuron's collectives, as in torch_xla; above the ports of outgoing connections
 
@@ -89,19 +90,19 @@ def split_flags(flags: str) -> list[str]:
         raise InputError(f"NEURON_CC_FLAGS={flags} is not a line of options ({error}); fix its quotes") from error
 
 
-def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+def filesystem(path: str | Path) -> str:
     """Return the type of a path's file system ("ext4", "nfs4", "lustre"), "" if unknown. The path need not exist."""
     real_path, best, kind = Path(os.path.realpath(Path(path).expanduser().absolute())), -1, ""
-    for point, type_, source in mounts(mountinfo):
+    for point, type_, source in mounts():
         if real_path.is_relative_to(point) and len(point.parts) >= best:  # later mounts hide earlier ones
             best = len(point.parts)
             kind = f"{type_}.s3" if source in ("mountpoint-s3", "s3fs") else type_  # both are of type "fuse"
     return kind
 
 
-def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
+def mounts() -> Iterator[tuple[Path, str, str]]:
     """Yield the mount point, type and source of each file system (see proc(5)). Names may contain any bytes."""
-    for line in filter(None, os.fsdecode(mountinfo.read_bytes()).split("\n")) if mountinfo.is_file() else ():
+    for line in filter(None, os.fsdecode(MOUNTINFO.read_bytes()).split("\n")):
         left, _, right = line.partition(" - ")
         point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])  # \040 is a space
         type_, source = right.split(" ")[:2]
@@ -205,10 +206,8 @@ def installed_versions(*names: str) -> dict[str, str]:
     """Return the versions of the packages `names`, without packages that are not installed."""
     versions = {}
     for name in names:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -301,9 +300,7 @@ def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name
     return product.read_text().strip() if product.is_file() else ""
 
 
-def instance_stores(
-    *, mountinfo: Path = Path("/proc/self/mountinfo"), sys_block: Path = Path("/sys/class/block")
-) -> list[Path]:
+def instance_stores() -> list[Path]:
     """Return the writable mount points of this EC2 machine's local NVMe disks, or of a RAID of these disks.
 
     A local disk is recognised by its model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store
@@ -311,8 +308,8 @@ def instance_stores(
     """
 
     def is_instance_store(device: str) -> bool:
-        model = sys_block / device / "device" / "model"
-        members = sys_block / device / "slaves"
+        model = SYS_BLOCK / device / "device" / "model"
+        members = SYS_BLOCK / device / "slaves"
         if model.is_file():
             return "Instance Storage" in model.read_text()
         parts = [path.name for path in members.iterdir()] if members.is_dir() else []
@@ -320,7 +317,7 @@ def instance_stores(
 
     return [
         point
-        for point, _, source in mounts(mountinfo)
+        for point, _, source in mounts()
         if Path(source).parent == Path("/dev") and is_instance_store(Path(source).name) and os.access(point, os.W_OK)
     ]
 

@@ -7,31 +7,30 @@ import re
 import resource
 from pathlib import Path
 
+import psutil
+
+CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+
 
 def own_peak_bytes() -> int:
     """Return the peak memory of this process in bytes, without its loader workers."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # ru_maxrss is in KiB on Linux, see getrusage(2)
 
 
-CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
-
-
-def total_memory_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+def total_memory_bytes() -> int:
     """Return the bytes of memory that this process can have: the machine's memory, or its container's limit."""
-    limits = [limit for _, limit in memory_limits(cgroups, proc)]
+    limits = [limit for _, limit in memory_limits()]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
-def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+def available_bytes() -> int:
     """Return the bytes of memory that programs can still take without swapping.
 
-    This is MemAvailable of proc(5). In a container it is at most the limit minus the memory in use, not counting files
-    in the page cache that the kernel can drop.
+    In a container this is at most the limit minus the memory in use, not counting files in the page cache that the
+    kernel can drop.
     """
-    lines = (proc / "meminfo").read_text().splitlines() if (proc / "meminfo").is_file() else []
-    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    free = free or [total_memory_bytes(cgroups=cgroups, proc=proc)]
-    for folder, limit in memory_limits(cgroups, proc):
+    free = [psutil.virtual_memory().available]
+    for folder, limit in memory_limits():
         used = read_number(folder / "memory.current") or read_number(folder / "memory.usage_in_bytes") or 0
         stat = (folder / "memory.stat").read_text() if (folder / "memory.stat").is_file() else ""
         dropped = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
@@ -39,19 +38,19 @@ def available_bytes(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
     return min(free)
 
 
-def memory_limits(cgroups: Path, proc: Path) -> list[tuple[Path, int]]:
+def memory_limits() -> list[tuple[Path, int]]:
     """Return the cgroups that limit this process's memory, with their limits in bytes."""
     found = []
-    for folder in cgroup_folders("memory", cgroups, proc):
+    for folder in cgroup_folders("memory"):
         limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
         found += [] if limit is None or limit >= 2**60 else [(folder, limit)]  # version 1: about 2**63 if unlimited
     return found
 
 
-def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+def usable_cpus() -> int:
     """Return the count of processors that this process may run on, or its container's CPU quota if that is lower."""
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in cgroup_folders("cpu", cgroups, proc):
+    num_cpus = len(os.sched_getaffinity(0))
+    for folder in cgroup_folders("cpu"):
         path = folder / "cpu.max"
         quota, period = path.read_text().split() if path.is_file() else ("max", "")
         if not path.is_file() and (least := read_number(folder / "cpu.cfs_quota_us")):  # -1: no quota
@@ -61,16 +60,16 @@ def usable_cpus(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
     return num_cpus
 
 
-def cgroup_folders(controller: str, cgroups: Path, proc: Path) -> list[Path]:
+def cgroup_folders(controller: str) -> list[Path]:
     """Return the folders of this process's cgroup and its ancestors, innermost first."""
     # In a container, the process's cgroup may be mounted as the root; its ancestors are then not visible.
     found: list[Path] = []
-    file = proc / "self/cgroup"
+    file = PROC / "self/cgroup"
     lines = os.fsdecode(file.read_bytes()).split("\n") if file.is_file() else []  # names may contain any bytes
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):  # version 2 has one tree for all controllers
-            root = cgroups / controller if controllers else cgroups
+            root = CGROUPS / controller if controllers else CGROUPS
             inside = Path("" if ".." in path else path.lstrip("/"))  # "..": the cgroup is above the container's root
             found += [root / each for each in (inside, *inside.parents)]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
@@ -89,11 +88,11 @@ def limit_allocations(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
 
 
-def find_oom_counter(*, cgroups: Path = CGROUPS, proc: Path = PROC) -> Path | None:
+def find_oom_counter() -> Path | None:
     """Return the file that counts OOM kills in this process's cgroup, or on the machine; None without such a file."""
     names = ("memory.events", "memory.oom_control")  # cgroup version 2, version 1
-    paths = (folder / name for folder in cgroup_folders("memory", cgroups, proc) for name in names)
-    files = (path for path in (*paths, proc / "vmstat") if path.is_file())
+    paths = (folder / name for folder in cgroup_folders("memory") for name in names)
+    files = (path for path in (*paths, PROC / "vmstat") if path.is_file())
     return next((path for path in files if "oom_kill " in path.read_text()), None)
 
 

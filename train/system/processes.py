@@ -9,7 +9,6 @@ import platform
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -84,12 +83,11 @@ def is_gone(owner: str) -> bool:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGTERM when its `parent` ends, however it ends. Linux only."""
-    if sys.platform == "linux":
-        if LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-        if os.getppid() != parent:  # the parent ended before the call of prctl
-            os.kill(os.getpid(), signal.SIGTERM)
+    """Have the kernel send this process SIGTERM when its `parent` ends, however it ends."""
+    if LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # the parent ended before the call of prctl
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start(
@@ -137,8 +135,7 @@ def exit_code(
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose parent ends, such as ranks whose torchrun was killed."""
-    if sys.platform == "linux":
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(limit_s: float) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import resource
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,38 +24,28 @@ logger = logging.getLogger("train")
 SYSFS = Path("/sys")
 AMAZON = "0x1d0f"  # Amazon's PCI vendor id
 OPEN_FILES = 65_535  # the limit in AWS's scripts for Trainium; the hard limit of a container may be a billion
-OWN_FILES = 1024  # open files of a rank, not counting a socket for each other rank: Linux's usual limit
 OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737), to which the default route leads
-PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 NEURON_TOOLS = "/opt/aws/neuron/bin"
 TOOL_TIMEOUT_S = 20.0
 
 
 def prepare(launch: Launched, *, forks: bool) -> None:
     """Set this rank's variables and limits. Call it before the ranks join. `forks`: the data loader forks workers."""
-    if sys.platform != "linux":
-        return
     os.environ.update(rank_environment(os.environ, launch, forks=forks))
     if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
         text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"
         logger.warning(text, launch.master_addr)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
-    wanted = OWN_FILES + launch.world_size - 1
-    if hard < wanted:
-        text = "only %d open files, but each of %d ranks may need %d: add '* - nofile %d' to /etc/security/limits.conf"
-        logger.warning(text, hard, launch.world_size, wanted, OPEN_FILES)
 
 
-def rank_environment(
-    environ: Mapping[str, str], launch: Launched, *, forks: bool, sysfs: Path = SYSFS
-) -> dict[str, str]:
+def rank_environment(environ: Mapping[str, str], launch: Launched, *, forks: bool) -> dict[str, str]:
     """Return the variables to set, without those that the user has set.
 
     Since libfabric 1.18 and aws-ofi-nccl 1.7, NCCL over EFA needs FI_EFA_USE_HUGE_PAGE=0: otherwise forks can fail for
     lack of huge pages (awsome-distributed-training, 1.architectures/efa-cheatsheet.md).
     """
-    wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(sysfs) else {}
+    wanted = {"FI_EFA_USE_HUGE_PAGE": "0"} if forks and efa_devices(SYSFS) else {}
     if not launch.is_one_machine and (card := network_card(launch.master_addr)):
         # Otherwise gloo takes the address of the host name, which Debian and Ubuntu map to 127.0.1.1, and NCCL and
         # Neuron's collectives take the first card that they see. "=" tells NCCL to compare the whole name.
@@ -86,8 +74,7 @@ def source_address(host: str) -> str:
         return ""
 
 
-def efa_devices(sysfs: Path = SYSFS) -> list[str]:
-    """Return the names of the EFA interfaces."""
+def efa_devices(sysfs: Path) -> list[str]:
     vendors = sorted(sysfs.glob("class/infiniband/*/device/vendor"))
     return [file.parts[-3] for file in vendors if file.read_text().strip() == AMAZON]
 
@@ -95,23 +82,20 @@ def efa_devices(sysfs: Path = SYSFS) -> list[str]:
 # ---- processors ----------------------------------------------------------------------------------------------------
 
 
-def pin(address: str | None, sysfs: Path = SYSFS) -> None:
+def pin(address: str | None) -> None:
     """Bind this thread, and threads that it starts later, to the processors next to a PCI device, if they are known."""
-    if address is None or not PCI_ADDRESS.fullmatch(address) or sys.platform != "linux":
-        return
-    near = near_cpus(address, os.sched_getaffinity(0), sysfs)
-    if near:
+    if address and (near := near_cpus(address, os.sched_getaffinity(0))):
         os.sched_setaffinity(0, near)
         logger.info("bound to the %d processors of the NUMA node of device %s", len(near), address)
 
 
-def near_cpus(address: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
+def near_cpus(address: str, allowed: set[int]) -> set[int]:
     """Return the processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
 
     The set is empty if the node has all processors of the machine, or if the launcher restricts this process to some of
     them.
     """
-    files = sysfs / "devices/system/cpu/online", sysfs / "bus/pci/devices" / address / "local_cpulist"
+    files = SYSFS / "devices/system/cpu/online", SYSFS / "bus/pci/devices" / address / "local_cpulist"
     if not all(file.is_file() for file in files):
         return set()
     online, near = (read_cpus(file.read_text()) for file in files)
