@@ -170,7 +170,7 @@ VALUES = [
     ("model.init_from=DATA", "neither a run"),
     (["model=pretrained"], "model.pretrained is not set"),
     # ---- places
-    (f"run_dir={LONG}", "too long for a path"),
+    (f"run_dir={LONG}", "File name too long"),
     ('run_dir="a\nb"', "run_dir='a\\nb' must be one line"),
     ('data.path="a\x1b[31mb"', "data.path='a\\x1b[31mb'"),
     ('model.init_from="a\x9fb"', "model.init_from='a\\x9fb'"),
@@ -297,7 +297,7 @@ PATHS = [
     ("checkpoints", "RUN export {}"),
     ("predict", "{} --text a"),
 ]
-NO_PATHS = {"'a\nb'": "must be one line", "''": "a path is empty", LONG: "too long for a path"}
+NO_PATHS = {"'a\nb'": "must be one line", "''": "a path is empty", LONG: "File name too long"}
 NO_PATHS |= {url: f"{url} is neither a URL" for url in ("s3:/b/x", "s3:b/x", "S3:/b", "gs:b", "file:x", "a+b:/x")}
 FLAGS += [(command, words.format(path), says) for command, words in PATHS for path, says in NO_PATHS.items()]
 
@@ -323,7 +323,7 @@ PREPARATIONS = [
     (["merge=true", "processes=2"], "merge=true prepares nothing"),
     (["merge=true", "part=1/2"], "merge=true prepares nothing"),
     *((f"part={part}", f"part={part}") for part in ("0/3", "4/3", "a/b", "3", "1/0", "-1/3", "1.5/3", "1/", "1/2/3")),
-    (f"output={LONG}", "too long for a path"),
+    (f"output={LONG}", "File name too long"),
     ("output=DATA", "DATA"),
     ("output=TEXT/x", "TEXT/x"),
     ("output=http://x/y", "http://x/y"),

@@ -19,11 +19,10 @@ from typing import BinaryIO
 from train.config import InputError
 from train.system.atomic_io import open_whole
 from train.system.folders import Folder
-from train.system.schema import BadContent
+from train.system.schema import BadContent, FileName, of_type, read_object
 
 PART_BYTES = 2**18  # most bytes uploaded at a save, unless more were written since the previous save
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
-MAX_PARTS = 10**6  # parts per writer
 MARK = b'{"kind": "parts", '
 
 
@@ -61,17 +60,13 @@ def read_head(file: BinaryIO, where: str) -> Parts:
     if file.read(len(MARK)) != MARK:
         file.seek(0)
         return Parts()
-    row = MARK + file.readline()
     try:
-        head = json.loads(row)
-        parts = Parts(dict(head["parts"]), head["bytes"])
-        sound = all(len(key) == 8 and key.isascii() and key.isdigit() for key in parts.counts)
-        sound = sound and all(type(count) is int and 0 < count <= MAX_PARTS for count in parts.counts.values())
-        if sound and parts.counts and type(parts.num_bytes) is int and parts.num_bytes >= 0:
-            return parts
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
-    raise BadContent(f"{where} line 1 is damaged: it should count the parts that precede this file")
+        head = read_object(MARK + file.readline())
+        counts = of_type(dict[FileName, int], head.get("parts"), "parts")
+        return Parts(counts, of_type(int, head.get("bytes"), "bytes"))
+    except BadContent as error:
+        text = "it should count the parts that precede this file"
+        raise BadContent(f"{where} line 1 is damaged: {text} ({error})") from error
 
 
 def open_part(folder: Folder, name: str) -> BinaryIO:

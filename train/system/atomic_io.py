@@ -63,8 +63,6 @@ def discard(path: Path) -> None:
     else:
         try:
             path.unlink(missing_ok=True)
-        except NotADirectoryError:  # a parent is a file, so there is nothing to remove
-            pass
         except OSError as error:
             failures.append(error)
     if failures:
@@ -230,7 +228,7 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
-def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+def made_once(path: Path, make: Callable[[Path], object]) -> Path:
     """Return the folder `path`. If it is missing, one process fills it with `make`, and other processes wait."""
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

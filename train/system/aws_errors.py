@@ -22,9 +22,9 @@ TEMPORARY_CODES += ["RequestTimeout", "IncompleteBody", "BadDigest"]
 TEMPORARY_CODES += ["XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"]
 TEMPORARY_STATUS = (429, 500, 502, 503, 504)
 NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
-NO_CREDENTIALS = ["NoCredentialsError", "PartialCredentialsError"]
 NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
-CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, *NO_CREDENTIALS]  # codes that concern the credentials, not the request
+# These codes concern the credentials, not the request.
+CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, "NoCredentialsError", "PartialCredentialsError"]
 SAID = "{service} answers {answer}: {text}"  # the text is AWS's
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere aws configure sso makes a profile, which AWS_PROFILE=... chooses"
@@ -48,8 +48,6 @@ ROWS: list[tuple[list[str], str, str]] = [  # AWS's codes or botocore's error cl
     ),
     (DISABLED, SAID, "the account or the bucket is disabled: see its bills, ask AWS's support"),
     (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
-    (["Blocked"], SAID, "the account is blocked: ask AWS's support"),
-    (["PendingVerification"], SAID, "AWS is still verifying the account: try again in some minutes"),
     (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
     (["PartialCredentialsError"], "{text}", GET_SOME),
     (NO_RENEWAL, "the AWS credentials cannot be renewed ({text})", RENEW),
@@ -124,9 +122,9 @@ def explain(
 
 
 @contextmanager
-def explained(where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None) -> Iterator[None]:
+def explained(where: str, *, cures: Mapping[str, str] | None = None) -> Iterator[None]:
     """Raise boto3's errors as the errors that `explain` returns."""
     try:
         yield
     except (BotoCoreError, ClientError) as error:
-        raise explain(error, where, service=service, cures=cures) from error
+        raise explain(error, where, cures=cures) from error

@@ -92,9 +92,5 @@ def place_graphs(environ: Mapping[str, str], *, is_native: bool) -> dict[str, st
     path = Path(location)
     if location == machine.cache_location({}) and not is_native and IMAGE_GRAPHS.is_dir():
         private_folder(path.parent, name)
-        made_once(path, copy_image_graphs)
+        made_once(path, lambda folder: copytree(IMAGE_GRAPHS, folder, dirs_exist_ok=True))
     return {name: str(private_folder(path, name))}
-
-
-def copy_image_graphs(folder: Path) -> None:
-    copytree(IMAGE_GRAPHS, folder, dirs_exist_ok=True)

@@ -23,8 +23,6 @@ from train.system.atomic_io import create_atomic, discard, is_temporary, make_al
 from train.system.schema import Head, RelativePath
 from train.system.torchrun import file_of_start, has_rejected
 
-CHUNK_BYTES = 2**20  # bytes read at a time for hashing
-NAME_MAX, PATH_MAX = 255, 4096  # the limits of Linux, in bytes
 # A name with ":/", or with a known scheme and ":", was meant to be a URL.
 NO_URL = re.compile(
     r"\s*([a-z][a-z0-9+.-]*:/|(s3[an]?|gs|gcs|hdfs|abfss?|az|wasbs?|https?|file|hf|dbfs):)", re.IGNORECASE
@@ -237,12 +235,6 @@ def local_path(location: str) -> Path:
         path = Path(location.removeprefix("file://")).expanduser()
     except RuntimeError as error:  # the user is unknown or has no home folder
         raise InputError(f"{location}: {error}; write the whole path") from error
-    long = any(len(os.fsencode(part)) > NAME_MAX for part in path.parts)
-    if long or len(os.fsencode(path)) >= PATH_MAX:
-        raise InputError(
-            f"{location[:40]}... is too long for a path: {NAME_MAX} bytes is the longest name, {PATH_MAX - 1} the "
-            "longest path"
-        )
     check_printable(str(path.absolute()))  # a relative path is checked together with the working folder
     with disk_errors("open", path), suppress(FileNotFoundError, NotADirectoryError):  # the caller may create it
         path.stat()
@@ -253,9 +245,7 @@ def make_folder(path: Path) -> Path:
     """Create `path`, private to this user, and its parents. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
-        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # each rank gets a different name
-        os.close(handle)  # first, since NFS renames an open file instead of removing it
-        discard(Path(probe))
+        tempfile.NamedTemporaryFile(prefix=".write-test-", dir=path).close()  # each rank gets a different name
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
@@ -322,11 +312,8 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sha256_file(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))  # reused: new memory costs page faults
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_bytes(content: bytes) -> str:

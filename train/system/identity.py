@@ -17,7 +17,7 @@ from typing import Any
 from train.config import Plan, TrainConfig, check, to_dict
 from train.system import imported
 from train.system.folders import Folder, canonical_json, disk_errors, local_path
-from train.system.lease import LEASE_FILE, LEASES, name_of, numbers, parse
+from train.system.lease import LEASE_FILE, name_of, numbers, parse
 from train.system.schema import BadContent, read_object
 
 logger = logging.getLogger("train")
@@ -108,11 +108,6 @@ def find_identity(folder: Folder) -> dict[str, Any] | None:
     return None
 
 
-def is_owned(folder: Folder) -> bool:
-    """Return whether the folder has a readable lease."""
-    return any(parse(folder.read(name_of(number))) for number in numbers(folder))
-
-
 def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     """Return the identity of the run in the folder, which contains `names`; {} without environment.json.
 
@@ -121,7 +116,7 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     identity = find_identity(folder) if ENVIRONMENT in names else None
     if identity is not None:
         return identity
-    if LEASES.rstrip("/") in names and is_owned(folder):
+    if any(parse(folder.read(name_of(number))) for number in numbers(folder)):
         check(
             ENVIRONMENT not in names,
             f"run_dir={folder.location}: {ENVIRONMENT} is damaged; remove only that file, and the same command resumes "

@@ -79,11 +79,9 @@ def identity() -> dict[str, Any]:
     process, run_id = read_process(os.getpid()), launched().run_id
     boot_id: str | None = None
     pid_namespace: str | None = None
-    try:
+    with suppress(OSError):  # without these facts, a new job must watch the owner's heartbeats
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid_namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not Linux: a new job must watch the owner's heartbeats
-        pass
     return {
         "host": platform.node(),
         "pid": os.getpid(),

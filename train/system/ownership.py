@@ -40,13 +40,12 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from train.config import Failure, InputError, LeaseConfig, NotPermitted
 from train.system.folders import Folder, canonical_json, is_s3
 from train.system.lease import describe, identity, name_of, newest, numbers, parse, same_machine
 from train.system.processes import is_alive
-from train.system.schema import Head
 
 logger = logging.getLogger("train")
 HEARTBEATS, LOOKS = 6, 12  # heartbeats by an owner per `ttl_s`, and looks for them by a waiting job
@@ -237,6 +236,9 @@ class OwnedFolder:
 
     def __init__(self, storage: Folder, ownership: Ownership) -> None:
         self.storage, self.ownership, self.location = storage, ownership, storage.location
+        self.read, self.open, self.download = storage.read, storage.open, storage.download
+        self.head, self.size = storage.head, storage.size
+        self.names, self.listing, self.names_here = storage.names, storage.listing, storage.names_here
 
     def write(self, name: str, content: bytes) -> None:
         self.ownership.check()
@@ -257,27 +259,3 @@ class OwnedFolder:
     def remove(self, name: str) -> None:
         self.ownership.check()
         self.storage.remove(name)
-
-    def read(self, name: str) -> bytes:
-        return self.storage.read(name)
-
-    def open(self, name: str) -> BinaryIO:
-        return self.storage.open(name)
-
-    def download(self, name: str, path: Path) -> None:
-        self.storage.download(name, path)
-
-    def head(self, name: str) -> Head | None:
-        return self.storage.head(name)
-
-    def size(self, name: str) -> int | None:
-        return self.storage.size(name)
-
-    def names(self, prefix: str = "") -> list[str]:
-        return self.storage.names(prefix)
-
-    def listing(self, prefix: str = "") -> dict[str, Head]:
-        return self.storage.listing(prefix)
-
-    def names_here(self) -> set[str]:
-        return self.storage.names_here()

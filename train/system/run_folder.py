@@ -28,15 +28,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from train.config import (
-    InputError,
-    LeaseConfig,
-    NotPermitted,
-    S3Config,
-    TrainConfig,
-    Unreachable,
-    to_dict,
-)
+from train.config import InputError, LeaseConfig, NotPermitted, S3Config, TrainConfig, Unreachable, to_dict
 from train.system import machine
 from train.system.appended import Mirrored, back
 from train.system.atomic_io import discard, make_alike, open_alike, sync, write_atomic
@@ -71,16 +63,11 @@ class RunFolder:
 
     def __init__(self, location: str, s3: S3Config | None = None, *, ttl_s: float = LeaseConfig.ttl_s) -> None:
         self.location, self.s3 = location, s3 or S3Config()
-        if is_s3(location):
-            name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # machines may share a disk
-            self.path = machine.cache_root() / "runs" / name
-            self.storage = open_folder(location, self.s3)
-        else:
-            self.path = local_path(location)
-            self.storage = LocalFolder(self.path)
+        self.storage, self.is_remote = open_folder(location, self.s3), is_s3(location)
+        name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # machines may share a disk
+        self.path = machine.cache_root() / "runs" / name if self.is_remote else local_path(location)
         self.ownership = Ownership(self.storage, ttl_s)
         self.folder: Folder = OwnedFolder(self.storage, self.ownership)
-        self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # the previous attempt's outcome, set by `open`
         self.removed: dict[str, bytes] = {}  # the records that `open` removed, except exit records in S3
@@ -91,7 +78,6 @@ class RunFolder:
         self.mirroring = threading.Lock()
         self.growing = {name: Mirrored(self.path / name, name) for name in GROWING}
         self.local = LocalFolder(self.path)  # this machine's copy of a folder in S3, or the run folder itself
-        self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
@@ -172,7 +158,7 @@ class RunFolder:
             **facts,
         }
         write_atomic(self.environment, canonical_json(description))
-        write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+        write_atomic(self.path / "config.yaml", OmegaConf.to_yaml(to_dict(cfg)).encode())
         if details:
             write_atomic(self.path / "data.json", canonical_json(details))
         self.mirror()

@@ -7,7 +7,6 @@ with a one-line message.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import uuid
@@ -37,11 +36,10 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop
 
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
 from train.system import aws_errors, s3_route
+from train.system.atomic_io import warn_once
 from train.system.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
 from train.system.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
 from train.system.schema import Head, is_path
-
-logger = logging.getLogger("train")
 
 METADATA_ATTEMPTS = 5  # attempts to get credentials from the metadata service
 CONNECTIONS = 32  # connections that are kept open
@@ -143,8 +141,6 @@ class S3Folder:
         self.bucket, self.prefix = split(location)
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
-        self.may_delete = True  # until S3 denies a deletion
-        self.has_warned = False  # about objects whose names no file can have
         self.client = open_client(self.session, s3)
         endpoint = self.client.meta.endpoint_url  # may come from the environment or ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
@@ -229,12 +225,8 @@ class S3Folder:
             with self.explained("delete", name):
                 self.client.delete_object(**self.address(name))
         except NotPermitted:
-            if self.may_delete:
-                self.may_delete = False
-                logger.warning(
-                    "%s: no permission to delete (s3:DeleteObject): old checkpoints and other files of a run are kept",
-                    self.location,
-                )
+            text = "no permission to delete (s3:DeleteObject): old checkpoints and other files of a run are kept"
+            warn_once(("delete", self.location), f"{self.location}: {text}")
             raise
 
     def names(self, prefix: str = "") -> list[str]:
@@ -243,10 +235,9 @@ class S3Folder:
     def listing(self, prefix: str = "") -> dict[str, Head]:
         # The console's "folders" are empty objects whose names end in a slash.
         listed = {name: item for name, item in sorted(self._list(prefix).items()) if not name.endswith("/")}
-        odd = [name for name in listed if not is_path(name)]
-        if odd and not self.has_warned:
-            self.has_warned = True
-            logger.warning("%s: objects whose names no file can have are left out: %s", self.location, odd[:3])
+        if odd := [name for name in listed if not is_path(name)]:
+            text = f"objects whose names no file can have are left out: {odd[:3]}"
+            warn_once(("names", self.location), f"{self.location}: {text}")
         return {name: item for name, item in listed.items() if is_path(name)}
 
     def names_here(self) -> set[str]:
