@@ -178,11 +178,9 @@ def fitting(path: Path) -> Iterator[None]:
     """Raise Untrusted if files that the block reads from a checkpoint do not hold the state of this model."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, Failure):
         raise
     except (RuntimeError, LookupError, TypeError, AttributeError, BadContent) as error:
-        if isinstance(error, Failure):
-            raise
         reason = (str(error).splitlines() or [""])[0]
         raise Untrusted(
             f"{path} does not hold the state of this model, though its checksums are right "

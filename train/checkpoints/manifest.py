@@ -13,7 +13,7 @@ from typing import Any
 from train.config import Failure
 from train.system.checksums import fault_of_file, sealed, unsealed
 from train.system.folders import canonical_json
-from train.system.schema import BadContent, FileEntry, FileName, read_object, record, shown
+from train.system.schema import FileEntry, FileName, read_object, record, shown
 
 FORMAT = 4
 FORMAT_OF_PARTS = 5  # format with files of several ranks; versions that read only FORMAT would leave these files out
@@ -108,10 +108,10 @@ class Manifest:
     def files_of(self, content: str) -> list[FileName]:
         """Return the files of "model" or "optimizer". Rank 0's file comes first, even if the manifest lacks it."""
         first = file_name(content, 0)
-        return [first, *sorted(name for name in self.files if is_part(name) and name.startswith(f"{content}_"))]
+        return [first, *sorted(name for name in self.files if rank_of(name) and name.startswith(f"{content}_"))]
 
     def to_json(self) -> bytes:
-        number = FORMAT_OF_PARTS if any(map(is_part, self.files)) else FORMAT
+        number = FORMAT_OF_PARTS if any(map(rank_of, self.files)) else FORMAT
         return canonical_json(sealed({"format": number, **asdict(self), "folder": self.folder or ""}))
 
     @classmethod
@@ -126,8 +126,7 @@ class Manifest:
                     "run_dir"
                 )
             body = unsealed(body)
-            if body.pop("format", None) not in (FORMAT, FORMAT_OF_PARTS):
-                raise BadContent("it does not say its format")
+            body.pop("format", None)
             manifest = record(cls, {**body, "folder": body.get("folder") or None})
             record(Progress, manifest.progress, "progress")
         except (ValueError, RecursionError) as error:
@@ -139,10 +138,6 @@ class Manifest:
 
 def file_name(content: str, rank: int) -> FileName:
     return FileName(f"{content}_{rank:05d}.pt" if rank else f"{content}.pt")
-
-
-def is_part(name: str) -> bool:
-    return PART.fullmatch(name) is not None
 
 
 def rank_of(name: str) -> int:

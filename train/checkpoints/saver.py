@@ -66,13 +66,7 @@ class AsyncSaver:
     """The saver of checkpoints. All ranks create one, and call `save` and `wait` at the same steps. Rank 0 commits."""
 
     def __init__(
-        self,
-        cfg: CheckpointConfig,
-        store: Store,
-        engine: Engine,
-        backend: Backend,
-        draft: Manifest,
-        folder: RunFolder,
+        self, cfg: CheckpointConfig, store: Store, engine: Engine, backend: Backend, draft: Manifest, folder: RunFolder
     ) -> None:
         """Create a saver. `draft` has the fields that all manifests of this attempt share."""
         self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
-from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, check_files, is_part, step_name, step_of
+from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, check_files, rank_of, step_name, step_of
 from train.checkpoints.store import Looked, Store, compare_sizes, looked
 from train.config import Failure, InputError
 from train.system.atomic_io import discard, write_atomic
@@ -76,10 +76,9 @@ class S3Store(Store):
     @read_again
     def manifest(self, step: int) -> Manifest:
         try:
-            manifest = Manifest.from_json(self.folder.read(self.key(step, FILE)), step=step)
+            return Manifest.from_json(self.folder.read(self.key(step, FILE)), step=step)
         except FileNotFoundError as error:
             raise Damaged(f"{FILE} is missing") from error
-        return manifest
 
     def look(self, step: int) -> Manifest:
         return self.compare(step, self.objects(f"{step_name(step)}/").get(step, {}))
@@ -148,7 +147,7 @@ class S3Store(Store):
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-        if not any(map(is_part, manifest.files)):  # other ranks' parts may be on other machines
+        if not any(map(rank_of, manifest.files)):  # other ranks' parts may be on other machines
             write_atomic(scratch / FILE, manifest.to_json())
             for older in scratch.parent.iterdir():
                 if older != scratch:
