@@ -302,12 +302,8 @@ def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, stor
     left = bucket.keys("run/checkpoints/step_00000006/")
     folder = left[0].split("/")[3].removesuffix(".unfinished")
     own = [f"{folder}/notes.txt", "notes.txt", "00000001-01234567/model.pt", "00000001-01234567.unfinished"]
-    own = [
-        *(f"step_00000006/{name}" for name in own),
-        "step_00000003/notes.txt",
-        "step_00000012/x.unfinished",
-        "step_x/x",
-    ]
+    own = [f"step_00000006/{name}" for name in own]
+    own += ["step_00000003/notes.txt", "step_00000012/x.unfinished", "step_x/x"]
     for name in own:
         bucket.put(f"run/checkpoints/{name}", b"mine")
     bucket.put("run/checkpoints/step_00000009/00000001-0123abcd/model.pt", b"mine")

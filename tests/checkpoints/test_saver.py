@@ -24,7 +24,6 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.guards import tied_names
 from train.parallel.optimizers import build_optimizer
-from train.system.ownership import LeaseLost
 from train.tasks import build_task
 from train.tools.checkpoints import main
 
@@ -283,21 +282,6 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
     failure = saved(saver, 6, (model, optimizer))
     assert failure == f"FloatingPointError: {name} is no longer finite; such a state is not saved"
     assert (store.steps(), left(store)) == ([3], [])
-
-
-def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
-    lost = []
-
-    def check_owner():
-        if lost:
-            raise LeaseLost("another job owns it now")
-
-    store, trained = LocalStore(tmp_path), built()
-    saver = saver_of(store, check_owner=check_owner)
-    assert saved(saver, 3, trained) is None
-    lost.append(True)
-    assert saved(saver, 6, trained) == "LeaseLost: another job owns it now"
-    assert (store.steps(), left(store), (tmp_path / LATEST).read_text()) == ([3], [], "step_00000003\n")
 
 
 def test_a_step_whose_metrics_cannot_be_sent_is_not_saved(tmp_path):

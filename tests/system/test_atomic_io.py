@@ -34,13 +34,6 @@ def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
-def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "a") as folder:
-        fill(folder)
-        raise ZeroDivisionError
-    assert names(tmp_path / "deep") == []
-
-
 def test_a_folder_takes_a_name_that_is_free_or_replaces_what_is_there(tmp_path):
     with new_folder(tmp_path / "a") as folder:
         fill(folder, "old")

@@ -40,9 +40,7 @@ def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path, 
     (tmp_path / "link").symlink_to(tmp_path / "real")
     before = os.umask(0)
     try:
-        assert (
-            caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"
-        )  # nobody can change that way later
+        assert caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"  # which no link leads to later
     finally:
         os.umask(before)
     assert [mode(tmp_path / "real" / name) for name in ("", "a")] == [0o700, 0o700]
@@ -123,9 +121,8 @@ def test_neurons_graphs_lie_below_our_cache_and_begin_with_the_images(home, monk
     for _ in range(2):
         own = caches.place_graphs({}, is_native=False)
         assert own == {"NEURON_COMPILE_CACHE_URL": f"{home}/xdg/baretrain/neuron"}
-    assert (home / "xdg/baretrain/neuron/neuronxcc-2/model.done").is_file() and mode(
-        home / "xdg/baretrain/neuron"
-    ) == 0o700
+    graphs = home / "xdg/baretrain/neuron"
+    assert (graphs / "neuronxcc-2/model.done").is_file() and mode(graphs) == 0o700
     assert caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}, is_native=False) == {}
     assert caches.place_graphs({}, is_native=True) == {machine.NATIVE_CACHE: f"{home}/xdg/baretrain/neff"}
 

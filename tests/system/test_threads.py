@@ -5,10 +5,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from running import ROOT, train_overrides
-
-from train.system.runtime import pool_beside_training
 
 # Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
 NATIVE = """if True:
@@ -36,11 +33,6 @@ def test_idle_threads_of_a_command_soon_leave_the_processor(given, spins, tmp_pa
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # as libgomp read it
 
 
-def large_operation() -> int:
-    torch.aminmax(torch.zeros(10_000_000))
-    return torch.get_num_threads()
-
-
 def test_a_run_that_saves_and_evaluates_has_one_team(tmp_path, prepared):
     native, team = {}, {}
     for threads in ("1", "4"):
@@ -51,14 +43,3 @@ def test_a_run_that_saves_and_evaluates_has_one_team(tmp_path, prepared):
         assert len(counts) == 4, done.stderr
         native[threads], team[threads] = max(int(count) for count, _ in counts), int(counts[-1][1])
     assert team["1"] == 1 and native["4"] - native["1"] == team["4"] - 1
-
-
-def test_a_pool_beside_the_training_computes_alone_and_leaves_the_training_its_team():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with pool_beside_training("test") as pool:
-            assert pool.submit(large_operation).result() == 1
-            assert large_operation() == 3
-    finally:
-        torch.set_num_threads(before)
