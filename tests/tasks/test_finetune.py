@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,35 +171,12 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
     assert train(tmp_path / "run", "max_steps=4", f"data.lengths={lengths}") == ("done", 4)
 
 
-def test_early_stopping_goes_by_the_metric_chosen(train, tmp_path):
-    given = ["best.metric=accuracy", "early_stop.patience=2", "optim.lr=1e-30", "max_steps=50", "eval_every=1"]
-    assert train(tmp_path / "run", *given) == ("early_stop", 3)
-
-
 def best_step(run_dir):
     return json.loads((run_dir / "evaluation.json").read_text())["step"]
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [(["data.columns.label=stars"], "stars"), (["data.labels=[a,b]"], "150"), (["model.freeze_layers=1"], "share")],
-)
-def test_what_is_rejected_leaves_nothing(train, tmp_path, given, says):
-    rejects(says, train, tmp_path / "run", *given)
-    left = {path.name for path in (tmp_path / "run").rglob("*")} - {"log", "rank_0000.txt", "outcome.json"}
-    assert not left & {"metrics.jsonl", "checkpoints", "export"}, left
-
-
-def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
-    broken = tmp_path / "broken.csv"
-    shutil.copy(TWEETS, broken)
-    with Path(broken).open("a") as file:
-        file.write('"one field"\n"fine","9"\n')
-    done = run(overrides(tmp_path / "run", f"data.path={broken}"), ranks=2)
-    assert done.returncode != 0
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "broken.csv:152" in errors[0], done.stderr
-    assert not (tmp_path / "run").exists()
+def test_a_layer_that_is_shared_cannot_be_frozen(train, tmp_path):
+    rejects("shares one layer over its whole depth", train, tmp_path / "run", "model.freeze_layers=1")
 
 
 def test_a_benchmark_reads_what_stands_behind_its_dashes_and_none_starts_itself_without_end(monkeypatch):

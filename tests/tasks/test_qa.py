@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from train.system.folders import LocalFolder
 from train.tasks.finetune import drawn
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
-from train.tasks.qa.task import losses_of, statistics
+from train.tasks.qa.task import QuestionAnswering, losses_of
 from train.tasks.qa.windows import QAFeaturizer, answer_tokens
 from train.tasks.topk import topk
 
@@ -145,7 +146,7 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
     assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)  # begins before it
 
 
-def test_windows_without_room_or_answer_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
+def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
     rejects("task.max_question_tokens=12 of seq_len=48 .* which leaves 33 ", featurizer, tokenizer, stride=40)
     rejects("which leaves 0 for the context", featurizer, tokenizer, max_question_tokens=64)
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -156,9 +157,6 @@ def test_windows_without_room_or_answer_and_tokenizers_without_cls_in_front_are_
     rejects("does not begin sequences with its", featurizer, other)
     just = featurizer(tokenizer, stride=32)  # of 33
     assert len(windows_of(just, ["ba be na " * 9], ["no na " * 60])["row"]) > 20
-    unanswered = [{"text": [], "answer_start": []}]  # in v1
-    says = "row 0 of x has no answer; for SQuAD v2 set task.unanswerable=true"
-    rejects(says, windows_of, just, ["ba?"], ["be na"], answers=unanswered)
 
 
 def one_batch(task, items):
@@ -185,7 +183,7 @@ def test_statistics_hold_the_best_places_of_the_context():
     logits = torch.randn(2, 10, 2)
     names = ("start", "end", "context_first", "context_end")
     inputs = {name: torch.tensor(value) for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)}
-    result = statistics(logits, inputs, k=4)
+    result = QuestionAnswering.statistics(SimpleNamespace(k=4), logits, inputs)
     assert result.shape == (2, 18)
     wanted = (F.cross_entropy(logits[0, :, 0], torch.tensor(4)) + F.cross_entropy(logits[0, :, 1], torch.tensor(5))) / 2
     torch.testing.assert_close(result[0, 0], wanted)
@@ -209,7 +207,7 @@ def knowing(task, *, deny=()):
     denied = torch.from_numpy(np.isin(owners, deny))
     for side, name in enumerate(("start", "end")):
         logits[rows, torch.where(denied, 0, columns[name]), side] = SURE
-    return statistics(logits, columns, task.k).numpy(), owners
+    return task.statistics(logits, columns).numpy(), owners
 
 
 def test_a_model_that_knows_gets_everything_right(task, tmp_path):
@@ -291,5 +289,5 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
             row = int(np.flatnonzero(several.buckets.evaluation == bucket)[0])
             inputs_of_length = one_batch(several, [row + (bucket << BUCKET_SHIFT)])
             assert several.eval_statistics(model, inputs_of_length).shape == (1, 2 + 4 * 16)
-    torch.testing.assert_close(rows, statistics(logits, one_batch(task, [0, 1, PADDING]), 20))
+    torch.testing.assert_close(rows, task.statistics(logits, one_batch(task, [0, 1, PADDING])))
     assert rows.shape == (3, 82) and (rows[2, 2:22] == LOWEST).all() and rows[2, 0] == 0

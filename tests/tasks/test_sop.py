@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rejections import rejects
 from run_results import TOLERANCE
 from running import lines, prepare_config, run, train_config, train_here, train_overrides
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
-from train.config import InputError, ModelConfig, TrainConfig
+from train.config import ModelConfig, TrainConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
@@ -135,11 +136,11 @@ def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tm
 
 
 def test_only_models_with_a_head_for_the_order_can_learn_it():
-    with pytest.raises(InputError, match="task.sop=true needs a model of type albert or bert, not electra"):
-        cfg = ModelConfig(architecture="electra", hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
-        build_masked_lm(cfg, vocab_size=50, pad_id=0, seq_len=16, predicts_order=True)
-    bert = ModelConfig(architecture="bert", hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
-    model = build_masked_lm(bert, vocab_size=50, pad_id=0, seq_len=16, predicts_order=True)
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
+    fit = {"vocab_size": 50, "pad_id": 0, "seq_len": 16, "predicts_order": True}
+    electra = ModelConfig(architecture="electra", **sizes)
+    rejects("task.sop=true needs a model of type albert or bert, not electra", build_masked_lm, electra, **fit)
+    model = build_masked_lm(ModelConfig(architecture="bert", **sizes), **fit)
     ids = torch.ones(2, 16, dtype=torch.long)
     tokens, order = model(ids, torch.zeros_like(ids), ids[:, :3])
     assert tokens.shape == (2, 3, 50) and order.shape == (2, 2)
@@ -151,10 +152,8 @@ def test_data_whose_documents_are_shorter_than_a_sequence_has_no_order_to_learn(
     text = tmp_path / "short.txt"
     text.write_text("\n".join("\n".join(words[at : at + 2]) + "\n" for at in range(0, 4000, 2)))
     prepare.prepare(prepare_config(tmp_path / "data", text))
-    with pytest.raises(
-        InputError, match="task.sop=true, but in .*/data no validation sequence has two segments of one"
-    ):
-        build_task(train_config(tmp_path / "run", tmp_path / "data", SOP))
+    says = "task.sop=true, but in .*/data no validation sequence has two segments of one"
+    rejects(says, build_task, train_config(tmp_path / "run", tmp_path / "data", SOP))
 
 
 def test_the_published_recipe_predicts_the_order():

@@ -206,10 +206,7 @@ class TextTask(Task):
             self.begin(self.train_table)
 
     def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return facts about the data, with the share of padding at this run's batch lengths.
-
-        `learnt` has the token counts of the training rows, by split.
-        """
+        """Return facts about the data and its padding; `learnt` has the token counts of the training rows, by split."""
         facts, used = self.tables.facts, learnt
         used |= {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
         splits = {}
@@ -258,7 +255,6 @@ class TextTask(Task):
         return {f"{split.prefix}{name}": value for split, items in values for name, value in items}
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        # The files in predictions/ are written first, evaluation.json last.
         splits = {}
         for split in self.splits:
             examples = self.tables.examples(split.name)

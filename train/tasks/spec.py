@@ -39,7 +39,6 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """Return the name in words."""
         return self.name.replace("_", " ")
 
 

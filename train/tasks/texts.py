@@ -68,10 +68,7 @@ class Sizes:
 
 
 def resolved_lengths(cfg: TrainConfig, tables: Tables, *, seq_len: int, shortest: int) -> tuple[int, ...]:
-    """Return the lengths that the batches of a run are padded to, from its data, settings and kind of device.
-
-    Texts are cut after `seq_len` tokens. `shortest` is the shortest length allowed, in tokens.
-    """
+    """Return the lengths in tokens, from `shortest` to `seq_len`, to which a run pads its batches on its device."""
     assert isinstance(cfg.data, RecordsConfig)
     is_compiled = compiles_each_length(cfg.backend, cfg.instance)
     step = STEP if is_compiled or is_cuda(cfg.backend, cfg.instance) else EAGER_CPU_STEP

@@ -106,7 +106,6 @@ class Classification(TextTask):
         return scores(truth, predicted, num_labels=len(self.labels))
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # One line per text, and tables per label.
         labels = column(features, "label")
         named = zip(examples_of(examples, features)["id"], labels, strict=True)
         rows = [{"id": name, "label": self.labels[label]} for name, label in named]
@@ -153,22 +152,22 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
-    """Return the weights of errors, [C] float32; None if all are equal. `counts` [C] has the training rows per label.
-
-    Balanced weights are computed like scikit-learn's "balanced": rows / (labels * rows of the label).
-    """
+    """Return the weights of errors, [C] float32; None if all are equal. `counts` [C]: training rows per label."""
     given = cfg.class_weights
     if given is None:
         return None
     if given != "balanced":
-        check(
-            len(given) == len(labels),
-            f"task.class_weights has {len(given)} numbers for {len(labels)} labels ({shortlist(labels)})",
-        )
+        check_each("task.class_weights", given, labels)
         return np.array(given, np.float32)
     absent = [name for name, count in zip(labels, counts, strict=True) if not count]
     check(not absent, f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers")
-    return (counts.sum() / (len(labels) * counts)).astype(np.float32)
+    return (counts.sum() / (len(labels) * counts)).astype(np.float32)  # as scikit-learn's "balanced"
+
+
+def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:
+    """Raise InputError unless there is a value for each label."""
+    ok = len(values) == len(labels)
+    check(ok, f"{key} has {len(values)} numbers for {len(labels)} labels ({shortlist(labels)})")
 
 
 def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:

@@ -82,8 +82,9 @@ class MaskedLMTask(Task):
             vocab_size=info.vocab_size,
             words=word_edges(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
-        rate = cfg.task.eval_mask_rate
-        self.eval_masker = self.masker if rate is None else self._masker_of_rate(rate)
+        self.eval_masker = self.masker
+        if (rate := cfg.task.eval_mask_rate) is not None:
+            self.eval_masker = replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         has_none = self.manifest.counts.get("validation_pairs") == 0  # data of train.convert has no such count
         check(not (cfg.task.sop and has_none), f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}")
@@ -128,9 +129,6 @@ class MaskedLMTask(Task):
         says = f"{' and '.join(frozen)}: {len(new)} added tokens have rows to learn, but the embeddings are frozen"
         check(not (new and frozen), says)
         return new
-
-    def _masker_of_rate(self, rate: float) -> Masker:
-        return replace(self.masker, mask_rate=rate, max_predictions=self.head.eval_predictions)
 
     def verify_data(self) -> None:
         self.verify()
@@ -191,8 +189,6 @@ class MaskedLMTask(Task):
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
         loss_sum, right, count, *of_order = rows.sum(0, dtype=np.float64).tolist()
-        if count == 0:
-            raise InputError("the validation sequences have no masked tokens; raise task.mask_rate")
         loss = loss_sum / count
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": right / count}
         if of_order:

@@ -21,7 +21,7 @@ from train.models.heads import PaddedEncoder, names_of_head
 from train.system.folders import Folder
 from train.system.samples import Answer, Guess, Sample, excerpt
 from train.system.schema import BadContent, read_object
-from train.tasks.classify.task import ClassifyFeaturizer, read_texts
+from train.tasks.classify.task import ClassifyFeaturizer, check_each, read_texts
 from train.tasks.finetune import Entry, Results, Run, TextTask, examples_of, json_lines, mean_loss, table_of
 from train.tasks.multilabel import CHOSEN, MultiLabelConfig, are_numbers
 from train.tasks.texts import Sizes
@@ -83,10 +83,8 @@ class MultiLabel(TextTask):
         self.weights = None if weights is None else torch.from_numpy(weights)
 
     def limits(self) -> list[float]:
-        """Return the probability from which each label is predicted, [C].
-
-        Evaluations that choose a threshold use USUAL: scores on the rows that chose it would be too good.
-        """
+        """Return the probability from which each label is predicted, [C]."""
+        # Evaluations that choose a threshold use USUAL: scores on the rows that chose it would be too good.
         given = self.thresholds or (USUAL if self.cfg.threshold in CHOSEN else self.cfg.threshold)
         limits = given if isinstance(given, list) else [given] * len(self.labels)
         check_each("task.threshold", limits, self.labels)
@@ -172,15 +170,14 @@ class MultiLabel(TextTask):
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         labels, problem = names_of_head(config), getattr(config, "problem_type", None)
-        check(problem == self.problem, f"{source} must give any number of labels; it has problem_type {problem}")
+        ok = problem == "multi_label_classification"
+        check(ok, f"{source} must give any number of labels; it has problem_type {problem}")
         self.thresholds = read_thresholds(f"{source}/config.json", getattr(config, THRESHOLDS, None), labels)
         return labels
 
     def settings_of_outputs(self) -> dict[str, Any]:
         limits = {} if self.thresholds is None else {"task.threshold": self.thresholds}
         return super().settings_of_outputs() | limits
-
-    problem = "multi_label_classification"
 
     def named(self, has_label: Sequence[Any]) -> list[str]:
         return [label for label, has in zip(self.labels, has_label, strict=True) if has]
@@ -195,12 +192,9 @@ class MultiLabel(TextTask):
             }
 
     def known(self, row: Entry, prediction: Entry) -> tuple[list[bool], list[float]] | None:
-        truth = row.get("label")
-        return (
-            None
-            if truth is None
-            else ([label in truth for label in self.labels], [*prediction["probabilities"].values()])
-        )
+        if (truth := row.get("label")) is None:
+            return None
+        return [label in truth for label in self.labels], [*prediction["probabilities"].values()]
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         truth, answer = set(row["label"]), set(prediction["prediction"])
@@ -219,12 +213,6 @@ def read_thresholds(where: str, given: Any, labels: Sequence[str]) -> list[float
         check(are_numbers(given), f"{where}: {THRESHOLDS} must be a list of numbers, not {given!r:.40}")
         check_each(f"{where}: {THRESHOLDS}", given, labels)
     return given
-
-
-def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:
-    """Raise InputError unless there is a value for each label."""
-    ok = len(values) == len(labels)
-    check(ok, f"{key} has {len(values)} numbers for {len(labels)} labels ({shortlist(labels)})")
 
 
 def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
@@ -254,10 +242,7 @@ def positive_weights(given: Any, labels: Sequence[str], has_label: np.ndarray) -
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
-    """Return the highest F1 over all thresholds, and its threshold, halfway to the next lower probability.
-
-    `truth` and `shares` are [rows].
-    """
+    """Return the highest F1 for `truth` and `shares` [rows], and its threshold, halfway to the next lower share."""
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth, shares)
@@ -268,10 +253,7 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> dict[str, float]:
 
 
 def chosen(truth: np.ndarray, shares: np.ndarray, *, each: bool) -> list[float]:
-    """Return the thresholds [C] that are best for F1 on truth and probabilities [rows, C].
-
-    With `each` they are chosen for each label alone, and USUAL if no row has the label. Otherwise they are all equal.
-    """
+    """Return the thresholds [C] with the best F1 on truth and probabilities [rows, C]: all equal, unless `each`."""
     columns = list(zip(truth.T, shares.T, strict=True)) if each else [(truth.ravel(), shares.ravel())]
     limits = [best_threshold(*column)["best_threshold"] if column[0].any() else USUAL for column in columns]
     return limits if each else limits * truth.shape[1]

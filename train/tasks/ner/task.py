@@ -24,7 +24,7 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import TAG
 from train.data.records.featurizer import Featurizer
-from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
+from train.data.records.kinds import NUMBERS, STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.models.heads import names_of_head
@@ -46,10 +46,6 @@ Tags = Sequence[list[str]]  # tags of the words of each sentence
 # ---- words to tokens -----------------------------------------------------------------------------------------------
 
 
-def read_words(row: Row) -> dict[str, list[str]]:
-    return {"tokens": row.texts("tokens")}
-
-
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
         what = f"the tag {tag[:40]} is neither O nor a type after B- or I-, such as B-PER"
@@ -61,7 +57,7 @@ def ner_rows(scheme: str) -> RowKind:
     return RowKind(
         "ner",
         columns={"tokens": List(STRING), "tags": List(STRING)},
-        read=read_words,
+        read=lambda row: {"tokens": row.texts("tokens")},
         target="tags",
         check_each=check_tag if scheme == "entities" else lambda _: None,
         split_by="tokens",
@@ -146,7 +142,13 @@ class TokenClassification(TextTask):
         return F.cross_entropy(flat, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        return statistics(logits, inputs["labels"], self.sizes.lengths[-1])
+        # [B, 1 + 2 * M]: the loss, the tag of each token, and its probability.
+        logits, labels = logits.float(), inputs["labels"]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
+        padding = (0, self.sizes.lengths[-1] - labels.size(1))
+        loss = losses.view(labels.shape).sum(1, keepdim=True)
+        return torch.cat([loss, F.pad(tags, padding), F.pad(shares, padding)], 1)
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
         _, truth, predicted = self.tags(examples, features, statistics)
@@ -165,8 +167,21 @@ class TokenClassification(TextTask):
     def tagged(
         self, rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[list[str], list[float]]]:
-        """Yield the tags and probabilities of each sentence's words. A word without a token is in no entity."""
-        return tagged(rows, features, sentences, self.labels, unread="O" if self.has_entities else "")
+        """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
+
+        A word without a token is in no entity, with a probability of 0. `sentences` says how many words each has.
+        """
+        unread = "O" if self.has_entities else ""
+        arrow = features.with_format("arrow")[:]
+        every = np.arange(len(features))
+        targets, words = (Lists(arrow.column(name)).take(every) for name in ("labels", "words"))
+        tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
+        for row, sentence in enumerate(sentences):
+            tags, shares = [unread] * len(sentence), [0.0] * len(sentence)
+            for word, token in zip(words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True):
+                tags[word] = self.labels[int(tags_of_tokens[row, token])]
+                shares[word] = float(shares_of_tokens[row, token])
+            yield tags, shares
 
     def score(self, truth: Tags, predicted: Tags) -> dict[str, float]:
         # Precision, recall and F1 are over the entities of all types, 0 without entities. Accuracy is over words.
@@ -180,7 +195,6 @@ class TokenClassification(TextTask):
         return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
 
     def results(self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray) -> Results:
-        # One line per sentence, and a table per entity type or per tag.
         examples, truth, predicted = self.tags(examples, features, statistics)
         values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
         lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
@@ -234,34 +248,7 @@ class TokenClassification(TextTask):
 TASK = TokenClassification
 
 
-# ---- scores to tags, tags to entities ------------------------------------------------------------------------------
-
-
-def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
-    """Return [B, 1 + 2 * M] for logits [B, S, C]: loss, tag of each token, its probability. M is `longest`."""
-    logits = logits.float()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-    tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
-    padding = (0, longest - labels.size(1))
-    return torch.cat([losses.view(labels.shape).sum(1, keepdim=True), F.pad(tags, padding), F.pad(shares, padding)], 1)
-
-
-def tagged(
-    rows: np.ndarray, features: Dataset, sentences: Sequence[Sequence[Any]], labels: Sequence[str], unread: str
-) -> Iterator[tuple[list[str], list[float]]]:
-    """Yield the tags and probabilities of each sentence's words, from statistics [sentences, 1 + 2 * M].
-
-    A word without a token gets the tag `unread` with a probability of 0. `sentences` says how many words each has.
-    """
-    arrow = features.with_format("arrow")[:]
-    every = np.arange(len(features))
-    targets, words = (Lists(arrow.column(name)).take(every) for name in ("labels", "words"))
-    tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
-    for row, sentence in enumerate(sentences):
-        tags, shares = [unread] * len(sentence), [0.0] * len(sentence)
-        for word, token in zip(words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True):
-            tags[word], shares[word] = labels[int(tags_of_tokens[row, token])], float(shares_of_tokens[row, token])
-        yield tags, shares
+# ---- tags to entities ----------------------------------------------------------------------------------------------
 
 
 def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:

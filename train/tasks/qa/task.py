@@ -40,18 +40,6 @@ def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
-def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
-    """Return [B, 2 + 4 * k]: loss, [CLS] score, k best start scores, their tokens, k best end scores, their tokens."""
-    start, end = logits.float().unbind(-1)
-    tokens = torch.arange(logits.size(1), device=logits.device)
-    is_context = (tokens >= inputs["context_first"][:, None]) & (tokens < inputs["context_end"][:, None])
-    null = start[:, 0] + end[:, 0]
-    parts = [losses_of(logits, inputs)[:, None], null[:, None]]
-    for scores in (start, end):
-        parts += topk(scores.masked_fill(~is_context, spans.LOWEST), k)
-    return torch.cat(parts, 1)
-
-
 @dataclass(frozen=True)
 class Answered:
     """A question with the model's answers."""
@@ -104,7 +92,15 @@ class QuestionAnswering(TextTask):
         return losses_of(logits, inputs).sum()
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        return statistics(logits, inputs, self.k)
+        # [B, 2 + 4 * k]: loss, [CLS] score, k best start scores, their tokens, k best end scores, their tokens.
+        start, end = logits.float().unbind(-1)
+        tokens = torch.arange(logits.size(1), device=logits.device)
+        is_context = (tokens >= inputs["context_first"][:, None]) & (tokens < inputs["context_end"][:, None])
+        null = start[:, 0] + end[:, 0]
+        parts = [losses_of(logits, inputs)[:, None], null[:, None]]
+        for scores in (start, end):
+            parts += topk(scores.masked_fill(~is_context, spans.LOWEST), self.k)
+        return torch.cat(parts, 1)
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
         questions = list(answered(statistics, features, examples, self.cfg))

@@ -85,9 +85,6 @@ class QAFeaturizer(Featurizer):
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
         # The first answer is learnt. If there is none, or the window does not contain it, start and end are [CLS].
         answers = rows.get("answers", [{"text": []}] * len(indices))
-        if "answers" in rows and not self.task.unanswerable:  # rows to learn from need an answer
-            bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
-            check(bad is None, f"row {bad} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
         encoded = self.encode(
             self.shortened(rows["question"], split),
             rows["context"],
