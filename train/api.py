@@ -52,7 +52,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
     A KeyboardInterrupt stops the run with a checkpoint and is raised again. `imports` are files for --import.
     """
-    arguments = [*flags(imports), *keys(settings)]
+    arguments = [*flags(imports), *listed(settings)]
     cfg = composed("train", arguments)
     location = str(cfg["run_dir"])
     folder = open_folder(location, S3Config(**cfg["s3"]))
@@ -73,7 +73,7 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
 
 def prepare(settings: Sequence[str]) -> str:
     """Prepare a corpus as `python -m train.prepare` does. Returns the location of the shards, for data.path."""
-    done("train.prepare", keys(settings))
+    done("train.prepare", listed(settings))
     return str(composed("train.prepare", settings)["output"])
 
 
@@ -115,7 +115,7 @@ def evaluate(
     """Return the metrics of a run or another model on validation data, as `python -m train.evaluate` does."""
     with TemporaryDirectory() as folder:
         output = Path(folder, "metrics.json")
-        done("train.evaluate", [model, *keys(settings), f"--output={output}", *flags(imports)], ranks=ranks)
+        done("train.evaluate", [model, *listed(settings), f"--output={output}", *flags(imports)], ranks=ranks)
         metrics: dict[str, float] = json.loads(output.read_bytes())["metrics"]
         return metrics
 
@@ -131,13 +131,6 @@ def listed(values: Sequence[Any]) -> Sequence[Any]:
     """Return the values. Raises InputError if they are a single string, whose letters would each become a value."""
     check(not isinstance(values, str), f"{values!r} must be a list of texts, such as [{values!r}]")
     return values
-
-
-def keys(settings: Sequence[str]) -> Sequence[str]:
-    """Return the settings. Raises InputError if one is a flag of the command line."""
-    for setting in listed(settings):
-        check(not setting.startswith("-"), f"{setting} is a flag; settings have the form key=value")
-    return settings
 
 
 def composed(module: str, arguments: Sequence[str]) -> dict[str, Any]:

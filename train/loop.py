@@ -186,7 +186,7 @@ def train(
         engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
 
         watch.phase("agree", step=progress.step, is_start=metrics.is_first)
-        vote = votes.count()
+        votes.count()
         progress.advance(plan.global_batch_size, lr)
         data.consumed(progress.examples)
         evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
@@ -196,7 +196,7 @@ def train(
             batches = draw_first(attempt, data, metrics, votes) if is_last else following
             continue
         score = evaluate(attempt, backend, engine, metrics) if evaluates else None
-        stops = vote.stops > 0 or progress.owes_evaluation
+        stops = votes.stops > 0 or progress.owes_evaluation
         ends = stops or is_over(attempt, progress)
         if ends or checkpoints.is_due():
             checkpoints.save(score, is_last=ends)

@@ -94,12 +94,14 @@ def rank_of_three(folder):
 
     votes = Votes(world, StopRequest())
     votes.cast(InputError("rank 1 cannot draw") if rank == 1 else None)
-    answer["counted"] = votes.count()
+    votes.count()
+    answer["counted"] = [votes.stops, votes.failures]
     answer["vote"] = message(votes.raise_failure)
     if rank == 2:
         votes.stop.reason = "SIGTERM"
     votes.cast(None)
-    answer["stops"] = votes.count()
+    votes.count()
+    answer["stops"] = [votes.stops, votes.failures]
     answer["reasons"] = [[number, reason] for number, reason, *_ in votes.reasons()]
     answer["none"] = message(votes.raise_failure)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer))

@@ -1,7 +1,5 @@
 """The commands as functions: what a notebook gets of a run, a rejection, an interruption."""
 
-from __future__ import annotations
-
 import functools
 import io
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 from finetuning import tuning
 from forks import DEVICE
+from rejections import rejects
 from running import ROOT, outcome
 
 from train import api
@@ -54,24 +53,16 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(cell: Notebook
     assert api.predict("run", []) == []
     names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     assert api.evaluate("run") == {name: pytest.approx(run.metrics[-1][name]) for name in names}
-    with pytest.raises(api.InputError, match=r"^run is of another run \([^\n]*seed: 0 -> 1\); choose [^\n]*$"):
-        api.train([*settings, "seed=1"])
-    with pytest.raises(api.InputError, match=r"^'max_steps=1' must be a list of texts, such as \['max_steps=1'\]$"):
-        api.train("max_steps=1")
-    with pytest.raises(api.InputError, match=r"^--help is a flag; settings have the form key=value$"):
-        api.train(["--help"])
-    with pytest.raises(api.InputError, match=r"^rows\.jsonl[^/]*$"):
-        api.predict("run", [{"other": "so good"}], options=["--device", DEVICE])
-    with pytest.raises(api.InputError, match=r"^'so good' must be a list of texts, such as \['so good'\]$"):
-        api.predict("run", "so good")
-    with pytest.raises(api.InputError, match=r"^max_stepz is not a setting; did you mean max_steps\?$"):
-        api.train([*settings, "max_stepz=1"])
+    rejects(r"^run is of another run \(.*seed: 0 -> 1\); choose ", api.train, [*settings, "seed=1"])
+    rejects(r"^'max_steps=1' must be a list of texts, such as \['max_steps=1'\]$", api.train, "max_steps=1")
+    rejects(r"^rows\.jsonl[^/]*$", api.predict, "run", [{"other": "so good"}], options=["--device", DEVICE])
+    rejects(r"^'so good' must be a list of texts, such as \['so good'\]$", api.predict, "run", "so good")
+    rejects(r"^max_stepz is not a setting; did you mean max_steps\?$", api.train, [*settings, "max_stepz=1"])
 
 
 def test_an_interrupt_of_two_ranks_stops_them_with_a_checkpoint(cell: Notebook, prepared: Path) -> None:
-    with pytest.raises(api.InputError, match=r"^data\.path=nowhere.csv: [^\n]*$"):
-        api.train([*tuning(Path("other"), prepared / "tokenizer", *TWEETS), "data.path=nowhere.csv"], ranks=2)
     settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
+    rejects(r"^data\.path=nowhere.csv: ", api.train, [*settings, "run_dir=other", "data.path=nowhere.csv"], ranks=2)
     cell.at = " 3/500 "
     with pytest.raises(KeyboardInterrupt):
         api.train([*settings, "max_steps=500"], ranks=2)
@@ -86,5 +77,4 @@ def test_a_corpus_is_prepared(cell: Notebook, corpus: Path) -> None:
     given = ["corpus=text", f"corpus.path={corpus}", "output=data/mine", "seq_len=32", "tokenizer.vocab_size=120"]
     assert api.prepare([*given, "validation_fraction=0.25"]) == "data/mine"
     assert Path("data/mine/manifest.json").is_file() and "unigram entropy" in cell.getvalue()
-    with pytest.raises(api.InputError, match=r"^seq_len=a: "):
-        api.prepare([*given[:-2], "seq_len=a"])
+    rejects("^seq_len=a: ", api.prepare, [*given[:-2], "seq_len=a"])

@@ -19,8 +19,7 @@ from train import entry, loop
 from train.checkpoints.saver import SavesFail
 from train.config import Failure, XLAConfig
 from train.config.attempt import NonfiniteConfig
-from train.parallel.nonfinite import Skips
-from train.run import attempt, checkpoint_manager
+from train.run import attempt
 from train.run import compose as cli
 from train.run.stopping import StopRequest
 from train.system.folders import LocalFolder
@@ -111,19 +110,19 @@ def test_without_torchrun_the_ranks_save_and_leave(start, tmp_path):
     assert 3 <= ended["checkpoint"] == ended["step"]
 
 
-# Rank 1 of the first attempt stops in its twelfth step.
-STOPS = """if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
-        os.kill(os.getpid(), signal.SIGSTOP)"""
+# Rank 1 of the first attempt hangs in its twelfth step.
+HANGS = """if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
+        time.sleep(1000)"""
 
 
 def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, start, tmp_path):
-    """SIGSTOP: it no longer comes to the collective, in which the other one waits."""
-    run_dir, process = tmp_path / "run", start(STOPS, "watchdog.step_s=4", "watchdog.start_s=80", restarts=1)
+    """It no longer comes to the collective, in which the other one waits."""
+    run_dir, process = tmp_path / "run", start(HANGS, "watchdog.step_s=4", "watchdog.start_s=80", restarts=1)
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert_same_weights(run_dir, undisturbed, STEPS)
     reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
-    assert "stuck: rank 1 has been in" in reason and "; rank 1 is stopped" in reason
+    assert "stuck: rank 1 has been in" in reason
     assert "_add_gradients" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
@@ -200,16 +199,6 @@ def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however
     assert ended["checkpoint"] == max(toy.saved())
 
 
-def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(toy, monkeypatch):
-    monkeypatch.setattr(Skips, "known_streak", lambda skips: 0)
-    toy.scale = lambda call: NAN if call > 4 else 1.0
-    said = r"6 steps in a row .* \(nonfinite.max_skips=3; this device counts skips itself .* every log_every=10 steps\)"
-    monkeypatch.setattr(checkpoint_manager, "MAX_ROLLBACKS", 0)
-    options = {"max_steps": 50, "eval_every": None, "log_every": 10}
-    rejects(said, toy.train, error=FloatingPointError, **options)
-    assert toy.losses == 10
-
-
 def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(toy):
     """Else it would come back for ever."""
     for rollbacks, first in ((1, 4), (2, 1)):
@@ -242,8 +231,8 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(
 def test_weights_that_are_no_numbers_are_never_saved(toy):
     """Each save is an alarm, the third ends the run."""
     hopeless = {"optim": {"lr": 1e39}, "log_every": 1000, "nonfinite": NonfiniteConfig(max_skips=10**6)}
-    with pytest.raises(SavesFail, match=r"\d saves in a row failed, the last: .*; there is no checkpoint"):
-        toy.train(**hopeless, checkpoint={"every": 1}, max_steps=300, eval_every=None)
+    hopeless |= {"checkpoint": {"every": 1}, "max_steps": 300, "eval_every": None}
+    rejects("saves in a row failed, the last: .*; there is no checkpoint", toy.train, error=SavesFail, **hopeless)
     assert not toy.saved()
     assert "is no longer finite" in toy.faults()[0]
 

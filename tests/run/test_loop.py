@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from running import ROOT, lines, prepare_config, run, train_config, train_here, train_overrides, write_corpus
+from rejections import rejects
+from running import ROOT, lines, run, train_config, train_here, train_overrides
 from saved_steps import flip
 from toy import Rows, ToyTask
 from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
@@ -21,7 +22,6 @@ from train.data.shards.format import ShardSet, read_manifest
 from train.models.encoder import MaskedLM
 from train.run.stopping import StopRequest
 from train.system import environment
-from train.tools import prepare
 
 
 def test_metrics_have_the_fields_that_outside_tools_read(finished):
@@ -102,14 +102,6 @@ def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
     line = lines(tmp_path / "run", "train")[-1]
     assert line["mfu"] > 0 and line["cost_usd"] <= second["cost_usd"]
     assert 0 < lines(tmp_path / "run", "eval")[0]["cost_usd"] <= first["cost_usd"]
-
-
-def test_a_pretrained_model_of_another_tokenizer_is_rejected(finished, prepared, tmp_path):
-    other = prepare.prepare(prepare_config(tmp_path / "data", write_corpus(tmp_path / "t.txt", seed=5)))
-    assert other.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
-    cfg = train_config(tmp_path / "run", tmp_path / "data", f"model.pretrained={finished / 'export'}")
-    with pytest.raises(InputError, match="does not have the tokenizer of the data"):
-        loop.run(cfg, StopRequest())
 
 
 def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
@@ -259,18 +251,12 @@ def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_
         return draw(self, items)
 
     monkeypatch.setattr(Rows, "draw", fails)
-    assert rejection(toy, eval_every=None) == "shard 7 is damaged"
+    rejects("^shard 7 is damaged$", toy.train, eval_every=None)
     assert toy.values("train", "step") == [1, 2, 3]
     assert (toy.outcome()["outcome"], toy.outcome()["goes_on"]) == ("refused", False)
 
 
 TF32_ON_A_CPU = BackendConfig(device="cpu", precision="tf32")
-
-
-def rejection(toy, **changes):
-    with pytest.raises(InputError) as error:
-        toy.train(**changes)
-    return str(error.value)
 
 
 def unloadable(*_, **__):
@@ -308,7 +294,7 @@ def test_nothing_is_left_of_a_start_that_is_rejected_late(toy, monkeypatch, foun
     monkeypatch.setattr(TaskConfig, "head_size", lambda *_: HeadSize())
     if method is not None:
         monkeypatch.setattr(ToyTask, *method)
-    assert says in rejection(toy, name="new/run", **changes)
+    rejects(says, toy.train, name="new/run", **changes)
     assert tree(toy.folder) == before
     monkeypatch.undo()
 
@@ -319,7 +305,7 @@ def tree(folder):
 
 def test_an_attempt_that_is_rejected_after_its_start_leaves_its_exit_record(toy, monkeypatch):
     monkeypatch.setattr(loop, "open_monitor", unloadable)
-    rejection(toy)
+    rejects("lacks weights", toy.train)
     record = json.loads((toy.folder / "run/log/exit_rank_0000.json").read_text())
     assert record["reason"] == toy.outcome()["reason"] == "rejected: the model lacks weights"
 

@@ -1,7 +1,5 @@
 """Requests to stop, their sources and reasons, and what must not hurt a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -175,7 +173,7 @@ def test_what_a_notice_asks_for(stop, wall_clock, monkeypatch, path, said, later
         ({"status": 403}, "status 403"),  # the instance has its metadata service turned off
         ({"speaks_http": False}, "SSH-2.0"),
         ({"answering": threading.Event()}, "no token within 0.1 s"),
-        ({"said": {SPOT: '{"action": 5}'}}, "action"),
+        ({"said": {SPOT: '{"action": 5}'}}, "'time'"),
     ],
     ids=["off", "another service", "hangs", "no text"],
 )

@@ -59,15 +59,9 @@ def scripts(wheel, tmp_path_factory):
 @pytest.mark.services
 def test_the_installed_command_trains_from_an_empty_folder(scripts, folder):
     def run(*words: str, ranks: int = 1) -> str:
-        torchrun = [
-            scripts / "python",
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--no-python",
-            f"--nproc-per-node={ranks}",
-        ]
-        command = [*(torchrun if ranks > 1 else []), scripts / "baretrain", *words]
+        torchrun = [scripts / "python", *"-m torch.distributed.run --standalone --no-python".split()]
+        launcher = [*torchrun, f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [*launcher, scripts / "baretrain", *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout

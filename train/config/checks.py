@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 LARGEST_FLOAT = 1e100  # the product of two floats of this size is still finite
 LARGEST = 2**63  # upper bound of numbers: NumPy, torch and safetensors store integers in 64 bits
 LONGEST_S = 1e9  # 30 years; the timers of Python and gloo overflow not far above this
-CONTROLS = ("Cc", "Zl", "Zp")  # Unicode categories: control characters, line and paragraph separators
+CONTROLS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: controls, bytes that are not UTF-8, line and paragraph ends
 SHOWN_NAMES = 10  # maximum number of names in a message
 T = TypeVar("T")
 MARKS = ("delimiter", "quote", "escape", "separator")  # settings with these endings may be a tab, or Hive's \x01

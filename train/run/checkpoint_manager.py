@@ -188,9 +188,6 @@ class CheckpointManager:
         """
         now, skips = self.recorder.progress, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
-        if skips > self.cfg.nonfinite.max_skips:
-            text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}; this device counts skips itself and is "
-            text += f"read every log_every={self.cfg.log_every} steps)"
         self.attempt.watch.phase("roll back", is_start=True)
         self.saver.wait(self.on_wait)
         self.report()
@@ -286,10 +283,8 @@ class CheckpointManager:
                 continue
             logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
             with fitting(path):
-                weights, own = read_weights(path, manifests[step]), self.engine.model.state_dict()
-                if own.keys() != weights.keys():
-                    raise LookupError(f"weights with different names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
-                for name, value in own.items():  # not by load_state_dict: an engine may have hooks on it
+                weights = read_weights(path, manifests[step])
+                for name, value in self.engine.model.state_dict().items():  # load_state_dict may have an engine's hooks
                     value.copy_(weights[name])
             self.store.release(path)
             return step

@@ -78,11 +78,7 @@ def command_parser(
     settings: Callable[[], str] | None = None,
     imports: bool = False,
 ) -> Parser:
-    """Make a parser whose --help shows the purpose, examples, flags, settings and exit codes.
-
-    An example is the arguments of the command, or a whole command line that begins with torchrun. `settings` returns
-    the help on settings. With `imports` the parser has the flag --import.
-    """
+    """Make a parser. An example is the command's arguments, or a whole command line that begins with torchrun."""
     prog = f"python -m {name}"
     shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
 
@@ -161,7 +157,6 @@ def guarded(
     line, code = "", DONE
     use_console("stderr")
     try:
-        check_encoding(sys.argv)
         code = act()
         sys.stdout.flush()
     except InputError as error:
@@ -206,15 +201,6 @@ def is_unread() -> bool:
     with suppress(OSError, ValueError):  # standard output may not be a file
         poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def check_encoding(arguments: Sequence[str]) -> None:
-    """Raise InputError if an argument is not text in this locale: it could not be written to a file."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"{argument} is not text in this locale; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8)") from error
 
 
 def printable(text: str) -> str:

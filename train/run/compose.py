@@ -1,18 +1,13 @@
-"""The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code.
-
-Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on request, with all steps saved.
-"""
+"""The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
 import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from train.config import (
     SPLITS,
@@ -38,7 +33,6 @@ from train.config import (
     RecordsConfig,
     ShardsConfig,
     TrainConfig,
-    Unset,
     XLAConfig,
     check,
     check_printable,
@@ -50,7 +44,7 @@ from train.run.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, co
 from train.run.help import OWN_OPTIONS, groups, settings_help, words_as_text
 from train.run.names import opened, quoted
 from train.run.own import check_imports
-from train.run.precedence import check_digits, check_groups, check_switches, over_recipe
+from train.run.precedence import check_digits, check_switches, over_recipe
 from train.system.torchrun import leave_rejection
 from train.tasks import TASKS, spec_of
 
@@ -82,10 +76,7 @@ def schemas() -> list[Schema]:
 
 @functools.cache
 def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...]) -> None:
-    """Register the dataclasses with Hydra, so that defaults lists in `conf/*.yaml` can name them.
-
-    A dataclass in OWN_OPTIONS, which no file names, is registered as an option itself.
-    """
+    """Register the dataclasses for the defaults lists in `conf/*.yaml`; those in OWN_OPTIONS, as options themselves."""
     store = ConfigStore.instance()
     for schema, file in configs:
         store.store(name=f"{file}_schema", node=schema)
@@ -100,17 +91,14 @@ def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]
 
 
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Compose `conf/train.yaml`, or the file of another schema, with the overrides and check every value.
-
-    Raises InputError with one line if a key or option is unknown, or a value is missing, impossible or of a wrong type.
-    """
+    """Compose the schema's file in conf/ with the overrides. Raises InputError if a key, option or value is wrong."""
     return checked(compose_config(schema, overrides), schema, overrides)
 
 
 def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
     """Return a run's backend and instance settings. Other settings may be missing from the overrides."""
     composed = compose_config(TrainConfig, overrides)
-    check_what_is_set(composed, TrainConfig, overrides)
+    check_values({key: OmegaConf.to_container(composed[key]) for key in ("backend", "instance")})
     backend, instance = OmegaConf.to_object(composed.backend), OmegaConf.to_object(composed.instance)
     assert isinstance(backend, BackendConfig) and isinstance(instance, InstanceConfig)
     return backend, instance
@@ -134,7 +122,9 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
 
 def check_typed(schema: type, typed: Sequence[str]) -> None:
     """Raise InputError if several options of a group were typed."""
-    check_groups(typed, groups(CONFIGS[schema]))
+    for group in groups(CONFIGS[schema]):
+        options = sorted({override for override in typed if override.startswith(f"{group}=")})
+        check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
 
 
 def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
@@ -254,8 +244,6 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         return f"{seen}: {full_key} must be a list, such as {full_key}=[a,b]"
     if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:
         return f"{seen}: {full_key} is a group of settings; give one of them, such as {full_key}.name=value"
-    if "is not Optional" in first:
-        return f"{seen or first}: it must have a value"
     noise = "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="
     message = " ".join(line for line in lines if not re.match(noise, line))
     return f"{seen}: {message}" if full_key and full_key not in message else message
@@ -278,10 +266,7 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(
     name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str], model: str = ""
 ) -> Parser:
-    """Make the parser of a command that takes settings. Its --help explains the settings in `keys`.
-
-    `model` is the help text of an argument MODEL before the settings; "" means that there is no such argument.
-    """
+    """Make the parser of a command with settings: --help explains `keys`, and `model` ("": none) the argument MODEL."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys)
     imports = issubclass(schema, TrainConfig)
@@ -327,23 +312,11 @@ def run(
                 raise
             return action(cfg)
         composed = compose_config(schema, overrides)
-        check_what_is_set(composed, schema, overrides)
+        if not OmegaConf.missing_keys(composed):
+            checked(composed, schema, overrides)
         print(OmegaConf.to_yaml(composed), end="")
         return DONE
 
     return guarded(
         act, after_rejection=after_rejection, interrupted=("interrupted; the same command resumes it", STOPPED)
     )
-
-
-def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
-    """Check settings as a run does, except that values may be missing."""
-    filled = copy.deepcopy(composed)
-    try:
-        for key in OmegaConf.missing_keys(filled):
-            with suppress(ValidationError):  # a number cannot take this text and stays missing
-                OmegaConf.update(filled, key, "not-set")
-    except OmegaConfBaseException as error:
-        raise InputError(explain(error, schema, overrides)) from error
-    with suppress(Unset):
-        checked(filled, schema, overrides)

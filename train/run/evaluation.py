@@ -47,7 +47,7 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
     measured = measure(attempt, backend, engine, votes, is_first=recorder.is_first_evaluation)
-    recorder.progress.owes_evaluation = votes.counted.stops > 0 and measured is None
+    recorder.progress.owes_evaluation = votes.stops > 0 and measured is None
     if measured is None:
         return None
     metrics, rows = measured
@@ -208,7 +208,7 @@ def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:
     votes.cast(failure)
     votes.count()
     votes.raise_failure()
-    while batch and not votes.counted.stops:
+    while batch and not votes.stops:
         following, failure = draw(batches)
         votes.cast(failure)
         yield batch[0]

@@ -80,7 +80,6 @@ class TrainData:
             self.prefetcher.consumed(examples)
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
-        """Return the next step's micro batches on the device, or a failure; see the function `draw`."""
         return draw(self.steps)
 
 

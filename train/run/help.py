@@ -77,16 +77,13 @@ def shown_default(item: Field) -> str:
     """Return the default in the form of the command line; "..." for a setting without a default."""
     if callable(item.default_factory):
         return plain(item.default_factory())
-    value = item.default
-    if value is NO_DEFAULT or value == MISSING:
-        return "..."
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return plain(value)
+    return "..." if item.default in (NO_DEFAULT, MISSING) else plain(item.default)
 
 
 def plain(value: Any) -> str:
     """Return a value in the form of the command line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {plain(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -159,10 +156,7 @@ def add_option(group: str, name: str, settings: type) -> None:
 
 
 def option_values(group: str, option: str) -> dict[str, Any]:
-    """Return the settings in the file of an option, without the settings that it inherits from other options.
-
-    For an option without a file, returns the defaults that its class itself defines.
-    """
+    """Return the settings that an option's file, or its class if it has no file, sets itself: none that it inherits."""
     if (own := OWN_OPTIONS.get((group, option))) is not None:
         named = {item.name: item.default for item in fields(own) if item.name in inspect.get_annotations(own)}
         return {name: value for name, value in named.items() if value is not NO_DEFAULT}
@@ -173,10 +167,7 @@ def option_values(group: str, option: str) -> dict[str, Any]:
 
 @contextmanager
 def words_as_text() -> Iterator[None]:
-    """Make YAML read `no`, `off`, `yes` and `on` as words in this block, as the command line does.
-
-    A label or a language may be one of these words. Settings that are true or false still accept them.
-    """
+    """Make YAML read `no`, `off`, `yes` and `on` as words in this block, as in overrides: labels may be such words."""
     known = yaml.SafeLoader.yaml_implicit_resolvers
     truths = re.compile("(true|True|TRUE|false|False|FALSE)$")
     yaml.SafeLoader.yaml_implicit_resolvers = {

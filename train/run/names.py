@@ -17,11 +17,7 @@ LABELS = "data.labels"
 
 
 def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split overrides into those that Hydra reads and the settings that hold the user's names.
-
-    The user's names may have any character, but Hydra's grammar accepts neither {-1: neg} nor [don't]. A value for
-    Hydra that begins with ~ is quoted.
-    """
+    """Split overrides into those for Hydra and the user's names: its grammar accepts neither {-1: neg} nor [don't]."""
     for_hydra: list[str] = []
     users_own: dict[str, Any] = {}
     for override in overrides:

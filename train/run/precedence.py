@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -47,13 +47,6 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
             if other not in typed and other not in chosen:
                 values[other] = None
     return values
-
-
-def check_groups(typed: Sequence[str], groups: Iterable[str]) -> None:
-    """Raise InputError if several options of one of these groups were typed."""
-    for group in groups:
-        options = sorted({override for override in typed if override.startswith(f"{group}=")})
-        check(len(options) < 2, f"{' and '.join(options)} choose the same thing; give one of them")
 
 
 def check_digits(composed: DictConfig, given: Mapping[str, Any]) -> None:

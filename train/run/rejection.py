@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from contextlib import suppress
 
@@ -10,23 +9,15 @@ from train.config import InputError
 from train.system.launched import launched
 from train.system.torchrun import leave_rejection
 
-logger = logging.getLogger("train")
 INFORM_S = 60.0  # seconds for which a rejected first machine waits for machines that join later
 
 
 def inform_others(rejection: str) -> None:
-    """Tell the program that started torchrun, and other machines, that this rank is rejected.
-
-    Torchrun ends the other ranks of this machine.
-    """
+    """Tell other machines and the program that started torchrun, which ends this machine's ranks, of a rejection."""
     leave_rejection(rejection)
     with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was rejected
         launch = launched()
-        if launch.is_one_machine:
-            return
-        try:
+        if not launch.is_one_machine:
             from train.parallel import rendezvous  # late: torch takes seconds to import
-        except ImportError as error:
-            logger.warning("the other machines are not told of the rejection: %s", error)
-            return
-        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S)
+
+            rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S)

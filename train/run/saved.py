@@ -42,8 +42,6 @@ def read_config(folder: Folder) -> TrainConfig:
         raise InputError(f"{config_path} is missing: it has the model's sizes") from error
     except BadContent as error:
         raise InputError(f"{config_path} is damaged: {error}") from error
-    except InputError:
-        raise
     except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
         imported.check_repeated(find_identity(folder) or {}, folder.location)  # files that may define the task
         raise InputError(f"{config_path} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error

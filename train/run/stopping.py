@@ -38,7 +38,7 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from train.config import InputError, TrainConfig, Unreachable, check
 from train.system.metadata import Metadata, metadata_endpoint
@@ -190,7 +190,7 @@ class Notices:
             try:
                 look()
                 fails = False
-            except (OSError, HTTPException, ValueError, InputError, Unreachable) as error:
+            except (OSError, HTTPException, ValueError, LookupError, TypeError, InputError, Unreachable) as error:
                 if not fails:
                     logger.warning("%s: %s; asked again every %g s", name, error, POLL_S)
                 fails = True
@@ -213,16 +213,14 @@ class Notices:
 
     def look_at_metadata(self) -> None:
         if notice := self.metadata.get("spot/instance-action"):
-            asked = f"EC2 spot notice: {field(notice, 'action')} at {field(notice, 'time')}"
-            self.stop.ask(asked, kind="spot_notice")
+            self.stop.ask(f"EC2 spot notice: {notice['action']} at {notice['time']}", kind="spot_notice")
         events = self.metadata.get("events/maintenance/scheduled")
         for event in events if isinstance(events, list) else ():
-            if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
+            if event["Code"] not in FOR_GOOD or event["State"] != "active":
                 continue
-            begins = parsedate_to_datetime(field(event, "NotBefore"))  # a text such as "21 Jan 2019 09:00:43 GMT"
+            begins = parsedate_to_datetime(event["NotBefore"])  # a text such as "21 Jan 2019 09:00:43 GMT"
             if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
-                asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
-                self.stop.ask(asked, kind="scheduled_event")
+                self.stop.ask(f"EC2 scheduled event: {event['Code']} at {as_text(begins)}", kind="scheduled_event")
 
 
 def watches_metadata(environ: Mapping[str, str]) -> bool:
@@ -239,15 +237,7 @@ def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")
     return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
 
 
-def field(notice: Any, name: str) -> str:
-    """Return a field of a notice. Raises ValueError if it is missing or not a text."""
-    if not isinstance(notice, dict) or not isinstance(notice.get(name), str):
-        raise ValueError(f"{name} is missing in {notice}")
-    return notice[name]
-
-
 def now() -> datetime:
-    """Return the wall-clock time, with which the dates of blocks and events are compared."""
     return datetime.now(UTC)
 
 
@@ -256,13 +246,6 @@ def as_text(at: datetime) -> str:
 
 
 # ---- all ranks agree -------------------------------------------------------------------------------------------------
-
-
-class Counted(NamedTuple):
-    """The counts of ranks that voted to stop, and of ranks that reported a failure."""
-
-    stops: float
-    failures: float
 
 
 class Votes:
@@ -276,21 +259,20 @@ class Votes:
         self.world, self.stop = world, stop
         self.failure: Exception | None = None
         self.counting: Callable[[], list[float]] = list
-        self.counted = Counted(0, 0)
+        self.stops = self.failures = 0.0  # the ranks that voted to stop, and those that reported a failure
 
     def cast(self, failure: Exception | None) -> None:
         """Send this rank's vote. A `failure` is why the run cannot continue after the step that begins now."""
         self.failure = failure
         self.counting = self.world.begin_sum([self.stop.reason is not None, failure is not None])
 
-    def count(self) -> Counted:
-        """Return the count of the votes that were cast before the step."""
-        self.counted = Counted(*self.counting())
-        return self.counted
+    def count(self) -> None:
+        """Count the votes that were cast before the step."""
+        self.stops, self.failures = self.counting()
 
     def raise_failure(self) -> None:
         """Raise one rank's failure on all ranks, if the last count has a failure."""
-        if self.counted.failures:
+        if self.failures:
             self.world.raise_failure(self.failure)
 
     def reasons(self) -> list[tuple[int, str, str, str]]:
