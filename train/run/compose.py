@@ -312,9 +312,10 @@ def run(
                 raise
             return action(cfg)
         composed = compose_config(schema, overrides)
-        if not OmegaConf.missing_keys(composed):
+        shown = OmegaConf.to_yaml(composed)
+        if "???" not in shown:  # all that a run needs is given
             checked(composed, schema, overrides)
-        print(OmegaConf.to_yaml(composed), end="")
+        print(shown, end="")
         return DONE
 
     return guarded(

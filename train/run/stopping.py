@@ -66,9 +66,6 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """A context manager that catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP.
 
-    The second signal ends the process immediately. Inside `nothing_to_save`, the first signal raises StoppedEarly. If
-    the main thread is in a call that runs no Python handler, a thread ends the process instead.
-
     Other threads call `ask`. A signal after `ask` still counts as the first: EC2, Slurm and torchrun send SIGTERM after
     a notice, and the run must not exit before it has saved the checkpoint for which it stops.
     """
