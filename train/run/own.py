@@ -33,6 +33,7 @@ def take(given: str) -> None:
     for table, entries in own.items():
         known, kind, key = TABLES[table]
         where = f"{imported.FLAG} {given}: {table}"
+        check(isinstance(entries, dict), f"{where} must be a table, as {{name: entry}}")
         for name, entry in entries.items():
             if known.get(name) is entry:  # this file was imported before
                 continue
