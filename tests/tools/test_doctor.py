@@ -238,7 +238,7 @@ INDEX, TORCH_NEURONX = "https://pip.repos.neuron.amazonaws.com", "torch-neuronx=
 NATIVE_CACHE = machine.NATIVE_CACHE
 NEFFS = {"files": {"neffs/.keep": ""}, "env": {NATIVE_CACHE: "ROOT/neffs"}}
 DRIVERS = recorded("dpkg_neuron.txt")
-ODD_RUNTIME = DRIVERS.replace("lib 2.33.10.0", "lib 2.40.1.0")
+OLD_RUNTIME, ODD_RUNTIME = (DRIVERS.replace("lib 2.33.10.0", f"lib {version}") for version in ("2.32.31.0", "2.40.1.0"))
 ONLY_TOOLS = ToolOutput("aws-neuronx-tools 2.31.15.0\naws-neuronx-dkms \n", "none found")
 NO_DKMS = ToolOutput(DRIVERS.replace("aws-neuronx-dkms 2.29.0.0\n", ""), "none found")
 LOADED = "/sys/module/neuron/version"
@@ -324,6 +324,7 @@ CASES = {
     ],
     "Neuron driver": [
         case(trn1, "ok", "driver 2.29.0.0, runtime 2.33.10.0-e2ac4bb8c: SDK 2.31.1"),
+        case(trn1, "bad", "driver 2.29 needs runtime 2.33", "aws-neuronx-runtime-lib=2.33.10", **dpkg(OLD_RUNTIME)),
         case(trn1, "warn", "no SDK of the table", "aws-neuronx-dkms=2.29.0", **dpkg(ODD_RUNTIME)),
         case(trn1, "bad", "aws-neuronx-runtime-lib, aws-neuronx-coll", "apt-get install", **dpkg(ONLY_TOOLS)),
         case(trn1, "skip", "versions unknown", **dpkg(None)),
@@ -331,7 +332,7 @@ CASES = {
         # What is loaded counts, not what is installed.
         case(trn1, "warn", "driver 2.28.0.0", "no SDK of the table", files={LOADED: "2.28.0.0\n"}),
         case(trn1, "ok", "SDK 2.31.1", gone=[LOADED], says={MODINFO: "2.29.0.0\n"}),
-        case(trn1, "warn", "driver unknown", "aws-neuronx-dkms=2.29", gone=[LOADED], **dpkg(NO_DKMS)),
+        case(trn1, "bad", "no driver is installed", "aws-neuronx-dkms=2.29", gone=[LOADED], **dpkg(NO_DKMS)),
     ],
     "fork safety": [
         case(trn1, "bad", "5.10.230", "export FI_EFA_FORK_SAFE=1", kernel="5.10.230-amzn2"),

@@ -102,6 +102,11 @@ def driver(probe: Probe) -> Finding:
     dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
     table, text = read_versions(), f"driver {dkms or 'unknown'}, runtime {runtime}"
     wanted = table.native if probe.is_native else table.sdk
+    if not dkms:
+        return bad(f"{text}: no driver is installed", cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*")
+    if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
+        cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
+        return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
     both = numbers(dkms), numbers(runtime)
     known: list[Sdk | Native] = [table.native] if probe.is_native else [*table.sdks]
     sdk = next((each for each in known if (numbers(each.dkms), numbers(each.runtime)) == both), None)
