@@ -69,6 +69,7 @@ class Scheduler(spec.Scheduler):
     def submit(self, job: Job, record: Record) -> Handle:
         """Resolve the settings. The machines are made later, by `attend`."""
         cluster, api = cluster_of(job, Ec2Config), open_api(record)
+        check_job(job, cluster, record)
         resolved = resolve(job, cluster, record, api)
         left = calls.left_over(api, record, calls.regions_of(record, resolved.regions))
         there = [str(each) for each in left if each.kind == "instance"]
