@@ -198,10 +198,13 @@ class ShardSampler:
         times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
         if times <= MOST_FETCHED:
             return None
-        batch, lanes, shards = self.global_batch_size, self.lanes.number, len(self.shard_rows)
-        why = f"the borders of their parts of a batch of {batch:,} cut its {lanes} lanes of {shards:,} shards"
-        cure = f"take a number of machines that divides the lanes, a multiple of {MAX_LANES} as global_batch_size"
-        cure += ", or more and smaller shards (rows_per_shard)"
+        lanes, batch, shards = self.lanes.number, self.global_batch_size, len(self.shard_rows)
+        why = f"the borders of their parts of a batch of {batch:,} cut its {lanes} lanes of shards"
+        cure = f"take a number of machines that divides {lanes}"
+        if shards < 2 * MAX_LANES:
+            why, cure = f"{shards} shards are few for {lanes} lanes", "prepare more and smaller ones (rows_per_shard)"
+        elif batch % MAX_LANES:
+            cure = f"make global_batch_size a multiple of {MAX_LANES}"
         return f"{len(machines)} machines fetch {times:.2f} times the training data in all, since {why}; {cure}"
 
     @property
