@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import launch
@@ -81,4 +82,6 @@ def unpack(content: bytes, sha256: str, folder: Path) -> Path:
     check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         # Its paths are not checked, since whoever made this bundle chooses the code that runs next.
-        return made_once(private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], archive.extractall)
+        return made_once(
+            private_folder(folder, "XDG_CACHE_HOME") / sha256[:32], partial(archive.extractall, filter="data")
+        )

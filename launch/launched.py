@@ -12,9 +12,9 @@ from typing import Any
 
 from launch.record import JOB, Job, Record
 from launch.values import table, text
-from train.config import check
+from train.config import InputError, check
 from train.system.folders import LocalFolder, canonical_json, sha256_bytes
-from train.system.schema import read_object
+from train.system.schema import BadContent, read_object
 
 
 def file_of(record: Record) -> tuple[LocalFolder, str]:
@@ -25,7 +25,10 @@ def file_of(record: Record) -> tuple[LocalFolder, str]:
 def read(record: Record) -> dict[str, Any]:
     """Return the facts of the run's last launch from this computer; {} if there was none."""
     folder, name = file_of(record)
-    return read_object(folder.read(name)) if folder.size(name) is not None else {}
+    try:
+        return read_object(folder.read(name)) if folder.size(name) is not None else {}
+    except BadContent as error:
+        raise InputError(f"{folder.location}/{name} cannot be read: {error}; remove it") from error
 
 
 def keep(record: Record, handle: dict[str, Any] | None = None) -> None:

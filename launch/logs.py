@@ -113,7 +113,7 @@ def of_rank(
     """Return torchrun's files of a rank and, for the last attempt, its trainer's log, which covers all attempts."""
     per_node = record.job().processes_per_node
     ranks = len(hosts) * per_node
-    check(rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks")
+    check(0 <= rank < ranks, f"there is no rank {rank} in attempt {attempt}, which has {ranks} ranks")
     place = (attempt, hosts[rank // per_node], rank % per_node)
     matches = {name: OF_RANK.fullmatch(name) for name in logs}
     of_torchrun = [logs[name] for name, at in matches.items() if at and (int(at[1]), at[2], int(at[3])) == place]

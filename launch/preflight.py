@@ -8,7 +8,7 @@ from launch.node import PREFLIGHT
 from launch.record import Job, Record
 from launch.supervise import retry
 from train.run.command import printable
-from train.system.schema import read_object
+from train.system.schema import BadContent, read_object
 
 MAX_CHARS = 300  # length of a reason
 
@@ -62,6 +62,8 @@ def failure_of(record: Record, name: str) -> str:
         answer = read_object(record.folder.read(name))
     except FileNotFoundError:
         return f"no answer in {record.location}: the machine does not see that folder, or cannot start train.doctor"
+    except BadContent as error:  # the doctor's output, which other programs may write to, too
+        return f"its answer cannot be read: {error}"
     if answer.get("ok") is True:
         return ""
     red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import botocore
+
 from launch import launched
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
@@ -106,7 +108,8 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
     network, made = info["NetworkInfo"], [Interface(0, 0, INTERFACE)]
     cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
     most = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if machines > 1 else 0
-    for card in [each for each in cards if EFA in each.get("InterfaceTypes", ())][:most]:
+    able = [each for each in cards if EFA in each.get("InterfaceTypes", ())][:most]
+    for card in able:
         index, fits = int(card["NetworkCardIndex"]), int(card["MaximumNetworkInterfaces"])
         is_apart = len(cards) > 1 and EFA_ONLY in card["InterfaceTypes"]
         if index == 0 and not (is_apart and fits > 1):
@@ -115,6 +118,12 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
             made.append(Interface(index, 1 if index == 0 else 0, EFA_ONLY))
         else:
             made.append(Interface(index, min(1, fits - 1), EFA))
+    # An older botocore silently drops the interface types of the cards from EC2's answer.
+    check(
+        bool(able) or machines == 1 or not network.get("EfaSupported"),
+        f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} names no network card "
+        "with it: install boto3>=1.43.90",
+    )
     check(
         not (cluster.public_address and len(made) > 1),
         f"cluster.public_address=true is for machines with one network interface, {info['InstanceType']} has "

@@ -58,6 +58,9 @@ class SlurmConfig(ClusterConfig):
         )
         for each in self.sbatch_args:
             check_argument(each)
+        for folder in self.container_mounts:
+            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # colons and commas separate mounts
+            check(ok, f"cluster.container_mounts holds {folder!r}: use absolute paths without colons and commas")
 
 
 def check_argument(argument: str) -> None:

@@ -24,6 +24,7 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.guards import tied_names
 from train.parallel.optimizers import build_optimizer
+from train.system.ownership import LeaseLost
 from train.tasks import build_task
 from train.tools.checkpoints import main
 
@@ -362,3 +363,18 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     assert re.search("saves in a row failed, the last: .*/checkpoints.*; there is no checkpoint", ended["reason"])
     reasons = [json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"] for rank in range(2)]
     assert reasons[0] == reasons[1] and "saves in a row failed" in reasons[0]  # two, or three by the time of the vote
+
+
+def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
+    lost = []
+
+    def check_owner():
+        if lost:
+            raise LeaseLost("another job owns it now")
+
+    store, trained = LocalStore(tmp_path), built()
+    saver = saver_of(store, check_owner=check_owner)
+    assert saved(saver, 3, trained) is None
+    lost.append(True)
+    assert saved(saver, 6, trained) == "LeaseLost: another job owns it now"
+    assert (store.steps(), left(store), (tmp_path / LATEST).read_text()) == ([3], [], "step_00000003\n")

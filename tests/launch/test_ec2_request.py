@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import dataclasses
 import functools
 import gzip
@@ -17,6 +18,7 @@ from ec2_launching import OWN, RUN, USER_DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
+from running import ROOT
 from test_launch_golden import check_golden
 
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
@@ -158,3 +160,16 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
     assert match and match[1] == python
     words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags(), f"--job-sha256={'0' * 64}"]
     assert json.loads(base64.b64decode(match[2]))["arguments"] == words
+
+
+def test_efa_is_never_left_out_without_a_word():
+    cluster, known = Ec2Config(), TYPES["trn1.32xlarge"]
+    # As botocore before 1.43.90 passes EC2's answer on.
+    network = copy.deepcopy(known["NetworkInfo"])
+    for card in network["NetworkCards"]:
+        del card["InterfaceTypes"]
+    old = {**known, "NetworkInfo": network}
+    with pytest.raises(InputError, match="trn1.32xlarge supports EFA") as rejection:
+        layout(old, cluster, machines=2)
+    assert str(rejection.value).rpartition(" ")[2] in (ROOT / "pyproject.toml").read_text()
+    assert layout(old, cluster, machines=1) == FIRST

@@ -140,6 +140,7 @@ def others(words: list[str]) -> list[str]:
         (["zzz"], OF_RUN, "no subcommand zzz; there are: list, status"),
         (["experiment=demo"], [], "experiment=demo is a setting of the run: write it after --, as in python"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
+        ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': use absolute paths"),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         ([*SLURM, "prepare=true"], PREPARE, "nodes=2 is for training: a preparation takes parts=2"),
         ([*SLURM, sbatch("-p trn1")], OF_RUN, "holds '-p trn1': an option is one line, --name=value or --name"),

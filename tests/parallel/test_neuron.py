@@ -23,6 +23,7 @@ from train import __main__ as program
 from train import loop
 from train.config import BackendConfig, InputError, InstanceConfig, NeuronConfig
 from train.observe import monitor_neuron, profile
+from train.observe.metrics import Recorder
 from train.parallel import ddp, neuron, xla_environment
 from train.parallel.backend import load
 from train.parallel.backends import open_backend
@@ -445,3 +446,25 @@ def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, chan
 if __name__ == "__main__":
     sys.modules["torch_neuronx"] = pretend(setattr, {"torch": "2.14.0", "torch-neuronx": VERSION})
     sys.exit(program.main())
+
+
+def test_tokens_are_counted_exactly_beyond_32_bits(versions, by_ddp, prepared, tmp_path, monkeypatch):
+    """The device computes whole numbers of 64 bits as 32."""
+    start, enter, to_device, extremes = 2**31 + 1, Recorder.__enter__, DDP.to_device, []
+
+    def enter_late(recorder):
+        recorder.own_tokens += start
+        return enter(recorder)
+
+    def recorded(backend, batches):
+        for batch in to_device(backend, batches):
+            whole = [each for each in batch["inputs"].values() if each.dtype == torch.int64]
+            extremes.extend(value for each in whole for value in (int(each.min()), int(each.max())))
+            yield batch
+
+    monkeypatch.setattr(Recorder, "__enter__", enter_late)
+    monkeypatch.setattr(DDP, "to_device", recorded)
+    result = train(tmp_path / "run", prepared, *NEURON)
+    wanted = [start + line["tokens"] for line in lines(by_ddp, "train")]
+    assert [line["tokens"] for line in lines(result, "train")] == wanted
+    assert extremes and min(extremes) >= -(2**31) and max(extremes) < 2**31

@@ -154,3 +154,10 @@ def test_files_are_examined_at_once_and_the_first_fault_of_their_order_counts():
     assert first_fault(examine, range(5000)) == "0 is damaged"
     assert len(examined) < 5000, "those after the fault are left out"
     assert first_fault(lambda item: None, range(10)) is None
+
+
+def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "a") as folder:
+        fill(folder)
+        raise ZeroDivisionError
+    assert names(tmp_path / "deep") == []

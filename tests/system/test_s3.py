@@ -426,3 +426,13 @@ def test_what_s3_rejects_is_not_taken_for_damage(tmp_path, what, error):
             return 1
 
     rejects(f"^{error}$", READERS[what], Rejecting(tmp_path), error=type(error))
+
+
+def test_a_profile_is_used(bucket, monkeypatch, tmp_path):
+    file = tmp_path / "credentials"
+    key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    file.write_text(f"[work]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+    in_s3(bucket, profile="work").write("a", b"x")
+    assert bucket.keys() == ["runs/data/a"]

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,3 +188,15 @@ def test_a_benchmark_reads_what_stands_behind_its_dashes_and_none_starts_itself_
     monkeypatch.setenv(harness.STARTED, "benchmarks.xla")
     with pytest.raises(RuntimeError, match="benchmarks.xla, which a benchmark has started, does not start benchmarks"):
         harness.answer("benchmarks.xla")
+
+
+def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
+    broken = tmp_path / "broken.csv"
+    shutil.copy(TWEETS, broken)
+    with Path(broken).open("a") as file:
+        file.write('"one field"\n"fine","9"\n')
+    done = run(overrides(tmp_path / "run", f"data.path={broken}"), ranks=2)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "broken.csv:152" in errors[0], done.stderr
+    assert not (tmp_path / "run").exists()

@@ -245,7 +245,9 @@ def make_folder(path: Path) -> Path:
     """Create `path`, private to this user, and its parents. Raises InputError if it cannot be written to."""
     try:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
-        tempfile.NamedTemporaryFile(prefix=".write-test-", dir=path).close()  # each rank gets a different name
+        handle, probe = tempfile.mkstemp(prefix=".write-test-", dir=path)  # each rank gets a different name
+        os.close(handle)  # first, since NFS renames an open file instead of removing it
+        discard(Path(probe))  # some folders accept new files, but let nobody remove them
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path

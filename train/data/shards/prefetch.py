@@ -161,7 +161,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         try:
             self.downloader.download(shard, on_failure=partial(self.cache.set_fault, shard, is_final=False))
             (self.cache.compared / shard.file).touch()
-            (self.cache.faults / shard.file).unlink(missing_ok=True)
+            discard(self.cache.faults / shard.file)
             self.cache.heard()
             return True
         except Exception as error:

@@ -63,6 +63,11 @@ class Evaluated:
     confusion: list[list[float]] = field(default_factory=list)  # numbers of examples [true, predicted]
     pairs: dict[str, list[list[float]]] = field(default_factory=dict)  # (truth, prediction) of some rows, by target
 
+    def __post_init__(self) -> None:
+        sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
+        if self.confusion and len(sides) != 1:
+            raise BadContent(f"the confusion matrix of {len(self.labels)} labels is not square")
+
 
 @dataclass(frozen=True)
 class Records:

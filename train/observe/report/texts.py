@@ -6,6 +6,7 @@ import json
 import re
 
 from train.config.checks import LARGEST
+from train.system.folders import sha256_bytes
 
 
 def printable(text: object) -> str:
@@ -24,8 +25,10 @@ def as_text(value: object) -> str:
 
 
 def file_name(prefix: str, name: str) -> str:
-    """Return a figure's file name, the same in every report."""
-    return f"{prefix}_{re.sub(r'[^a-z0-9_]', '_', name)[:60]}"
+    """Return a figure's file name, the same in every report. If characters are replaced, a hash is added."""
+    plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
+    hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
+    return f"{prefix}_{plain}{hashed}"
 
 
 def plural(count: float, one: str, many: str = "") -> str:
