@@ -132,8 +132,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
             if metrics.progress.step == 0:  # stopped before the baseline evaluation: the checkpoint says it is due
                 checkpoints.save(None, is_last=True)
             checkpoints.finish()
-            has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # false for a finished run
-            if has_measured and not backend.collects:
+            if metrics.owes_summary() and not backend.collects:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         if reason in ENDS:
             checkpoints.remove_leftovers()

@@ -216,3 +216,11 @@ def test_a_finished_run_is_not_trained_again(run_dir, prepared):
     assert train_here(run_dir, prepared) == ("done", 6)
     assert len(lines(run_dir, "train")) == before
     assert len(lines(run_dir, "summary")) == 1
+
+
+def test_a_run_that_was_killed_after_its_last_save_gets_its_summary(run_dir, prepared):
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.read_text().splitlines(True) if '"summary"' not in line))
+    for _ in range(2):  # the second start finds the summary
+        assert train_here(run_dir, prepared) == ("done", 6)
+    assert [(line["step"], line["reason"]) for line in lines(run_dir, "summary")] == [(6, "done")]

@@ -44,6 +44,7 @@ class Journal:
         self.trackers, self.reason = to, ""
         newest = next(read_back(folder.local), None)
         self.attempt = 1 + (newest["attempt"] if newest else 0)
+        self.owes_summary = newest is not None and newest["kind"] != "summary"  # the attempt before was killed
         self.file = open_alike(folder.metrics, "ab")
         self.writer: SummaryWriter | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()

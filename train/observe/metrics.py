@@ -280,6 +280,14 @@ class Recorder:
         """Return the share of the time since the run began, pauses included, spent in steps that were not lost."""
         return self.progress.productive_s / max(self.folder.run_s(), self.progress.productive_s, 1e-9)
 
+    def owes_summary(self) -> bool:
+        """Return whether this attempt measured something, or the one before was killed without its summary.
+
+        All ranks call this. A finished run that starts again owes none.
+        """
+        has_measured = self.steps_done > 0 or not self.is_first_evaluation
+        return has_measured or self.world.sum([self.journal is not None and self.journal.owes_summary])[0] > 0
+
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """Write the last line of this attempt. Unknown values are null."""
         tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
