@@ -398,6 +398,7 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "b.py").write_text('"""' + "not this one " * 20 + '"""')
     (tmp_path / "broken.py").write_text("def :")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
     (tmp_path / "copy.py").write_text(f'"""klass {"word " * 5}\n\nindented"""\ndef f():\n    """{"new " * 40}"""')
     names = ["module", "klass", "method", "inner", "guarded", "method"]
     source = '"""{} {pad}"""\nraise SystemExit\nclass A:\n    """{} {pad}\n\n        indented\n    """\n'
