@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -440,6 +441,15 @@ def test_a_job_that_was_changed_is_not_resumed(killed, capsys):
     assert "job.json was changed: its sha256 is" in capsys.readouterr().err and killed.ec2.requests == []
     killed.record.folder.write("job.json", content)
     assert killed.do("resume") == 0 and len(killed.ec2.requests) == 1
+
+
+def test_a_resume_is_checked_like_a_launch(killed, capsys, monkeypatch, tmp_path):
+    """Machines that cannot reach the bucket would cost money until they end themselves."""
+    secret = f"aws_secret_access_key = {os.environ['AWS_SECRET_ACCESS_KEY']}\n"
+    (tmp_path / "keys").write_text(f"[work]\naws_access_key_id = {os.environ['AWS_ACCESS_KEY_ID']}\n{secret}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    assert killed.do("resume", "--profile=work") == 2
+    assert "s3.profile=work: machines have a role" in capsys.readouterr().err and killed.ec2.requests == []
 
 
 def test_a_job_of_another_computer_needs_its_checksum(killed, capsys, monkeypatch, tmp_path):

@@ -66,6 +66,18 @@ def test_machines_that_fail_are_left_out_and_spares_take_their_ranks(job, record
     assert (event.kind, event.details["passed"], sorted(event.details["failed"])) == ("gate", chosen, failed)
 
 
+def test_a_machine_whose_answer_cannot_be_read_is_left_out(job, record):
+    machines = Machines(record)
+
+    def run(*arguments, **options):
+        code = machines.run(*arguments, **options)
+        record.folder.write(PREFLIGHT.format("gate_1_0", "n2"), b'Welcome to n2!\n{"ok": true}')
+        return code
+
+    passed, reasons = run_preflight(record, job, ALL, run, name="gate_1_0")
+    assert passed == ["n1", "n3", "n4", "n5"] and "its answer cannot be read: it is not JSON" in reasons["n2"]
+
+
 def test_machines_are_tried_apart_only_if_they_fail_together(job, record):
     machines = Machines(record)
     run_preflight(record, job, ALL, machines.run, name="gate_1_0")

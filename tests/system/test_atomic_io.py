@@ -14,7 +14,7 @@ from train.config import NotPermitted
 from train.system import atomic_io
 from train.system.atomic_io import made_once, new_folder, open_whole, remove_temporaries, temporary_for
 from train.system.checksums import first_fault
-from train.system.folders import LocalFolder, files_below
+from train.system.folders import LocalFolder, files_below, make_folder
 from train.system.processes import is_gone, owner_name
 
 
@@ -99,6 +99,14 @@ def test_what_cannot_be_removed_is_left_with_one_warning(tmp_path, busy, caplog)
     with pytest.raises(NotPermitted, match="busy"):
         LocalFolder(tmp_path).remove("file")
     assert [("Device or resource busy" in each.message) for each in caplog.records] == [True]
+
+
+def test_a_folder_whose_files_nobody_may_remove_can_be_written_to(tmp_path, monkeypatch):
+    def reject(path, *_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "unlink", reject)
+    assert make_folder(tmp_path / "a") == tmp_path / "a" and len(names(tmp_path / "a")) == 1
 
 
 def test_a_folder_that_this_user_may_not_change_is_not_removed(tmp_path, monkeypatch):
