@@ -15,8 +15,8 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens that is predicted; every
-    # sequence has the same count of predictions, seq_len times mask_rate.
+    mask_rate: float = setting(0.15, above=0, below=1)  # The share of a sequence's tokens that is predicted, at
+    # most seq_len times mask_rate tokens.
     eval_mask_rate: float | None = setting(None, above=0, below=1)  # The mask_rate in evaluations; None is mask_rate.
     max_ngram: int = setting(3, above=0)  # The longest run of tokens (or of whole words) that is masked together; a
     # run of n has the probability p(n) ~ 1/n, and 1 is BERT's masking.
