@@ -153,7 +153,7 @@ def test_a_batch_that_does_not_fit_into_shared_memory_ends_the_run(shards, monke
     """It is not lost in silence, which the rank would wait for without end."""
     monkeypatch.setattr(MaskedRows, "draw", lambda _, items: {"inputs": {}, "count": Unsendable(), "tokens": []})
     (batch,) = islice(loader_of(shards, num_workers=1), 1)
-    assert "/dev/shm is full; give it more" in str(failure_of([batch])) and isinstance(failure_of([batch]), Failure)
+    assert "/dev/shm is full; enlarge it" in str(failure_of([batch])) and isinstance(failure_of([batch]), Failure)
 
 
 def test_too_little_shared_memory_for_the_loader_processes_is_rejected(tmp_path, monkeypatch):

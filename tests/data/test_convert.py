@@ -50,7 +50,7 @@ LISTS = [[5, 6]] * 3
     ("columns", "message"),
     [
         ({"input_ids": [[5, 6]]}, "has no column tokens; name one of input_ids with --column"),
-        ({"tokens": []}, "a split has no row"),
+        ({"tokens": []}, "a split has no rows"),
         ({"tokens": [[], []]}, "sequence 0 has 0 ids; it must have 1 to 65,535"),
         ({"tokens": [[1, 2], [1, 2, 3]]}, "column tokens: sequence 1 must have 2 ids, like sequence 0"),
         ({"tokens": [[1, 2], None]}, "column tokens: sequence 1 must have 2 ids"),

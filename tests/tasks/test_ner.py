@@ -202,10 +202,10 @@ NO_WORDS = [
     (
         GERMAN,
         {},
-        r"a\.conll: column 0 has no letters, so words are elsewhere: set data.columns.tokens, as in .*tokens=1",
+        r"a\.conll: column 0 has no letters, so it has no words: set data.columns.tokens, as in .*tokens=1",
     ),
     ("".join(f"1.5 O\n{n} O\n\n" for n in range(9)), {}, "column 0 has no letters"),
-    (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is not a column: they are 0 to 3"),
+    (GERMAN, {"tokens": "4"}, r"a\.conll:1: data.columns.tokens=4 is not a column: columns are 0 to 3"),
     (GERMAN, {"tags": "x"}, "data.columns.tags=x is not a column"),
     (GERMAN, {"tokens": "-1"}, "both column 3"),
 ]

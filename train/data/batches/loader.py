@@ -1,7 +1,7 @@
 """Batches of fixed shape from sequences, and the loader that prepares them concurrently with training.
 
-A batch is a dict of host tensors under "inputs", the number of labels under "count", and the number of tokens under
-"tokens". Both are plain numbers, so that the global count is known on the host before the forward pass.
+A batch is a dict: "inputs" has host tensors, "count" the number of labels, and "tokens" that of tokens. Both counts are
+plain numbers, so that the global count is known on the host before the forward pass.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from train.data.shards.order import PADDING
 from train.system.torchrun import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
-MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # most sequences and most micro batches that are drawn together
+MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # at most this many sequences and micro batches are drawn together
 ORDER = 4  # index of the random number that decides whether to swap; masking.py has the other indices
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
-LARGER = "give it more (docker run --shm-size=8g), or lower data.num_workers, down to 0"
+LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, down to 0"
 CHECKED_ROWS = 1000  # the first sequences drawn, of which at most 1 % may have nothing to predict
 EVAL_EPOCH = 2**40  # not a training epoch: every evaluation hides the same tokens, and training hides others
 
@@ -42,8 +42,8 @@ class Drawable(Protocol):
     def draw(self, items: np.ndarray) -> Batch:
         """Return K micro batches of the items [K, B] as one batch, whose "inputs" are tensors [K, B, ...].
 
-        "count" has the number (or weight) of labels in each micro batch [K], "tokens" the number of tokens without
-        padding in each [K].
+        "count" [K] has the number (or weight) of labels in each micro batch, "tokens" [K] its number of tokens without
+        padding.
         """
 
 
@@ -51,7 +51,7 @@ class Drawable(Protocol):
 class Swapper:
     """The swap of two segments, whose order the model predicts, as a function of (seed, epoch, sequence).
 
-    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws its pairs.
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws which ones.
     """
 
     seed: int
@@ -62,7 +62,7 @@ class Swapper:
         """Swap the segments in about half of `tokens` [B, S]: `[CLS] A [SEP] B [SEP]` becomes `[CLS] B [SEP] A [SEP]`.
 
         `pivot` [B]: the index of B's first token. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped,
-        and IGNORE_INDEX if A and B are from different documents (`same_document` [B] is 0), so that there is no order.
+        and IGNORE_INDEX if A and B are from different documents (`same_document` [B] is 0), and thus have no order.
         """
         seq_len = tokens.shape[1]
         pivot = pivot.astype(np.int64)
@@ -91,11 +91,11 @@ class MaskedRows:
         swapper: Swapper | None = None,
         sample: np.ndarray | None = None,
     ) -> None:
-        """Mask the rows of `shards`. `swapper`: swaps segments first. `sample` [n]: the rows that items index."""
+        """Mask the rows of `shards`, after `swapper` swaps segments. Items index the rows in `sample` [n], if given."""
         self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
         self.sample = sample
-        self.num_drawn, self.num_without = 0, 0  # counts of the first CHECKED_ROWS
-        self.last_item = 0  # stands for PADDING: any other row may be in a shard that this machine does not have
+        self.num_drawn, self.num_without = 0, 0  # the first sequences drawn, and those with nothing to predict
+        self.last_item = 0  # drawn in place of PADDING: this machine may lack the shards of other rows
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -146,10 +146,10 @@ class MaskedRows:
 
 
 class MultiBatch(Dataset[Batch]):
-    """A data set that draws several micro batches per call, since each call and each tensor passed on costs time.
+    """A data set that draws several micro batches per call, because each call, and each tensor sent, costs time.
 
-    If a micro batch cannot be drawn, the batch has those before it, and the exception as "failure". So the rank can
-    report it to the other ranks at the end of a step instead of leaving them waiting.
+    If a micro batch cannot be drawn, the batch contains those before it, and the exception under "failure". The rank
+    can then report it to the other ranks at the end of a step instead of leaving them waiting.
     """
 
     def __init__(self, dataset: Drawable) -> None:
@@ -189,7 +189,7 @@ class Batches:
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
-        multi_batch: int | None = None,  # most micro batches drawn together; None: MULTI_BATCH
+        multi_batch: int | None = None,  # the maximum drawn together; None: MULTI_BATCH
     ) -> None:
         num_drawn = drawn_at_once(batch_size, multi_batch)
         self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
@@ -205,7 +205,7 @@ class Batches:
                 pin_memory=pin_memory,
                 multiprocessing_context="fork" if num_workers else None,  # shares the memory maps
                 worker_init_fn=begin_worker,
-                generator=torch.Generator(),  # the default one also serves dropout, so a resume would differ
+                generator=torch.Generator(),  # drawing from the default one would change dropout after a resume
             )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -253,7 +253,7 @@ def begin_worker(worker: int) -> None:
 
 
 def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
-    """Send the reason why a loader process could not pass on a batch, in place of the batch. It ends the run."""
+    """Send, in place of a batch, the reason why a loader process could not send it. The rank then ends the run."""
     is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
     cure = f"{SHARED_MEMORY} is full; {LARGER}" if is_full else str(error)
     failure = Failure(f"a loader process cannot pass on its batches: {cure}")
@@ -263,7 +263,7 @@ def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -
 def end_workers() -> None:
     """End loader workers at exit, before multiprocessing waits for them.
 
-    multiprocessing sends SIGTERM, which loader workers ignore, and would wait for them without end if an exception
+    multiprocessing sends SIGTERM, which loader workers ignore, and would wait for them forever if an exception
     still refers to the loader.
     """
     for worker in multiprocessing.active_children():

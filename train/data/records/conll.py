@@ -78,7 +78,7 @@ def word_lines(lines: Iterable[str]) -> Iterator[tuple[int, str, list[str]]]:
 
 
 class Sentences:
-    """A reader of words and tags from one file's sentences. It notices if they may be in other columns."""
+    """A reader of words and tags from one file's sentences. It notices signs that other columns have them."""
 
     def __init__(self, name: str, given: ColumnsConfig) -> None:
         self.name, self.given = name, given
@@ -86,10 +86,10 @@ class Sentences:
         self.start: list[str] = []  # the columns of the first word
         self.num_words, self.has_letters, self.counts = 0, False, True
         self.like_tags: set[int] = set()  # other columns that contain only tags
-        self.named: set[int] = set()  # other columns with the tag of an entity, neither O nor a phrase's
+        self.named: set[int] = set()  # those of them in which a tag marks an entity
 
     def begin(self, columns: int, number: int) -> None:
-        """Take the column count of the file's first word, in line `number`. Raises InputError if columns are wrong."""
+        """Take the column count of the first word, in line `number`. Raises InputError if data.columns is wrong."""
         if self.columns:
             return
         self.columns = columns
@@ -99,7 +99,7 @@ class Sentences:
             value = default if given == key else given
             ok = re.fullmatch(r"-?\d{1,4}", value, re.ASCII) and -columns <= int(value) < columns
             where = f"{self.name}:{number}: data.columns.{key}={value}"
-            check(bool(ok), f"{where} is not a column: they are 0 to {columns - 1}, or -1, -2, ... from the last")
+            check(bool(ok), f"{where} is not a column: columns are 0 to {columns - 1}, or -1, -2, ... from the end")
             found[key] = int(value) % columns
         self.word, self.tag = found["tokens"], found["tags"]
         same = f"{self.name}:{number}: data.columns.tokens and data.columns.tags are both column {self.word}"
@@ -118,13 +118,13 @@ class Sentences:
         return {"tokens": tokens, **({"tags": [fields[self.tag] for fields in words]} if self.columns > 1 else {})}
 
     def end(self) -> None:
-        """Raise InputError if the words have no letters. Log other columns that may be the tags."""
+        """Raise InputError if the words have no letters. Log other columns that may hold the tags."""
         with_letters = [column for column, text in enumerate(self.start) if any(map(str.isalpha, text))]
-        hint = f"as in data.columns.tokens={(*with_letters, 0)[0]} (columns count from 0)"
+        hint = f"as in data.columns.tokens={(*with_letters, 0)[0]} (columns are counted from 0)"
         is_counting = self.counts and self.num_words > 1
         check(
             self.has_letters or self.columns == 1 or not (is_counting or self.num_words >= FEW_WORDS),
-            f"{self.name}: column {self.word} has no letters, so words are elsewhere: set data.columns.tokens, {hint}",
+            f"{self.name}: column {self.word} has no letters, so it has no words: set data.columns.tokens, {hint}",
         )
         if self.given.tags == "tags" and (others := sorted(self.like_tags & self.named)):
             listed = ", ".join(map(str, others))

@@ -46,12 +46,12 @@ LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, a
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file or split, in order. Each call of `rows` starts over, with few rows in memory."""
+    """The rows of one file or split, in order. Each call of `rows` starts over. Few rows are in memory at a time."""
 
     where: str  # the file or split, for errors
     rows: Callable[[], Iterator[LocatedRow]]
     columns: list[str] | None = None  # None: the columns of the first rows
-    class_names: dict[str, list[str]] = field(default_factory=dict)  # label names by column; its numbers are indices
+    class_names: dict[str, list[str]] = field(default_factory=dict)  # label names by column, whose numbers index them
     keys: ColumnsConfig | None = None  # replaces data.columns if the format has fixed column names
     lines: Lines = field(default_factory=Lines)
 
@@ -83,7 +83,7 @@ def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scrat
 
 
 def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch: Path) -> Table:
-    """Return the table of one file, which errors name by its original location."""
+    """Return the table of one file. Errors name its original location."""
     path, name = local_copy(file, scratch), str(file)
     form = format_of(path, name, cfg)
     if form == "parquet":
@@ -136,13 +136,13 @@ def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Valu
     "is_impossible"}]}]}]}.
     """
     with open_text(path, encoding) as (text, _):
-        content = bounded_text(text, name, "split SQuAD's list data into files of one folder, or write JSON lines")
+        content = bounded_text(text, name, "split the list under data into files of one folder, or write JSON lines")
         try:
             document = json.loads(content)
         except json.JSONDecodeError as error:
             raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
     is_squad = isinstance(document, dict) and isinstance(document.get("data"), list)
-    check(is_squad, f'{name} is not SQuAD: there is no list "data" at its top')
+    check(is_squad, f'{name} is not SQuAD: there is no list "data" at the top level')
     for where, row in questions(document, LEVELS, "", {}):
         own = row.get("id") if isinstance(row, dict) else None
         yield f"{name}, " + (f"question {own}" if isinstance(own, str) else where), row
@@ -166,13 +166,11 @@ def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, A
 def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
     """Return answers as `{"text": [str], "answer_start": [int]}`, from this form or a list of objects.
 
-    Starts count characters. Raises BadRow if the form is wrong, or if `context` has no such answer at its start.
+    Starts count characters. Raises BadRow if the form is wrong, or if an answer is not at its start in `context`.
     """
     if isinstance(value, str):
         read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
-        raise BadRow(
-            f"answers are text, as CSV holds them; write JSON lines: {read}.to_json(NEW, 'records', lines=True)"
-        )
+        raise BadRow(f"answers are text, as in CSV files; write JSON lines: {read}.to_json(NEW, 'records', lines=True)")
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
     texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
@@ -218,7 +216,7 @@ def present(wanted: Collection[str], columns: list[str]) -> list[str]:
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # a list has its items' type
+    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # a list counts as its items
     return {name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)}
 
 
@@ -228,7 +226,7 @@ def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
 
 
 def local_copy(file: File, scratch: Path) -> Path:
-    """Return the path of a local file, or of a copy below `scratch` if the file is in S3."""
+    """Return the path of a local file, or of a copy inside `scratch` if the file is in S3."""
     return file.download(s3_copies(file.location, scratch)) if isinstance(file, S3File) else file
 
 
@@ -237,7 +235,7 @@ def s3_copies(location: str, scratch: Path) -> Path:
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
-    """Return the splits that the settings name, or the only, nameless one. Raises InputError if a split is missing."""
+    """Return the splits that the settings name, or the only one if unnamed. Raises InputError if one is missing."""
     saved = load_saved(folder, location)
     if isinstance(saved, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
@@ -250,7 +248,7 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 
 
 def load_saved(folder: Path, name: str | None = None) -> Any:
-    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. `name`: for errors; None: `folder`.
+    """Return the Dataset or DatasetDict that `save_to_disk` wrote, memory-mapped. Errors say `name` or else `folder`.
 
     The names of files in its index are checked before the library opens them. Raises InputError if the data set cannot
     be read, or if it names a file outside its folder.
@@ -260,7 +258,7 @@ def load_saved(folder: Path, name: str | None = None) -> Any:
         try:
             return datasets.load_from_disk(str(folder))
         except IndexError:
-            raise BadContent("a split has no row") from None
+            raise BadContent("a split has no rows") from None
 
 
 def check_saved(folder: Path) -> None:
