@@ -152,12 +152,12 @@ REJECTED = {  # by what the error says: files of the model with changes of their
     "hidden_size is '8';": {"config.json": {"hidden_size": "8"}},
     "pad_token_id is 99999;": {"config.json": {"pad_token_id": 99999}},
     "hidden_dropout_prob is 2;": {"config.json": {"hidden_dropout_prob": 2}},
-    "transformers has no hidden_act=swoosh": {"config.json": {"hidden_act": "swoosh"}},
+    "transformers does not know hidden_act=swoosh": {"config.json": {"hidden_act": "swoosh"}},
     "'layer_norm_eps' expected float": {"config.json": {"layer_norm_eps": "small"}},
     "architectures[0] holds 5": {"config.json": {"architectures": [5]}},
     "weights alone take": {"config.json": {"max_position_embeddings": 10**9, "hidden_size": 10**6}},
-    "is a slow one (BertModelFast": {"tokenizer_config.json": {"tokenizer_class": "BertModelFast"}},  # any class
-    "is a slow one (AutoTokenizer": {"tokenizer_config.json": {"tokenizer_class": "AutoTokenizer"}},
+    "is not a fast one (BertModelFast": {"tokenizer_config.json": {"tokenizer_class": "BertModelFast"}},  # any class
+    "is not a fast one (AutoTokenizer": {"tokenizer_config.json": {"tokenizer_class": "AutoTokenizer"}},
     "auto_map asks transformers": {"tokenizer_config.json": {"auto_map": {"AutoTokenizer": [None, "evil.T"]}}},
     "vocab makes": {"tokenizer_config.json": {"vocab": "/etc/passwd"}},
     "merges_file makes": {"tokenizer_config.json": {"merges_file": "../secret.txt"}},
@@ -203,7 +203,7 @@ def test_layers_that_the_configuration_leaves_out_are_named(tmp_path, capsys):
     BertForSequenceClassification(BertConfig(**{**SMALL, "num_hidden_layers": 2})).save_pretrained(tmp_path)
     edit(write_tokenizer(tmp_path) / "config.json", num_hidden_layers=1)
     assert predict.main([str(tmp_path), *ASK]) == 2
-    assert "holds layers that its config.json does not have: bert.encoder.layer.1." in capsys.readouterr().err
+    assert "has layers that its config.json does not describe: bert.encoder.layer.1." in capsys.readouterr().err
 
 
 def test_pickled_weights_are_not_read_and_the_command_that_converts_them_is_named(model, capsys):

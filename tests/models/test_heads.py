@@ -217,14 +217,14 @@ def test_on_xla_batches_with_and_without_padding_are_one_graph(architecture, pre
 def test_continued_pretraining_says_that_it_drops_the_pooler_and_has_dropout(labelled_folder, log):
     model = build_masked_lm(ModelConfig(pretrained=str(labelled_folder)), vocab_size=V, pad_id=PAD, seq_len=S)
     assert all(module.training for module in model.modules())  # transformers' from_pretrained returns it without
-    assert log.messages[0].endswith("left out, as this model has none: bert.pooler.dense, classifier")
+    assert log.messages[0].endswith("not used by this model: bert.pooler.dense, classifier")
 
 
 def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, log, capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger("train"), "handlers", [])  # which a run of another test has left
     model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
     new, unused = "new, with random weights: bert.pooler.dense, classifier", "cls.predictions"
-    assert log.messages == [f"{encoder_folder}: read; {new}; left out, as this model has none: {unused}"]
+    assert log.messages == [f"{encoder_folder}: read; {new}; not used by this model: {unused}"]
     assert capfd.readouterr() == ("", "")  # transformers' own tables
     theirs = load_file(encoder_folder / "model.safetensors")
     for name, parameter in model.network.named_parameters():
@@ -320,7 +320,7 @@ def changed(folder, target, change):
         ),
         (lambda w: {**w, NORM: torch.full((32,), torch.nan)}, f"{NORM} holds NaN or infinity"),
         (lambda w: {**w, NORM: torch.zeros(32, dtype=torch.int8)}, f"{NORM} holds I8, quantised weights"),
-        (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is of another"),
+        (lambda w: {**w, NORM: torch.zeros(7)}, rf"{NORM} is \[7\] instead of \[32\]; its config.json is another"),
         (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
     ],
     ids=["another architecture", "a layer is missing", "not finite", "int8", "another size", "another head"],

@@ -15,7 +15,7 @@ from train.system.schema import BadContent, of_type, read_object
 
 NO_RATES = "optim.layer_decay: the layers of {} share their weights, so they cannot have different rates; leave it out"
 MOST = 10**9  # the largest size accepted, so that products of sizes fit into a float
-CONFIGS = ("config.json", "export/config.json", "model/config.json")  # in a transformers folder, or in a run folder
+CONFIGS = ("config.json", "export/config.json", "model/config.json")  # where transformers and run folders have it
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Shape:
         return weights + biases
 
     def trained_parameters(self, head: HeadSize, *, freeze_embeddings: bool = False, freeze_layers: int = 0) -> int:
-        """Return the number of parameters with a gradient, without the last layer of a label head (a few thousand)."""
+        """Return the number of parameters with a gradient, not counting a label head's last layer (a few thousand)."""
         hidden = self.hidden_size
         layers = self.num_hidden_groups if self.is_albert else max(0, self.num_hidden_layers - freeze_layers)
         total = layers * self.layer_parameters()
@@ -79,10 +79,10 @@ class Shape:
         return total + (hidden**2 + hidden if dense else 0)
 
     def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
-        """Return the floating-point operations to train on one sequence of `seq_len` tokens, padding included.
+        """Return the floating-point operations needed to train on one sequence of `seq_len` tokens, padding included.
 
         The lowest `frozen` layers have no backward pass. A multiply-add counts as 2 operations, and the backward pass
-        as twice the forward pass. The usual estimate, 6 x parameters a token, is 8.5 times too low for ALBERT-base,
+        as twice the forward pass. The usual estimate, 6 x parameters per token, is 8.5 times too low for ALBERT-base,
         whose layers share parameters but compute separately. Tests compare the result with torch.utils.flop_counter.
         """
         hidden, width = self.hidden_size, self.embedding_width
@@ -180,7 +180,7 @@ def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool
 
 
 def read_shape(folder: Folder) -> Shape | None:
-    """Return the sizes in a folder's config.json, or None like `shape_of`. Raises InputError if it is damaged."""
+    """Return the sizes in a folder's config.json; None if missing or unknown. Raises InputError if it is damaged."""
     name = next((name for name in CONFIGS if folder.size(name) is not None), None)
     if name is None:
         return None
@@ -195,7 +195,7 @@ def shape_of_model(model: Any) -> Shape | None:
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:
-    """Return the sizes in a config.json; None without an architecture in DEFAULTS. Raises BadContent if one is bad."""
+    """Return the sizes in a config.json; None if DEFAULTS lacks its model_type. Raises BadContent if a size is bad."""
     default = DEFAULTS.get(str(values.get("model_type")))
     if default is None:
         return None
@@ -208,6 +208,6 @@ def shape_of(values: dict[str, Any]) -> Shape | None:
         if value is not None:
             number = of_type(int, value, name)
             if not (0 if name == "type_vocab_size" else 1) <= number <= MOST:
-                raise BadContent(f"{name}={number} is not a size of a model")
+                raise BadContent(f"{name}={number} is not a possible size")
             sizes[name] = number
     return replace(default, **sizes)

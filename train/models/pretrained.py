@@ -70,18 +70,18 @@ def read_weights(
     prefix = f"{network.base_model_prefix}."
     kinds = {re.sub(r"\d+", "N", name.removeprefix(prefix)) for name in encoder}
     unread = sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "N", name.removeprefix(prefix)) in kinds)
-    check(not unread, f"{source} holds layers that its config.json does not have: {', '.join(unread[:3])}")
+    check(not unread, f"{source} has layers that its config.json does not describe: {', '.join(unread[:3])}")
     other = {name: f"{list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
     wrong = [name for name in sorted(other) if name in encoder or not new_head]
     hint = (
-        "its config.json is of another model" if encoder & set(wrong) else "model.new_head=true starts with a new head"
+        "its config.json is another model's" if encoder & set(wrong) else "model.new_head=true starts with a new head"
     )
     check(not wrong, f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}")
     if new_head:
         missing |= begin_head(network)
     broken = [name for name, weight in network.named_parameters() if not weight.isfinite().all()]
     check(not broken, f"{source}: {', '.join(broken[:3])} holds NaN or infinity; the weights are damaged")
-    said = {"new, with random weights": missing, "left out, as this model has none": info["unexpected_keys"]}
+    said = {"new, with random weights": missing, "not used by this model": info["unexpected_keys"]}
     parts = [f"{what}: {', '.join(modules_of(names))}" for what, names in said.items() if names]
     if parts:
         logger.info("%s: read; %s", source, "; ".join(parts))
@@ -89,7 +89,7 @@ def read_weights(
 
 
 def modules_of(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of the modules that hold these parameters, without modules inside another in the list."""
+    """Return the sorted names of the modules that hold these parameters, omitting those inside another one."""
     modules = {name.rpartition(".")[0] for name in names}
     return sorted(each for each in modules if not any(each.startswith(f"{other}.") for other in modules))
 
@@ -149,7 +149,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
         raise InputError(f"{source}/config.json cannot be used by transformers: {why}") from error
     config.return_dict = True
     unknown = [f"{name}={act}" for name in ACTIVATIONS if (act := getattr(config, name, None)) and act not in ACT2FN]
-    check(not unknown, f"{source}/config.json: transformers has no {shortlist(unknown)}")
+    check(not unknown, f"{source}/config.json: transformers does not know {shortlist(unknown)}")
     check_weights(folder)
     return config
 

@@ -34,7 +34,7 @@ from train.system.schema import Sha256, shown
 
 logger = logging.getLogger("train")
 
-# ALBERT's special pieces in ALBERT's places, https://github.com/google-research/albert README, "SentencePiece"
+# ALBERT's special pieces, with ALBERT's ids: https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
 TRAINER_THREADS = 16  # the count changes the result: sentencepiece adds up its statistics thread by thread
 PUBLISHED = "tokenizer/tokenizer.json"
@@ -48,7 +48,7 @@ FILES = [
     "*.model",
 ]  # the files to fetch from the Hub
 PIECES = ("tokenizer.json", "vocab*", "*.model")
-ANY_FAST = "PreTrainedTokenizerFast"  # the class that transformers 4 names for a tokenizer.json of any model
+ANY_FAST = "PreTrainedTokenizerFast"  # the class name that transformers 4 writes for any model's tokenizer.json
 # The trial loads a tokenizer.json, and encodes text of all scripts with it. If its tables are damaged, the library's
 # Rust code panics or ends the process, which `except` cannot catch. Every 97th character of CJK, of Hangul and of the
 # ranges after them is enough.
@@ -64,7 +64,7 @@ alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
 text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
 tokenizer.decode(tokenizer.encode("a b " + text).ids)
 """
-MOST_IDS = 2  # ids per piece, at most: some vocabularies skip ids
+MOST_IDS = 2  # the maximum ratio of ids to pieces, because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
@@ -72,7 +72,7 @@ MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), s
 def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalizer:
     """Return a normalizer that writes each character in one Unicode form, and blanks as single spaces.
 
-    `strip_accents` is for English text as ALBERT read it: it makes LaTeX quotes plain, applies compatibility
+    `strip_accents` prepares English text as ALBERT did: it makes LaTeX quotes plain, applies compatibility
     decomposition (NFKD), and removes accents. In other languages these marks may be vowels.
     """
     steps: list[normalizers.Normalizer] = [normalizers.NFC()]
@@ -86,7 +86,7 @@ def normalizer(*, lowercase: bool, strip_accents: bool) -> normalizers.Normalize
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int, train_bytes: int, lowercase: bool, strip_accents: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Learn a unigram vocabulary from the first `train_bytes` of the texts. Raises InputError if they are too few."""
+    """Learn a unigram vocabulary from the first `train_bytes` of the texts. Raises InputError if it cannot fit them."""
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
     model, failures = io.BytesIO(), list[BaseException]()
 
@@ -151,12 +151,12 @@ def unfit(vocab_size: int, error: str) -> str:
         smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
         return f"{given} is more than this text can fill: {smaller}give more text"
     if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
-        return f"{given} is fewer than the characters of this text: set tokenizer.vocab_size={fewest[1]} or more"
+        return f"{given} is less than this text's number of characters: set tokenizer.vocab_size={fewest[1]} or more"
     return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
 
 
 def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
-    """Yield normalised lines of at most MAX_LINE_BYTES, until their sum is `train_bytes` or more."""
+    """Yield normalised lines of at most MAX_LINE_BYTES, until their total size reaches `train_bytes`."""
     given = 0
     for text in texts:
         for raw in text.splitlines():
@@ -178,7 +178,7 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
 def load_tokenizer(
     source: str, *, needs: Sequence[str] = ("cls_token", "sep_token", "mask_token", "pad_token")
 ) -> PreTrainedTokenizerFast:
-    """Return a fast tokenizer from the Hub or a folder, without truncation and padding.
+    """Return a fast tokenizer from the Hub or a folder, without truncation or padding.
 
     Raises InputError if it cannot be loaded, is slow, or lacks one of the special tokens `needs`.
     """
@@ -201,7 +201,7 @@ def load_tokenizer(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # raised by Rust code
             raise
         why = why_missing(source, error)
-        raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub give a folder") from error
+        raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub, give a folder") from error
     check(
         tokenizer.is_fast,
         f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
@@ -219,12 +219,12 @@ def load_tokenizer(
     tokenizer.backend_tokenizer.no_padding()
     for given in (("",), ("", "")):
         added = max(tokenizer.backend_tokenizer.encode(*given).ids, default=0)  # tokens that its post-processor adds
-        check(added <= last, f"tokenizer {source} adds a token with id {added}, but its pieces have 0 to {last}")
+        check(added <= last, f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}")
     return tokenizer
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> None:
-    """Add tokens with the ids after the last one. Raises InputError if one is known already, or not found in a text."""
+    """Add tokens with the ids after the last one. Raises InputError if one is already known, or not found in text."""
     known, first = tokenizer.get_vocab(), len(tokenizer)
     ok = not tokens or max(known.values()) < first
     check(ok, f"tokenizer.add_tokens: the tokenizer does not use all ids below {first}, so it cannot grow")
@@ -253,18 +253,18 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
             found: Any = tokenizer_class_from_name(variant)
             check(
                 found is None or (isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)),
-                f"tokenizer {source} is a slow one ({name}, pure Python) or none: a fast one knows which characters a "
-                "token is from; choose one (tokenizer.json)",
+                f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token "
+                "is from; choose one (tokenizer.json)",
             )
     return config
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Use a folder's tokenizer.json in another process, which it may kill. Raises InputError if that fails."""
+    """Use a folder's tokenizer.json in another process, which a damaged file may kill. Raises InputError if so."""
     command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
-        why = (done.stderr.strip().splitlines() or [f"it ends a process with {done.returncode}"])[-1]
+        why = (done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"])[-1]
         raise InputError(f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged ({why})")
 
 
@@ -322,7 +322,7 @@ def check_same_vocabulary(
     """Return the `added` tokens that a pretrained model's tokenizer lacks, by id.
 
     Raises InputError with `rejection` if the vocabularies differ in anything else, because the model's embeddings would
-    be of other pieces. If the model has no tokenizer, a warning says that nothing was compared.
+    belong to other pieces. If the model has no tokenizer, a warning says that nothing was compared.
     """
     try:
         theirs = load_tokenizer(source, needs=())
