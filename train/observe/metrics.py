@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from train.parallel.engines import Engine
 
 logger = logging.getLogger("train")
-COMPILED_STEPS = 2  # steps of a sequence length after which all its graphs have been compiled
+COMPILED_STEPS = 2  # after this many steps at a sequence length, all its graphs are compiled
 
 
 @dataclass
@@ -44,13 +44,13 @@ class Window:
     """Sums since the last metrics line. Checkpoints contain them, so that a resumed run writes the same lines."""
 
     steps: int = 0
-    count: float = 0.0  # labels of this rank, or of all ranks after the sum for a line
-    tokens: float = 0.0  # tokens of this rank without padding, or of all ranks after the sum for a line
+    count: float = 0.0  # labels of this rank; of all ranks once they are summed for a line
+    tokens: float = 0.0  # tokens without padding of this rank; of all ranks once they are summed
     slots: float = 0.0  # tokens of all ranks, padding included
     flops: float = 0.0  # the model's FLOPs on all ranks; 0 if unknown
     wait_s: float = 0.0  # seconds in which this rank waited for data
-    work_s: float = 0.0  # seconds of this rank in forward passes and waiting for data, without waits for other ranks
-    busy_s: float = 0.0  # seconds in steps, with waits for data, without evaluations, saves and compiling
+    work_s: float = 0.0  # seconds that this rank spent in forward passes or waiting for data, not for other ranks
+    busy_s: float = 0.0  # seconds in steps, including waits for data, but not evaluations, saves or compiling
     compile_s: float = 0.0  # seconds of compiling in steps
 
 
@@ -72,7 +72,7 @@ class Recorder:
     all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
     total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
-    passes_s: float = 0.0  # seconds of all ranks in forward and backward passes, without the first line, the warm-up
+    passes_s: float = 0.0  # seconds of all ranks in forward and backward passes after the first line (warm-up)
     spans_s: float = 0.0  # seconds from the first to the last pass of steps, summed like passes_s; 0 without a pipeline
     steps_done: int = 0  # optimizer steps in this attempt
     steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
@@ -147,7 +147,7 @@ class Recorder:
     ) -> None:
         """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
 
-        Every `log_every` steps, and if `reads` is set, read values from the device, sum over the ranks and write a
+        Every `log_every` steps, or if `reads` is set, read values from the device, sum over the ranks and write a
         line. Raises FloatingPointError on all ranks if the loss or the gradient norm is not finite although the last
         step was not skipped.
         """
@@ -268,7 +268,7 @@ class Recorder:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
     def alarm(self, text: str) -> None:
-        self.fault(text)  # This precedes the warning: it also writes and logs the lines of earlier steps.
+        self.fault(text)  # `fault` comes first, because it also writes and logs the lines of earlier steps.
         logger.warning(f"step {self.progress.step}: {text}")
 
     def go_back(self, progress: Progress) -> None:

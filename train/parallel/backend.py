@@ -1,4 +1,4 @@
-"""The interface between engines and devices, and what backends share: timers, flat collectives, files of tensors."""
+"""The interface between engines and devices, and the helpers of backends: timers, collectives, tensor files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 State = dict[str, Any]  # tensors and plain containers
-RANK_STRIDE = 1_000_003  # between the seeds of two ranks; a prime, so that runs with nearby seeds share none
+RANK_STRIDE = 1_000_003  # difference of two ranks' seeds; a prime, so that runs with nearby seeds have none in common
 
 
 class Work:
@@ -55,11 +55,11 @@ class Backend(ABC):
     adamw: dict[str, bool]  # the options that choose torch's AdamW implementation for the device
     monitor_kind: str  # the source of utilisation figures: neuron | nvidia | cpu
     collects: bool = False  # train.precompile sets it: each graph runs once, and the numbers returned mean nothing
-    continues_dropout: bool = True  # whether a restored random state is known to continue the same dropout
+    continues_dropout: bool = True  # whether dropout is known to repeat exactly after a random state is restored
     lacking: frozenset[str] = frozenset()  # operators that ran on the host because the device lacks them
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
-    pin_memory: bool  # whether batches lie in page-locked memory, so that copies to the device overlap with work
+    pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
     # The counts of skipped steps. `setup_model` creates them: created later, they would change XLA's first graph.
     skips: Skips
 
@@ -67,7 +67,7 @@ class Backend(ABC):
         """Set the attributes that all backends share. Subclasses call this first."""
         self.world = World()  # communication between the ranks' hosts
         self.work = Work()  # seconds of this rank's work, on the host's clock unless the backend replaces the timer
-        self.span = Work()  # seconds from the first to the last pass of a step, with waits for other ranks
+        self.span = Work()  # seconds from the first to the last pass of a step, including waits for other ranks
         self.compilers = Compilers()
         # The scaler multiplies losses before backward passes. It does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -76,7 +76,7 @@ class Backend(ABC):
 
     @abstractmethod
     def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
-        """Move a model to the device, tied as before. A step has `accumulation` micro batches, of `lengths` shapes."""
+        """Move a model to the device, still tied. A step has `accumulation` micro batches, of `lengths` shapes."""
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a loss function of logits, compiled if the model is."""
@@ -94,7 +94,7 @@ class Backend(ABC):
 
     @abstractmethod
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        """Return the object that reduces gradients. The model is set up, and its weights are equal on all ranks."""
+        """Return the object that reduces gradients. The model must be set up, with equal weights on all ranks."""
 
     @abstractmethod
     def all_reduce(self, tensors: list[Tensor]) -> None:
@@ -135,7 +135,7 @@ class Backend(ABC):
         """Return copies on the host. Waits for the device."""
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copy each tensor to the host buffer with its shape and dtype. Waits for the device."""
+        """Copy each tensor to its host buffer, which has its shape and dtype. Waits for the device."""
         for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
             buffer.copy_(copy)
 
@@ -176,7 +176,7 @@ class Backend(ABC):
         torch.save(state, file)
 
     def close(self) -> None:
-        """Leave the process group. The caller has dropped its references to model and optimizer.
+        """Leave the process group. The caller must have dropped its references to the model and optimizer.
 
         DDP's wrapper is in a reference cycle. If gloo's threads still hold its tensors at exit, the process aborts
         (https://github.com/pytorch/pytorch/pull/179291).
@@ -225,6 +225,6 @@ def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def load(path: Path) -> State:
-    """Load a file of `Backend.save` on the host. It is memory-mapped, so the ranks of a machine share its pages."""
+    """Load a file that `save` wrote. It is memory-mapped on the host, so the ranks of a machine share its pages."""
     state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state

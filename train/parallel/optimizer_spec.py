@@ -1,6 +1,6 @@
-"""An optimizer's entry in the table, its parameter groups, and its state. Importing this does not import torch.
+"""An optimizer's spec, its parameter groups, and its state. Importing this does not import torch.
 
-Groups separate parameters by weight decay and by learning rate. The state exists before the first step.
+Groups separate parameters by weight decay and by learning rate. `build` creates the state, before the first step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class OptimizerSpec:
     # build(settings, groups, options) imports torch, and returns the optimizer with its state. `options` choose torch's
     # AdamW implementation for the device.
     build: Callable[[Any, list[Group], dict[str, bool]], torch.optim.Optimizer]
-    settings: type[OptimConfig] = OptimConfig  # the class of its settings; a subclass adds some
+    settings: type[OptimConfig] = OptimConfig  # the class of its settings, or a subclass with more of them
 
 
 class Roles(TypedDict):
-    """The positions of parameters in the model, on which their learning rates depend."""
+    """The places of parameters in the model; their learning rates depend on these."""
 
     head: list[nn.Parameter]
-    distances: dict[nn.Parameter, int]  # layers to the head; parameters that are absent count as 0
+    distances: dict[nn.Parameter, int]  # distances to the head in layers; 0 for absent parameters
 
 
 def roles(cfg: OptimConfig, model: Any) -> Roles:
@@ -47,11 +47,11 @@ def parameter_groups(
     head: Iterable[nn.Parameter] = (),
     distances: Mapping[nn.Parameter, int] | None = None,
 ) -> list[Group]:
-    """Return a group with weight decay, one without for biases and normalisation weights, and two more for `head`.
+    """Return a group with weight decay, one without it (biases and normalisation weights), and the same two for `head`.
 
-    Empty groups, such as a frozen encoder's, are left out. A group learns at cfg.lr times its `lr_factor`. With
-    cfg.layer_decay a group is split wherever the distance to the head changes, so that parameters keep their order.
-    Raises InputError if cfg.head_lr is set without a head.
+    Empty groups, such as a frozen encoder's, are left out. The learning rate of a group is cfg.lr times its
+    `lr_factor`. With cfg.layer_decay a group is split wherever the distance to the head changes, so that parameters
+    keep their order. Raises InputError if cfg.head_lr is set without a head.
     """
     parameters, heads = list(parameters), {id(parameter) for parameter in head}
     check(
@@ -81,7 +81,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
-    """Give every parameter a float32 tensor of zeros of its shape under each of `names`."""
+    """Add float32 zeros, with the parameter's shape, to every parameter's state under each of `names`."""
     import torch
 
     for group in optimizer.param_groups:
@@ -91,7 +91,7 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore the state in a `state_dict()`, but not its settings: the saved implementation may be missing here."""
+    """Restore a saved state without the saved settings: they may choose an implementation that is missing here."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
         own = optimizer.state[parameter]
@@ -105,7 +105,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
 
 
 def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[str, Any]:
-    """Return the part of a saved state for an optimizer of only the parameters at positions `mine` of `total`.
+    """Return a saved state with only the parameters at positions `mine` of `total`.
 
     Raises KeyError if the files that were read lack the moments of one of these parameters.
     """

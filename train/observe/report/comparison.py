@@ -14,7 +14,7 @@ from train.observe.report.texts import as_text, count, percent, printable, short
 SAME_EXAMPLES = 0.01  # share by which sequence counts may differ: not every epoch is a multiple of the batch
 WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that decide what is learnt
 MACHINE = ("device", "instance", "world_size")
-MOST_TIMES = 1e6  # no two runs that somebody compares are further apart
+MOST_TIMES = 1e6  # a ratio beyond this or its inverse is an error
 
 
 def ratio(run: Run, baseline: Run, key: str) -> float | None:
@@ -36,7 +36,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
     name = next((name for name in wanted if name in there and name in here), None)
     if name is None:
-        return "quality unknown (no score that both have)"
+        return "quality unknown (no score in common)"
     value, base = here[name]["last"][0], there[name]["last"][0]
     both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
     metric = run.metric(name)
@@ -59,7 +59,7 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 def work_differences(run: Run, baseline: Run) -> list[str]:
     """List the settings in which the run's work differs from the baseline's: "key: value there, value here".
 
-    The same sequences in larger batches are the same work, in fewer steps.
+    Larger batches of the same sequences count as the same work.
     """
     both = (baseline, run)
     settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
@@ -127,7 +127,7 @@ def is_same_work(runs: Sequence[Run]) -> bool:
 def sentence(run: Run, baseline: Run, tolerance: float) -> str:
     """Say how throughput and time compare with the baseline's, and whether quality and work are the same."""
     speed = ratio(run, baseline, "tokens_per_s")
-    does = f"{speed:.2f} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
+    does = f"{speed:.2f} times the tokens/s" if speed is not None else "an unknown multiple of the tokens/s"
     parts = [f"{run.label} reaches {does} of {baseline.label}{time_text(run, baseline)}"]
     here, there = (each.summary["global_batch_size"] for each in (run, baseline))
     if here != there:
@@ -144,7 +144,7 @@ def sentence(run: Run, baseline: Run, tolerance: float) -> str:
 
 
 def time_text(run: Run, baseline: Run) -> str:
-    """Return the billable time as a multiple of the baseline's, also without compiling; "" if it is unknown."""
+    """Return the billable time as a multiple of the baseline's, with and without compiling; "" if it is unknown."""
     whole, without = (ratio(run, baseline, key) for key in ("wall_s", "wall_without_compile_s"))
     if whole is None:
         return ""
