@@ -16,7 +16,7 @@ from launch.values import shown_duration, shown_moment
 from train.config import Failure, InputError, Unreachable
 from train.run.command import printable
 
-MAX_ATTEMPTS = 5  # number of last attempts that are shown
+MAX_ATTEMPTS = 5  # the most recent attempts that are shown
 MAX_CHARS = 400  # longest text from a scheduler or a record
 
 
@@ -127,7 +127,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
     handle = submission.handle if submission else {}
     named = ", ".join(f"{key} {value}" for key, value in handle.items() if not isinstance(value, dict))
     says = f"does not answer: {answer.failure}" if answer.failure else f"{answer.text} ({named})"
-    asked = f"{submission.nodes} asked for" if submission and submission.nodes and answer.is_active else ""
+    asked = f"{submission.nodes} requested" if submission and submission.nodes and answer.is_active else ""
     times = f", {history.submissions} times" if history.submissions > 1 else ""
     end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
     if status.state == "vanished":
@@ -136,7 +136,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
         ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
         ("machines", ", ".join(answer.nodes) or asked),
         ("submitted", f"{shown_moment(submission.time_unix_s)}{times}" if submission else ""),
-        ("stop asked", shown(history.stop_asked_unix_s, shown_moment)),
+        ("stop requested", shown(history.stop_asked_unix_s, shown_moment)),
         ("cancelled", shown(history.cancelled_unix_s, shown_moment)),
         ("preflight", "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items())),
         ("requeued", history.requeued),
@@ -177,7 +177,7 @@ def attempt_text(attempt: AttemptEntry) -> str:
 def shown_step(status: Status) -> str:
     step, total = status.progress.step, status.progress.total_steps
     if step is None:
-        return "" if total is None else f"none yet of {total:,}"
+        return "" if total is None else f"none of {total:,} yet"
     return f"{step:,}" if total is None else f"{step:,} of {total:,} ({step / total:.1%})"
 
 

@@ -1,10 +1,10 @@
 """The right to write a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
 
-lease/00000007.json   one file per owner, see lease.py; the current owner has the highest number, called fencing number
+lease/00000007.json   one file per owner, see lease.py; the current owner has the highest number, the fencing number
 
 A job takes the folder by creating the file with the next number, which only one of several jobs can do. When it ends,
 it removes all but the two newest files. The owner rewrites its file regularly, each time with a higher count of
-heartbeats. A job that cannot ask the owner's kernel watches this count; clocks are never compared.
+heartbeats. A job that cannot see the owner's process watches this count; clocks are never compared.
 
 We list the folder to find the owner: probing only the next number would miss later owners if this process was
 suspended.
@@ -12,7 +12,7 @@ suspended.
 This table lists, for each change to the run folder, the check of `Ownership` that comes first:
 
     most files                       `check`, each time: OwnedFolder
-    settings, end of the metrics     `check`: train/system/run_folder.py (describe, cut_half_written_line)
+    settings, a half-written line    `check`: train/system/run_folder.py (describe, cut_half_written_line)
     metrics.jsonl and its curves     `may_append`: train/observe/journal.py
     logs                             `lost`, set by the next heartbeat: train/system/run_folder.py (set_up_logging)
     stacks                           `check`: train/run/watchdog.py (report)
@@ -48,7 +48,7 @@ from train.system.lease import describe, identity, name_of, newest, numbers, par
 from train.system.processes import is_alive
 
 logger = logging.getLogger("train")
-HEARTBEATS, LOOKS = 6, 12  # heartbeats by an owner per `ttl_s`, and looks for them by a waiting job
+HEARTBEATS, LOOKS = 6, 12  # in each `ttl_s`: heartbeats of an owner, and checks for them by a waiting job
 
 
 class LeaseLost(Failure):
@@ -74,8 +74,8 @@ class Ownership:
         # The fields below are set only in the process that took the folder.
         self.number = 0  # the fencing number, at least 1
         self.step = 0  # the training step, set by the loop and written with each heartbeat
-        self.previous: dict[str, Any] | None = None  # the previous owner's lease, see KINDS; None: absent or damaged
-        self.ended_below = 1  # owners with lower numbers have certainly ended; the previous owner may only be silent
+        self.previous: dict[str, Any] | None = None  # the previous lease, see lease.KINDS; None: absent or damaged
+        self.ended_below = 1  # owners with lower numbers have certainly ended; the previous owner may merely be silent
         self.claim: dict[str, Any] = {}
         self.heartbeats = 0
         self.is_withdrawn = False  # whether this job is rejected; `release` then removes its lease
@@ -106,7 +106,7 @@ class Ownership:
                 self.check()
         except LeaseLost:
             return False
-        except (InputError, OSError):  # the lease cannot be read now; if lines cannot be written either, they wait
+        except (InputError, OSError):  # the lease cannot be read now; a line that cannot be written either waits
             pass
         return True
 
@@ -211,7 +211,7 @@ class Ownership:
             f"{self.folder.location} was last used by {describe(content)}, which may still be running: watching for "
             f"its heartbeat for up to {ttl_s:g} s (until {until})"
         )
-        for _ in range(LOOKS):  # looks are counted, not timed: a slow response says nothing about the owner
+        for _ in range(LOOKS):  # a deadline would count a slow response as the owner's silence
             time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):
