@@ -12,10 +12,10 @@ from train.system.versions import read_versions
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # the smallest machine on which each image can be tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
-DISK_GIB = 150  # least size of the root volume; the base's counts if it is larger. EC2 bills only the part of a
+DISK_GIB = 150  # minimum size of the root volume; the base's counts if it is larger. EC2 bills only the part of a
 # snapshot that holds data, and a launch may set a larger size.
 DEPRECATE_DAYS = 365  # EC2 no longer offers the image after this time; an image's date can be changed in EC2
-MAX_MINUTES = 120  # the builder shuts down after this time: one that hangs must not cost money for ever
+MAX_MINUTES = 120  # the builder shuts down after this time: one that hangs must not cost money forever
 
 
 @dataclass(kw_only=True)
@@ -29,7 +29,7 @@ class AmiConfig(Section):
     regions: list[str] = field(default_factory=list)  # The regions; the first builds the image, and the others
     # get copies; [] takes AWS_PROFILE's.
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
-    subnet: str | None = None  # The id of a subnet with a way to the internet; None takes one in the default VPC.
+    subnet: str | None = None  # The id of a subnet that can reach the internet; None takes one in the default VPC.
     compile_cache: str | None = None  # The s3://bucket/prefix of compiled graphs to put into the image.
     wheel: str | None = None  # The file of baretrain's wheel; None builds one from this checkout.
 

@@ -22,7 +22,7 @@ FOLDER = "baretrain"  # the folder that Packer uploads to /tmp
 
 
 def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> Path:
-    """Write all files below `folder`; return the folder that Packer uploads."""
+    """Write all files into `folder`; return the folder that Packer uploads."""
     check(
         (ROOT / "constraints.txt").is_file(),
         f"images are built from a checkout, which has constraints.txt; {ROOT} is an installed package",

@@ -20,7 +20,7 @@ from train.system.folders import LocalFolder, open_folder
 from train.system.outcome import STOP_FILE
 from train.system.schema import is_path
 
-EVERY_S = 5.0  # between two requests of status --watch
+EVERY_S = 5.0  # seconds between two requests of status --watch
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def logs_flags(parser: Parser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="only this rank")
     which.add_argument("--node", metavar="HOST", help="only this machine")
-    parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt (the last and later ones)")
+    parser.add_argument("--attempt", type=int, metavar="K", help="only this attempt [the last and later ones]")
     last = f"last lines to print of each file ({logs.LINES})"
     parser.add_argument("--lines", type=int, metavar="N", default=logs.LINES, help=last)
 

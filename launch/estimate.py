@@ -162,7 +162,7 @@ def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, proc
 
 def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[str]:
     inside, between = cfg.instance.device_link_gbyte_per_s, cfg.instance.network_gbit_per_s
-    known = [f"{inside:g} GB/s and {DEVICE_HOP_S * 1e6:g} µs a message inside a machine"] if inside else []
+    known = [f"{inside:g} GB/s and {DEVICE_HOP_S * 1e6:g} µs per message inside a machine"] if inside else []
     known += [f"{between:g} Gbit/s and {NETWORK_HOP_S * 1e6:g} µs between machines"] if between else []
     unknown = ["inside a machine"] if inside is None and processes > 1 else []
     unknown += ["between machines"] if between is None else []

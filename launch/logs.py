@@ -78,7 +78,7 @@ def safe(line: bytes) -> str:
 
 
 def all_logs(record: Record) -> dict[str, Log]:
-    """Return the logs here and in S3 by their names below logs/. A log of this machine is newer here."""
+    """Return the logs here and in S3 by their names in logs/. This machine's logs are newest here."""
     here, there = LocalFolder(record.local_folder() / "logs"), record.folder.names(LOGS) if record.is_remote else []
     logs = [Log(name.removeprefix(LOGS), record.folder, name) for name in there]
     logs += [Log(name, here, name) for name in here.names() if is_path(name)]

@@ -14,7 +14,7 @@ from train.system.lease import newest, parse
 from train.system.outcome import read_outcome
 from train.system.schema import BadContent, read_object
 
-TAIL_BYTES = 2**22  # read from the end of metrics.jsonl: about 10,000 lines, which should include an evaluation
+TAIL_BYTES = 2**22  # bytes at the end of metrics.jsonl: about 10,000 lines, probably with an evaluation
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # fields of an eval line that are not scores
 MAX_SCORES = 6

@@ -59,7 +59,7 @@ def claim(record: Record, job: Job, number: int) -> None:
 
 def start(record: Record, job: Job) -> Handle:
     if record.run.size(STOP_FILE) is not None:
-        record.run.remove(STOP_FILE)  # it was a request to a job that has ended
+        record.run.remove(STOP_FILE)  # the file asked an earlier job to stop
     if record.is_remote:
         launched.keep(record)
     try:

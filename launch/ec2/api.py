@@ -25,7 +25,7 @@ LATER = (  # errors after which the subnet may have capacity later
     "ReservationCapacityExceeded",
 )
 NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # another subnet may work
-NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know it, or not yet
+NO_PROFILE = "InvalidParameterValue (instance profile)"  # EC2 does not know the profile, or does not know it yet
 CURES = {
     **dict.fromkeys(QUOTA, "python -m launch quota shows the quota to ask for"),
     **dict.fromkeys(
@@ -123,7 +123,7 @@ class Api:
 
 
 def growing(first_s: float, most_s: float) -> Iterator[float]:
-    """Yield pauses without end, each twice as long as the previous one, up to `most_s`."""
+    """Yield endless pauses, each twice as long as the previous one, up to `most_s`."""
     while True:
         yield first_s
         first_s = min(2 * first_s, most_s)

@@ -75,7 +75,7 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
 def iam_flags(parser: Parser) -> None:
     run = "run_dir of the run whose machines get the role: s3://bucket/runs/mine; the operator gets all of its folder"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="read by machines; repeatable")
+    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="machines read it; repeatable")
     role = "first part of the machines' role NAME-RUN, one for each run (baretrain-machine)"
     parser.add_argument("--role", metavar="NAME", default="baretrain-machine", help=role)
     parser.add_argument("--account", default="*", help="account number; without it, the role's account")

@@ -150,7 +150,7 @@ def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(ru
     assert head == ["run", "state", "step", "nodes", "submitted"]
     assert [row[:6] for row in rows] == [
         ["runs/mine", "running", "40", "of", "100", "(40.0%)"],
-        ["runs/second", "starting", "none", "yet", "of", "100"],
+        ["runs/second", "starting", "none", "of", "100", "yet"],
     ]
     assert err.startswith("runs/damaged: runs/damaged.launch/job.json cannot be read")
     Path("elsewhere").mkdir()
