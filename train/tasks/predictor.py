@@ -135,7 +135,7 @@ class Predictor:
         if self.known:
             values = self.task.score(*zip(*self.known, strict=True))
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            return f"{numbers} of the {len(self.known):,} rows with a known answer (of {self.num_rows:,})"
+            return f"{numbers} on the {len(self.known):,} rows with a known answer (of {self.num_rows:,})"
         labels = self.task.labels
         if not (self.has_target and labels):
             return ""

@@ -1,4 +1,4 @@
-"""Lists of the files below a folder or matching a glob. Each file is listed once, even if links lead to it."""
+"""Lists of the files in a folder tree or matching a glob. Each file is listed once, even if links lead to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger("train")
 
 
 def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
-    """List the files below a folder, sorted. Hidden files and folders are left out, and folders named in `skipped`."""
+    """List the files in a folder tree, sorted. Left out are hidden names, and folders named in `skipped`."""
     return each_once(sorted(parent / name for parent, names in folders(folder, skipped) for name in names))
 
 
 def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and all folders below it, each once, with the names of its files. Hidden names are left out.
+    """Yield a folder and all its subfolders, each once, with the names of its files. Hidden names are left out.
 
     Links to folders are followed last. A link to a folder that has been read, or that contains the link, is left out.
     """

@@ -13,7 +13,7 @@ from train.data.files.rows import Values, csv_dialect, csv_rows
 
 logger = logging.getLogger("train")
 
-MAX_FIELD_CHARS = 2**20  # most characters that an unclosed quote can swallow
+MAX_FIELD_CHARS = 2**20  # maximum that an unclosed quote can swallow
 QUOTED = re.compile(r'"[^"]*"')
 FEW_LINES = 5  # line ends in a field; a field with this many may be rows that a quotation mark has swallowed
 

@@ -44,7 +44,7 @@ class Featurizer(ABC):
         if drops(tokenizer.backend_tokenizer):
             self.dropping = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.dropping.no_truncation()
-        self.missed = np.zeros(2, np.int64)  # dropped characters, and their sum with all tokens, of uncut texts
+        self.missed = np.zeros(2, np.int64)  # in uncut texts: dropped characters, and these plus all tokens
         self.tokens_cut = np.zeros(0, np.int64)  # [rows] tokens cut off at seq_len, in the latest batch
 
     @property
@@ -54,7 +54,7 @@ class Featurizer(ABC):
 
     @abstractmethod
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
-        """Return the columns of the token rows, any number for each row, of rows that have `indices` in their split."""
+        """Return the columns of the token rows made from rows with these `indices`, any number from each."""
         # In columns that new rows lack, such as the target, the values are 0.
 
     def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:

@@ -100,7 +100,7 @@ class S3File:
         return head
 
     def download(self, root: Path) -> Path:
-        """Copy the file to a path below `root`, and return that path."""
+        """Copy the file to a path inside `root`, and return that path."""
         path = root / self.name
         self.head()  # it may not exist
         with naming(f"{path} cannot be written", (OSError,)):
@@ -138,7 +138,7 @@ def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
-    """Return the files that match `pattern`, or the only one, below `location` or, if that is a file, next to it."""
+    """Return the files that match `pattern`, or the only one, inside `location` or, if that is a file, next to it."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location)

@@ -17,7 +17,7 @@ SHORTEST_EDGE = 4
 STEP = 16  # tokens; lengths are multiples of this, which suits matrix units
 LEAST_GAIN = 0.01  # share of the computed tokens that one more length must save, since it makes batches less mixed
 FEW_EXAMPLES = 30  # examples of an evaluation; with fewer, one answer moves a score by more than 3 %
-MOST_GRAPHS = 3  # most lengths that data.lengths=auto chooses if a graph must be compiled for each
+MOST_GRAPHS = 3  # maximum of lengths that data.lengths=auto chooses if each needs a compiled graph
 
 
 def column(table: Dataset, name: str) -> np.ndarray:

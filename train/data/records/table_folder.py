@@ -72,7 +72,7 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def parse_facts(content: bytes) -> Facts:
-    """Parse tables.json. Raises BadContent if it is of another version, was changed, or has impossible values."""
+    """Parse tables.json. Raises BadContent if another version wrote it, it was changed, or a value is impossible."""
     body = read_object(content)
     if body.get("format") != FORMAT:
         raise BadContent("it was written by another version of this program")

@@ -169,7 +169,7 @@ def provide(request: TableRequest) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the checksum of tokenizer.json without truncation and padding, which every call changes."""
+    """Return the checksum of tokenizer.json without the settings of truncation and padding, which calls change."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
 

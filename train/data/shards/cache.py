@@ -44,7 +44,7 @@ SHARE_OF_FREE = 0.9  # share of the free disk space to use, unless data.cache_gb
 # next step's, and the batches drawn together with them.
 WINDOWS_HELD = 6
 POLL_S = 0.05
-TELL_EVERY_S = 1.0  # least seconds between two notices to readers that bytes have arrived
+TELL_EVERY_S = 1.0  # minimum seconds between two notices to readers that bytes have arrived
 TAKE_OVER_S = 10.0  # seconds within which a killed run releases the cache
 
 

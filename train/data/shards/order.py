@@ -222,7 +222,7 @@ class ShardSampler:
         return EpochOrder(self.lanes, epoch=epoch, **how)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
-        """Yield micro batches of this rank without end, starting after `consumed_rows`: epoch * rows + row, [size]."""
+        """Yield endless micro batches of this rank, starting after `consumed_rows`: epoch * rows + row, [size]."""
         epoch, start = self.position
         together = max(1, ROWS_AT_ONCE // len(self.slots))
         while True:

@@ -146,7 +146,7 @@ class PartState:
 
 
 def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | None:
-    """Return a part's state; None if it has not begun. Raises InputError if it is damaged or of another preparation."""
+    """Return a part's state; None if it has not begun. Raises InputError if it is damaged or another preparation's."""
     name = state_name(part)
     try:
         content = folder.read(name)

@@ -21,7 +21,7 @@ from train.system.memory import available_bytes, usable_cpus
 
 STOP_S = 10.0  # seconds for a process to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # limits the threads of `tokenizers`, which otherwise uses all cores
-PROCESS_BYTES = 600 * 2**20  # most memory of one process, measured: shards of 64 MiB, and copies of the one it writes
+PROCESS_BYTES = 600 * 2**20  # measured maximum per process: shards of 64 MiB, and copies of the one it writes
 
 
 def most_processes() -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 THRESHOLDS = "label_thresholds"  # a key of config.json: one threshold for each label
-DESCRIBED = "model/config.json"  # a file of the run, which exports of its checkpoints get as config.json
+DESCRIBED = "model/config.json"  # the run's file that becomes config.json in exports of its checkpoints
 USUAL = 0.5
 
 MULTILABEL_ROWS = RowKind(
