@@ -119,7 +119,7 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     result = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
     names = ("accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     said = ", ".join(f"{name} {result[name]:.4f}" for name in names)
-    assert capsys.readouterr().out == f"{said} of the 20 rows with a known answer (of 20)\n"
+    assert capsys.readouterr().out == f"{said} on the 20 rows with a known answer (of 20)\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert predict.main([*given, str(tmp_path / "out.csv")]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
@@ -162,7 +162,7 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
             assert (one["score"], one["probability"]) == pytest.approx((other["score"], other["probability"]), abs=1e-5)
     metrics = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
     said = f"exact_match {metrics['exact_match']:.4f}, f1 {metrics['f1']:.4f}"
-    known = "of the 14 rows with a known answer (of 14)"
+    known = "on the 14 rows with a known answer (of 14)"
     assert capsys.readouterr().out == f"{said}, null_threshold 0.0000 {known}\n"
     # By itself it takes the threshold that was best on the validation data.
     assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "best.jsonl"), *FP32]) == 0
@@ -196,7 +196,7 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
     lines, said = answers(capsys, folder, "--input", tmp_path / "new.jsonl", *flags)
     assert [line["id"] for line in lines] == ["9", "8", "7", "6"]
     assert [line["label"] for line in lines] == ["bad", "fair", None, None]
-    assert "of the 2 rows with a known answer (of 4)" in said
+    assert "on the 2 rows with a known answer (of 4)" in said
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     theirs = pipeline("text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None)
     for line, row in zip(lines, rows, strict=True):
@@ -245,7 +245,7 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"name,body\n", "holds no row"),
+        (b"name,body\n", "has no rows"),
         (b"name,body\nrow1,ba\nrow2,b\xff\n", "new.csv:3: byte 0xff is not utf-8"),
         (b"name,text\nrow1,ba\n", "no column body (--text-column); the columns are: name, text"),
     ],

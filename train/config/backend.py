@@ -37,7 +37,7 @@ class BackendConfig(Section, prefix="backend."):
     deterministic: bool = False  # Let equal runs on GPUs be bitwise equal, by slower kernels. CPUs need no setting.
     compile_cache: str | None = None  # The folder or s3://bucket/prefix that keeps compiled graphs for other machines
     # and for restarts. Its files are code, so trust it like code; None keeps graphs only on this machine's disk.
-    timeout_s: float | None = setting(None, above=0)  # The most seconds of a collective; None takes 600, on Trainium
+    timeout_s: float | None = setting(None, above=0)  # The maximum seconds of a collective; None takes 600, on Trainium
     # 7,200.
 
     def __post_init__(self) -> None:
@@ -114,14 +114,14 @@ class InstanceConfig(Section, prefix="instance."):
     accelerator: str | None = None  # The name of the chip, such as A100.
     devices: int | None = setting(None, above=0)  # The number of ranks that fill one machine.
     rank_counts: list[int] | None = None  # The numbers of ranks that can run on one machine; None allows any.
-    micro_batch_tokens: int | None = setting(None, above=0)  # The most tokens in a micro batch of one
+    micro_batch_tokens: int | None = setting(None, above=0)  # The maximum of tokens in a micro batch of one
     # rank; larger batches are split.
     device_memory_gib: float | None = setting(None, above=0)  # The memory of one rank's device.
     device_tflops_bf16: float | None = setting(None, above=0)  # The dense peak of one rank's device in bf16 and fp16.
     device_tflops_fp32: float | None = setting(None, above=0)  # The dense peak of one rank's device in fp32.
     vcpus: int | None = setting(None, above=0)  # The number of vCPUs of one machine. On x86, two of them share a core.
     network_cards: int | None = setting(None, above=0)  # The number of network cards of one machine.
-    efa_interfaces: int | None = setting(None, least=0)  # The most EFA interfaces of one machine; 0 is none.
+    efa_interfaces: int | None = setting(None, least=0)  # The maximum of EFA interfaces of one machine; 0 is none.
     network_gbit_per_s: float | None = setting(None, above=0)  # The speed of all network cards of one machine, in
     # each direction.
     device_link_gbyte_per_s: float | None = setting(None, above=0)  # The speed between one device and the others, in

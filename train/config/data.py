@@ -64,9 +64,9 @@ class RecordsConfig(DataConfig):
     # format of Dataset.save_to_disk.
     name: str | None = None  # The configuration of a Hub data set.
     revision: str | None = None  # The commit of a Hub data set, which pins its content.
-    train: str | None = None  # The file or glob below path, or the split, with the training data; None takes path
+    train: str | None = None  # The file or glob in path, or the split, with the training data; None takes path
     # itself, or the split "train".
-    validation: str | None = None  # The file or glob below path, or the split, with the validation data; None holds out
+    validation: str | None = None  # The file or glob in path, or the split, with the validation data; None holds out
     # validation_fraction.
     more_validation: dict[str, str] = field(default_factory=dict)  # The additional validation splits by name, such as
     # {mismatched: dev_mm.tsv}.

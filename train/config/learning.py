@@ -44,7 +44,7 @@ class ModelConfig(Section, prefix="model."):
 
     pretrained: str | None = None  # The Hub id or folder of a model's configuration and weights; sizes that are set
     # must agree with it.
-    init_from: str | None = None  # The Hub id or folder of a model, or a run_dir, also in S3; its weights are used
+    init_from: str | None = None  # The Hub id or folder of a model, or a run_dir on disk or in S3; its weights are used
     # instead of pretrained.
     tokenizer: str | None = None  # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None takes the
     # tokenizer of the weights.

@@ -114,7 +114,7 @@ def verify(store: Store, step: int | None) -> int:
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     """Print which steps would be removed or, if `removes`, become the owner of the run folder and remove them."""
     least = ALWAYS_VALID
-    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints always stay")
+    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are kept")
     if not removes:
         show(retention(store, keep), store.leftovers(), "would be removed")
         print("nothing was removed: add --yes to remove them, once no job holds the run")

@@ -41,7 +41,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
     for split in SPLITS:
         names = saved[split].column_names
         check(column in names, f"{source} has no column {column}; name one of {shortlist(names)} with --column")
-        check(len(saved[split]) > 0, f"{source}: the split {split} has no sequence")
+        check(len(saved[split]) > 0, f"{source}: the split {split} has no sequences")
     seq_len = len_of(saved[SPLITS[0]][0][column], column)
     theirs = load_tokenizer(tokenizer)
     vocab_size, dtype = len(theirs), id_dtype(len(theirs))

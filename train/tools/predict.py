@@ -262,7 +262,7 @@ def build_parser() -> Parser:
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences per batch (default: 32)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: CUDA if available (default: auto)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16, or auto: bf16 if supported (default: fp32)")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="most tokens per sequence (default: as in the run)")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="maximum tokens per sequence (default: as in the run)")
     parser.add_argument("--format", help="format of an unclear file name: csv, jsonl, parquet, squad or conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])
@@ -305,7 +305,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     chunks = in_chunks(read_rows(options, predictor, s3))
     first = next(chunks, None)  # Report errors in the columns before reading the weights.
     if first is None:
-        raise InputError(f"{options.input} holds no row")
+        raise InputError(f"{options.input} has no rows")
     predictor.load({name: getattr(options, name) for name in number_options()}, backend.device, backend.autocast)
     backend.place(predictor.model)
     columns = [*predictor.task.csv_columns, "tokens_cut"]

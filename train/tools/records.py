@@ -72,7 +72,7 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
             yield f"  classes   {shortlist(counts, SHOWN_CLASSES)}"
         yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
         cut = cut_words(rows=facts["rows"], tokens=facts["tokens"], notes=facts["notes"], seq_len=seq_len)
-        yield f"  cut       {cut or 'no row'}"
+        yield f"  cut       {cut or 'no rows'}"
         for name, number in facts["notes"].items():
             if name not in ("truncated", "tokens_cut"):
                 yield f"  {name.replace('_', ' ')}: {number:,.10g}"

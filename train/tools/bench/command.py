@@ -1,4 +1,4 @@
-"""The command line of `python -m train.bench key=value ...`, which measures training speed, also under torchrun."""
+"""The command line of `python -m train.bench key=value ...`, which measures training speed. torchrun is optional."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from train.config import TrainConfig, check, setting
 
 MAX_PROCESSES = 4096
-MOST_WINDOWS = 5  # most windows for the spread of speeds; each ends with one read from the device
+MOST_WINDOWS = 5  # maximum for the spread of speeds; each window ends with one read from the device
 
 
 @dataclass(kw_only=True)

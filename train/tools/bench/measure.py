@@ -190,7 +190,7 @@ def peak(recorder: Recorder) -> Peak:
 
 
 def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
-    """Return the operations a second of the fastest product of two n x n matrices (2 n^3 operations), and its n.
+    """Return the operations per second of the fastest product of two n x n matrices (2 n^3 operations), and its n.
 
     The product is in the run's precision, on this rank's device, with the run's number of threads.
     """

@@ -29,7 +29,7 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak operations a second of all ranks' devices, and the source of the figure."""
+    """The peak operations per second of all ranks' devices, and the source of the figure."""
 
     flops_per_s: float
     source: str
@@ -92,7 +92,7 @@ def table(result: dict[str, Any]) -> str:
     rows = {
         "device": f"{result['backend']} on {result['device']}, {result['precision']}, {ranks}, "
         f"instance={result['instance']}",
-        "batch": f"{result['global_batch_size']} sequences a step = {parts} (micro batch, accumulation, replicas)",
+        "batch": f"{result['global_batch_size']} sequences per step = {parts} (micro batch, accumulation, replicas)",
         "steps/s": spread_text("steps_per_s", ".4g"),
         "tokens/s": spread_text("tokens_per_s", ",.0f") + (f", without {padding:.1%} padding" if padding else ""),
         "MFU": mfu,

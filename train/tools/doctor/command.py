@@ -106,7 +106,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
     )
     parser.add_argument("--mib", type=positive, metavar="N", help="MiB of an exchange (default: 64; accelerators: 512)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the screen")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     if "--collectives" in arguments:
         parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
         return parser.parse_intermixed_args(arguments)
