@@ -31,7 +31,7 @@ from train.system.imported import FLAG
 from train.system.outcome import read_outcome
 from train.system.torchrun import REJECTION
 
-LINES = 1000  # the most lines of output to keep, in which the reason of a failure is looked for
+LINES = 1000  # maximum of output lines to keep, among which is the reason for a failure
 
 __all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
 

@@ -42,7 +42,7 @@ from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
 OnLine = Callable[[Recorder, str, dict[str, Any]], None]
-MOST_NAMED = 3  # the most ranks that the log names as asked to stop
+MOST_NAMED = 3  # maximum of ranks that the log names as asked to stop
 
 
 def run(
@@ -283,7 +283,7 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
     each = "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
     logger.info(
         f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "
-        f"ranks, {plan.global_batch_size} sequences a step ({plan.micro_batch_size} x {plan.accumulation} a {each})"
+        f"ranks, {plan.global_batch_size} sequences per step ({plan.micro_batch_size} x {plan.accumulation} per {each})"
     )
     if summary := task.summary():
         logger.info(summary)

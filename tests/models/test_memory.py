@@ -115,7 +115,7 @@ def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
         cfg = load(*LARGE, "instance=p4d.24xlarge", "global_batch_size=4096", *overrides)
         given = {"rows": None, "calibration": None}
         result = estimate(cfg, nodes=1, processes_per_node=8, seq_len=512, counts=(), **given)
-        (note,) = (note for note in result.assumptions if "GiB of memory a rank" in note)
+        (note,) = (note for note in result.assumptions if "GiB of memory per rank" in note)
         return note
 
     assert "parallel=fsdp with backend=ddp" in advice(load(*LARGE), world_size=2)

@@ -53,7 +53,7 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(cell: Notebook
     assert api.predict("run", []) == []
     names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     assert api.evaluate("run") == {name: pytest.approx(run.metrics[-1][name]) for name in names}
-    rejects(r"^run is of another run \(.*seed: 0 -> 1\); choose ", api.train, [*settings, "seed=1"])
+    rejects(r"^run belongs to another run \(.*seed: 0 -> 1\); choose ", api.train, [*settings, "seed=1"])
     rejects(r"^'max_steps=1' must be a list of texts, such as \['max_steps=1'\]$", api.train, "max_steps=1")
     rejects(r"^rows\.jsonl[^/]*$", api.predict, "run", [{"other": "so good"}], options=["--device", DEVICE])
     rejects(r"^'so good' must be a list of texts, such as \['so good'\]$", api.predict, "run", "so good")

@@ -126,7 +126,7 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
     folder.storage.write("metrics.jsonl", b"")
     folder.storage.write("notes.txt", b"mine")
     check(folder)
-    rejects("is of another run .seed: 0 -> 1", folder.check_is_ours, {**RUN, "seed": 1}, force=False)
+    rejects("belongs to another run .seed: 0 -> 1", folder.check_is_ours, {**RUN, "seed": 1}, force=False)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])

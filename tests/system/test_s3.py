@@ -227,7 +227,7 @@ def test_what_stays_is_unreachable_after_half_a_minute_of_tries(bucket, monkeypa
     monkeypatch.setattr(random, "random", lambda: 0.5)  # the jitter
     nobody = f"http://127.0.0.1:{free_port()}"
     folder = in_s3(bucket) if is_there else in_s3(bucket, endpoint=nobody)
-    says = rf"S3 answers 503 .*, {s3.ATTEMPTS} times$" if is_there else f"no whole answer from {nobody}: Could not conn"
+    says = rf"S3 answers 503 .*, {s3.ATTEMPTS} times$" if is_there else f"no complete answer from {nobody}: Could not"
     for _verb, act in everything(folder):
         bucket.proxy.set(Fault("status"))
         pauses.clear()
@@ -266,7 +266,7 @@ def test_a_body_that_breaks_off_is_read_again(bucket, monkeypatch, fault):
     assert folder.read("a") == content
     fault.times = None
     bucket.proxy.set(fault)
-    rejects(f"/a: no whole answer from {bucket.service.endpoint}: ", folder.read, "a", error=Unreachable)
+    rejects(f"/a: no complete answer from {bucket.service.endpoint}: ", folder.read, "a", error=Unreachable)
     assert len(bucket.proxy.requests()) == 3
 
 
@@ -280,7 +280,7 @@ def test_a_byte_that_changed_on_the_way_is_noticed(bucket):
     assert in_s3(bucket).read("a") == content
     fault.times = None
     bucket.proxy.set(fault)
-    with pytest.raises(Unreachable, match="no whole answer from .*: Expected checksum .* did not match calculated"):
+    with pytest.raises(Unreachable, match="no complete answer from .*: Expected checksum .* did not match calculated"):
         in_s3(bucket).read("a")
 
 
@@ -378,7 +378,7 @@ def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tm
     folder = in_s3(bucket, timeout_s=1.2)
     arguments = {"download": ["a", tmp_path / "a"]}.get(action, ["a"])
     bucket.proxy.set(Fault(do, match="^GET" if action != "size" else ""))
-    words = rf"^s3://.*/runs/data/a: no whole answer from {bucket.service.endpoint}: "
+    words = rf"^s3://.*/runs/data/a: no complete answer from {bucket.service.endpoint}: "
     rejects(words, getattr(folder, action), *arguments, error=Unreachable)
     assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_retry.SILENT_ATTEMPTS + 1
 

@@ -108,7 +108,7 @@ def test_a_killed_run_resumes_with_the_same_file_alone(code, settings, trained, 
     assert rejected(str(tmp_path / "run"), "--text", "x", module="train.predict") == missing
     (tmp_path / "focal.py").write_text(code.read_text().replace("self.cfg.gamma", "(self.cfg.gamma + 1)"))
     changed = rejected(f"--import={tmp_path / 'focal.py'}", *command)
-    assert "is of another run (--import focal.py: " in changed and "resume.force=true" in changed
+    assert "belongs to another run (--import focal.py: " in changed and "resume.force=true" in changed
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == written
 
     done(f"--import={code}", *command, ranks=2)

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest, including the run's progress, and the verification of files against it. No torch here."""
+"""A checkpoint's manifest, with the run's progress, and the verification of files against it. It needs no torch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Manifest:
     metric: float | None  # best.metric in an evaluation of this step, negated if higher is better
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    folder: FileName | None = None  # folder of the files below the step, in S3 only
+    folder: FileName | None = None  # folder of the files inside the step, in S3 only
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +121,7 @@ class Manifest:
             body = read_object(content)
             if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
                 raise OtherVersion(
-                    f"the checkpoint of step {shown(body.get('step'))} is of format {body['format']}, this version "
+                    f"the checkpoint of step {shown(body.get('step'))} has format {body['format']}, this version "
                     f"reads {FORMAT} and {FORMAT_OF_PARTS}; resume with the version that wrote it, or choose another "
                     "run_dir"
                 )
@@ -132,7 +132,7 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{FILE} cannot be read: {error}") from error
         if step not in (None, manifest.step):
-            raise Damaged(f"{FILE} is of step {manifest.step}")
+            raise Damaged(f"{FILE} names step {manifest.step}")
         return manifest
 
 

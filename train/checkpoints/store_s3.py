@@ -58,7 +58,7 @@ class S3Store(Store):
         return self.key(manifest.step, below(manifest, name))
 
     def objects(self, prefix: str = "step_") -> dict[int, dict[str, Head]]:
-        """Return the objects of each step, by their names below the step."""
+        """Return the objects of each step, by their names inside the step."""
         steps: dict[int, dict[str, Head]] = {}
         for name, item in self.folder.listing(PREFIX + prefix).items():
             head, _, below = name.removeprefix(PREFIX).partition("/")
@@ -177,7 +177,7 @@ class S3Store(Store):
         self.folder.write(self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)}))
 
     def remove_mark(self, manifest: Manifest) -> None:
-        with suppress(InputError, Failure):  # a mark that stays has no effect: its manifest exists, or its files do not
+        with suppress(InputError, Failure):  # a remaining mark has no effect: its manifest exists, or its files do not
             self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
@@ -238,7 +238,7 @@ class S3Store(Store):
 
 
 def below(manifest: Manifest, name: str) -> str:
-    """Return the name of a file below its step. It includes the save's folder, which a run copied from a disk lacks."""
+    """Return the name of a file in its step. It includes the save's folder, which a run copied from a disk lacks."""
     return f"{manifest.folder}/{name}" if manifest.folder else name
 
 

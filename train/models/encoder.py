@@ -107,7 +107,7 @@ class OrderedMaskedLM(MaskedLM):
 def states_at(hidden: Tensor, positions: Tensor) -> Tensor:
     """Return [B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64, by a product with one-hot rows.
 
-    The product costs 2 * S * H FLOPs a position. It suits Trainium, where a gather copies each element separately and
+    The product costs 2 * S * H FLOPs per position. It suits Trainium, where a gather copies each element separately and
     its gradient adds each separately in memory. It is exact, except that TF32 rounds the states, as in the head's
     product.
     """

@@ -58,7 +58,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value / GIB:.3g}" for name, value in vars(self).items() if value)
-        return f"about {self.total / GIB:.3g} GiB of memory a rank: {parts}"
+        return f"about {self.total / GIB:.3g} GiB of memory per rank: {parts}"
 
 
 def memory_of(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
-EXPORTING = "BARETRAIN_EXPORTING"  # environment variable: the runs that parent processes are exporting, one a line
+EXPORTING = "BARETRAIN_EXPORTING"  # environment variable: the runs that parent processes are exporting, one per line
 
 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:

@@ -28,7 +28,7 @@ WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's wa
 
 
 def captures_steps(cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int) -> bool:
-    """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if cfg asks for it in vain."""
+    """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if cfg asks for the impossible."""
     wanted = cfg.cuda_graphs is True
     check(device.type == "cuda" or not wanted, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
     check(num_ranks == 1 or not wanted, f"backend.cuda_graphs=true is for one rank, not {num_ranks}; leave it out")

@@ -104,8 +104,8 @@ class DataParallel(Engine):
 class Captured(DataParallel):
     """Data parallelism of a single rank whose steps are CUDA graphs.
 
-    With one micro batch a step, the whole step is one graph, which `forward_backward` runs. Otherwise there is one for
-    a micro batch and one for the update. Weights, moments, counts and the learning rate stay where they are in memory.
+    With one micro batch per step, the whole step is one graph, which `forward_backward` runs. Otherwise there is one
+    for a micro batch and one for the update. Weights, moments, counts and learning rate keep their places in memory.
     """
 
     backend: DDP
@@ -140,7 +140,7 @@ class Captured(DataParallel):
         self.backend.end_step()  # the update is done
 
     def _step(self, inputs: Inputs) -> None:
-        self.optimizer.zero_grad(set_to_none=True)  # a recording that failed leaves some
+        self.optimizer.zero_grad(set_to_none=True)  # a failed recording leaves gradients
         self._micro_batch(inputs)
         self._update({})
 

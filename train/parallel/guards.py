@@ -70,8 +70,8 @@ def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
     if not launched == device == group == ones:
         raise RuntimeError(
             f"the launcher started {launched} ranks, the device runtime sees {device}, the process group {group}, and "
-            f"ones summed over the ranks give {ones:g}: they would train apart. Start the run by torchrun, one rank a "
-            "core, and see python -m train.doctor"
+            f"ones summed over the ranks give {ones:g}: they would train apart. Start the run by torchrun, one rank "
+            "per core, and see python -m train.doctor"
         )
 
 

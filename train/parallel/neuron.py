@@ -36,7 +36,7 @@ class Neuron(DDP):
     """A NeuronCore. This class opens and checks the device; the training is DDP's."""
 
     name = "neuron"
-    # On a trn2 with a pre-release, this implementation took 126 ms a step and the plain one 1,324 ms. The plain one
+    # On a trn2 with a pre-release, this implementation took 126 ms per step and the plain one 1,324 ms. The plain one
     # also failed with 814 weights (hokindeng/object-permanence, pwm/).
     adamw = {"foreach": True}
     skips_on_device = False  # AdamW counts steps on the host, so the host must know of a skip

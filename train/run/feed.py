@@ -46,7 +46,7 @@ def check_same_code(imports: list[dict[str, str]]) -> None:
 
 
 class TrainData:
-    """A rank's micro batches for each step from the run's position on. The `prefetcher` fetches shards."""
+    """A rank's micro batches for each step, starting at the run's position. The `prefetcher` fetches shards."""
 
     def __init__(
         self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
@@ -86,7 +86,7 @@ class TrainData:
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
-    """Return this rank's order of the data from the run's position on. A new run chooses windows that fit the caches.
+    """Return this rank's order of the data after the run's position. A new run chooses windows that fit the caches.
 
     The position is `examples`, `lanes` and `window_shards` of `progress`, which train/checkpoints/loader.py:load has
     read. With batches of several lengths it is `examples` alone.

@@ -21,7 +21,7 @@ from train.system.atomic_io import open_whole
 from train.system.folders import Folder
 from train.system.schema import BadContent, FileName, of_type, read_object
 
-PART_BYTES = 2**18  # most bytes uploaded at a save, unless more were written since the previous save
+PART_BYTES = 2**18  # maximum uploaded at a save, unless more was written since the previous save
 BLOCK_BYTES = 2**16  # bytes read at a time when reading backwards
 MARK = b'{"kind": "parts", '
 

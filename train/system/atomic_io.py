@@ -220,7 +220,7 @@ def remove_folder(path: Path, *, instead: Path | None = None) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync a folder and everything below it. Files that libraries wrote are first made as private as their folder."""
+    """Sync a folder and everything in it. Files that libraries wrote are first made as private as their folder."""
     for path in (*folder.rglob("*"), folder):  # a folder comes before its contents
         bits = path.stat().st_mode & 0o777
         if path != folder and bits & ~bits_of(path.parent):

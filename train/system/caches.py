@@ -1,4 +1,4 @@
-"""Folders of compiled graphs and kernels, private to this user since later runs load them as code. No torch here."""
+"""Folders of compiled graphs and kernels, private to this user since later runs load them as code."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Folder(Protocol):
         """Remove a file if it exists. Raises NotPermitted if it cannot be removed."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names that begin with `prefix`, also in subfolders. Names unfit for a path are left out."""
+        """Return the sorted names that begin with `prefix`, in subfolders too. Names unfit for a path are left out."""
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
         """Return the length and version of each file that `names` returns. S3 lists 1,000 files per request."""
@@ -115,7 +115,7 @@ class LocalFolder:
     def open(self, name: str) -> BinaryIO:
         path = self.at(name)
         with disk_errors("read", path):
-            if not path.is_file():  # a pipe counts as missing too: its reader could wait without end
+            if not path.is_file():  # a pipe counts as missing too: its reader could wait forever
                 raise FileNotFoundError(path)
             return path.open("rb")
 

@@ -72,8 +72,8 @@ def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: 
     hint = "" if is_same else f"; data.lengths=[{lengths}] keeps its batches; other devices choose other lengths"
     check(
         not changed,
-        f"{source} is of another run ({', '.join(changed)}); choose another run_dir, or resume with the new settings "
-        f"by resume.force=true{hint}",
+        f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or resume with the new "
+        f"settings by resume.force=true{hint}",
     )
 
 

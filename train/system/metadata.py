@@ -26,7 +26,7 @@ class Metadata:
         self.token, self.renew_at_s = "", 0.0
 
     def get(self, path: str) -> Any:
-        """Return the JSON of a category below /latest/meta-data/; None if the category does not exist.
+        """Return the JSON of a category under /latest/meta-data/; None if the category does not exist.
 
         Raises OSError, HTTPException or ValueError if the service does not answer as it should.
         """

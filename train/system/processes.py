@@ -153,7 +153,7 @@ def end_orphans(limit_s: float) -> None:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the ids of all processes below the process `pid`, parents first."""
+    """Yield the ids of all descendants of the process `pid`, parents first."""
     running = {int(path.name): read_process(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     parents = [pid]
     for parent in parents:

@@ -244,7 +244,7 @@ class S3Folder:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
 
     def _list(self, prefix: str, **options: str) -> dict[str, Head]:
-        """Return the objects and, with a Delimiter, the prefixes that have objects below them."""
+        """Return the objects and, with a Delimiter, the prefixes that have objects under them."""
         paginator = self.client.get_paginator("list_objects_v2")
         with self.explained("list", prefix):
             pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
@@ -262,7 +262,7 @@ class S3Folder:
             raise self.explain(error, action, url) from error
         except BROKEN_OFF as error:
             where, reason = self.s3.endpoint or "S3", one_line(error).replace(' on endpoint URL: "None"', "")
-            raise Unreachable(f"{url}: no whole answer from {where}: {reason}") from error
+            raise Unreachable(f"{url}: no complete answer from {where}: {reason}") from error
         except BotoCoreError as error:
             raise aws_errors.explain(error, url, service="S3") from error
 

@@ -16,7 +16,7 @@ from train.system.aws_errors import is_temporary
 from train.system.launched import is_first
 
 logger = logging.getLogger("train")
-ATTEMPTS = 7  # most attempts of a request that fails immediately; the pauses between them take about 30 s
+ATTEMPTS = 7  # maximum for a request that fails immediately; the pauses between attempts take about 30 s
 SILENT_ATTEMPTS = 6  # attempts of a request without a response, within s3.timeout_s
 FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # seconds until the first warning, and between warnings
 

@@ -44,16 +44,16 @@ class FileName(str):
 
 
 class RelativePath(str):
-    """A path below a folder: file names with slashes between them."""
+    """A path inside a folder: file names with slashes between them."""
 
     def __new__(cls, path: object) -> RelativePath:
         if not isinstance(path, str) or len(path.encode(errors="replace")) > MAX_PATH_BYTES:
-            raise BadContent(f"{shown(path)} is not a path below a folder")
+            raise BadContent(f"{shown(path)} is not a path inside a folder")
         for part in path.split("/"):
             try:
                 FileName(part)
             except BadContent:
-                raise BadContent(f"{shown(path)} is not a path below a folder") from None
+                raise BadContent(f"{shown(path)} is not a path inside a folder") from None
         return super().__new__(cls, path)
 
 

@@ -26,7 +26,7 @@ def die_with_torchrun() -> None:
     """Have the kernel send SIGTERM to this rank when torchrun ends: an orphan would hold the device and the run folder.
 
     The signal comes when the thread that started this process ends: torchrun's main thread, which ends last. The rank
-    can still save. Raises SystemExit if torchrun has already ended: the rank would wait for torchrun's store in vain.
+    can still save. Raises SystemExit if torchrun has already ended: the rank would wait for a store that is gone.
     """
     if is_under_torchrun():
         end_with_parent(os.getppid())
