@@ -280,7 +280,7 @@ def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, 
     assert content(copy) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
-    assert "has other files (thesis.tex) and no preparation" in rejected(tmp_path / "out", corpus)
+    assert "has files (thesis.tex) but no preparation" in rejected(tmp_path / "out", corpus)
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 

@@ -224,7 +224,7 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
     names = folder.names()
     if "source.json" not in names:
         found = shortlist(names, 3)
-        check(not names, f"output={folder.location} has other files ({found}) and no preparation; choose another folder")
+        check(not names, f"output={folder.location} has files ({found}) but no preparation; choose another folder")
         folder.create("source.json", canonical_json(wanted))
     there = claimed(folder)
     if "manifest.json" in names:  # A finished preparation may be read with any number of parts.
