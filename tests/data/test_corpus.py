@@ -410,3 +410,8 @@ def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_pat
     result = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
     assert len(result) == 2 and result[1] == ("new " * 40).strip()  # without the docstring that a.py has
     assert [part.split()[0] for part in result[0].split("\n\n")] == [*names[:2], "indented", *names[2:5]]
+
+
+def test_a_csv_field_may_be_longer_than_the_module_allows(tmp_path):
+    path = write_rows(tmp_path / "a.csv", [{"text": "x" * 200_000}])
+    assert texts(files("csv", path)) == ["x" * 200_000]

@@ -273,7 +273,7 @@ def test_a_loader_that_ran_out_of_shared_memory_says_so(toy):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that more is said")
 
     toy.scale = fail
-    said = "^out of shared memory: DataLoader worker .pid 7. is killed by signal: Bus error: /dev/shm is full; enlarge it"
+    said = "^out of shared memory: DataLoader worker .pid 7. is killed by signal: Bus error: /dev/shm is full; enlarge"
     rejects(said, toy.train, error=Failure)
     assert toy.outcome()["kind"] == "out_of_shared_memory"
 

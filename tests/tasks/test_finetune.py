@@ -200,3 +200,8 @@ def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "broken.csv:152" in errors[0], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_early_stopping_goes_by_the_metric_chosen(train, tmp_path):
+    given = ["best.metric=accuracy", "early_stop.patience=2", "optim.lr=1e-30", "max_steps=50", "eval_every=1"]
+    assert train(tmp_path / "run", *given) == ("early_stop", 3)

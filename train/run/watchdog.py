@@ -15,6 +15,7 @@ import faulthandler
 import logging
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -188,7 +189,8 @@ class Watchdog:
         """Return the stuck rank, or None if no rank is stuck.
 
         The run is stuck if two checks in a row find the same late heartbeats for all ranks at the lowest step. A single
-        check could read a heartbeat that is just being written. The result is the least advanced of these ranks.
+        check could read a heartbeat that is just being written. The result is one of these ranks: a stopped rank
+        (SIGSTOP) if there is one, otherwise the least advanced.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -197,10 +199,16 @@ class Watchdog:
         before, self.suspects = self.suspects, {rank: each.at_s for rank, each in behind.items()} if is_late else {}
         if not is_late or before != self.suspects:
             return None
-        return min(behind, key=lambda rank: (behind[rank].count, behind[rank].at_s))
+        return min(behind, key=lambda rank: (not self.is_stopped(rank), behind[rank].count, behind[rank].at_s))
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether another rank of this machine is stopped (SIGSTOP) and thus cannot exit."""
+        peer = self.peers.get(rank)
+        process = read_process(peer.pid) if peer is not None else None
+        return process is not None and process.state == "T"
 
     def end(self, stuck: int) -> None:
-        """Report which rank is stuck, and exit. torchrun then ends the other ranks, even one that is stopped."""
+        """Report which rank is stuck, kill ranks that are stopped (SIGSTOP), and exit."""
         self.is_open = False  # a heartbeat may no longer arm the timer
         # The timer guards this report: the file system of the run folder may hang too.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
@@ -210,6 +218,10 @@ class Watchdog:
         reason = f"stuck: rank {stuck} has been in {last.where} for {last.age_s:.0f} s ({limit})"
         if is_alike and not launched().is_one_machine:
             reason += "; all ranks of this machine are waiting, perhaps for a rank of another machine"
+        for rank, peer in self.peers.items():
+            if self.is_stopped(rank):
+                reason += f"; rank {rank} is stopped (SIGSTOP) and was killed"
+                os.kill(peer.pid, signal.SIGKILL)
         reason += f"; stacks in {self.folder.log.name}/stacks_rank_*.txt"
         self.report("stuck", reason, {stuck, self.rank}, last, writes_stacks=True)
         time.sleep(OTHERS_PERIODS * self.period_s)
