@@ -153,6 +153,18 @@ def test_the_rank_that_is_least_advanced_is_named(start: Start, run_dir: Path, b
     assert "in hang" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
+def test_of_two_ranks_in_the_same_step_the_one_outside_a_collective_is_named(start: Start, run_dir: Path):
+    """It began the step later, as both wait for the same heartbeats."""
+    waits = "join()\nhang = eval('lambda: time.sleep(99)', {'__name__': 'torch.autograd.graph', 'time': time})\n"
+    ranks = start(
+        f"{waits}dog.phase('step', step=7)\nhang()",
+        "join()\ntime.sleep(0.2)\ndog.phase('step', step=7)\nhang()",
+        step_s=2.0,
+    )
+    assert codes(ranks) == [1, 1]
+    assert outcome(run_dir)["reason"].startswith("stuck: rank 1 has been in 'step' of step 7")
+
+
 @pytest.mark.parametrize(
     "slow",
     [

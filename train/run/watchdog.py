@@ -42,6 +42,7 @@ LEFT = 2**62  # the step of a rank whose watchdog was closed: no other rank wait
 OOM_LOOKS = 60  # kill counts to keep: the kernel counts a kill long before a large process has ended
 PEER_ENDS_S = 2.0  # seconds to wait, after a collective breaks, for the end of the process that broke it
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
+WAITING = ("torch.autograd", "torch.distributed")  # packages in which the main thread waits for other ranks
 
 logger = logging.getLogger("train")
 
@@ -54,6 +55,7 @@ class Heartbeat(ctypes.Structure):
         ("limit_s", ctypes.c_double),
         ("step", ctypes.c_int64),  # -1: the phase belongs to no step
         ("count", ctypes.c_int64),  # heartbeats in this step
+        ("may_wait", ctypes.c_bool),  # at its last check the main thread was in PyTorch's backward pass or collectives
         ("phase", ctypes.c_char * 40),
     )
 
@@ -162,6 +164,7 @@ class Watchdog:
     def watch(self) -> None:
         while not self.closed.wait(self.period_s):
             self.allow_compiling()
+            self.own.may_wait = is_main_thread_in(WAITING)
             self.oom_kills.append(count_oom_kills(self.oom_counter))
             self.report_gone()
             stuck = self.find_stuck()
@@ -190,7 +193,8 @@ class Watchdog:
 
         The run is stuck if two checks in a row find the same late heartbeats for all ranks at the lowest step. A single
         check could read a heartbeat that is just being written. The result is one of these ranks: a stopped rank
-        (SIGSTOP) if there is one, otherwise the least advanced.
+        (SIGSTOP) if there is one, otherwise the least advanced. Of ranks that are equally far, a rank that may wait for
+        others in a collective is the last to be named.
         """
         ranks = self.heartbeats()
         lowest = min(each.step for each in ranks.values())
@@ -199,7 +203,12 @@ class Watchdog:
         before, self.suspects = self.suspects, {rank: each.at_s for rank, each in behind.items()} if is_late else {}
         if not is_late or before != self.suspects:
             return None
-        return min(behind, key=lambda rank: (not self.is_stopped(rank), behind[rank].count, behind[rank].at_s))
+
+        def order(rank: int) -> tuple[bool, int, bool, float]:
+            last = behind[rank]
+            return not self.is_stopped(rank), last.count, last.may_wait, last.at_s
+
+        return min(behind, key=order)
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether another rank of this machine is stopped (SIGSTOP) and thus cannot exit."""
@@ -267,3 +276,9 @@ class Watchdog:
                 self.folder.folder.create(f"log/exit_rank_{rank:04d}.json", canonical_json(content))
         if is_first:
             logger.error("watchdog: %s", reason)
+
+
+def is_main_thread_in(packages: tuple[str, ...]) -> bool:
+    """Return whether the innermost Python function of the main thread belongs to one of these packages."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(packages)
