@@ -20,7 +20,7 @@ from traced import without_kernels
 from train import loop
 from train.config import BackendConfig, ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
-from train.parallel import auto_compile, compiled
+from train.parallel import auto_compile, compiled, ddp
 from train.parallel.compiled import KernelCache
 from train.run.command import DONE, REJECTED
 from train.run.stopping import StopRequest
@@ -132,10 +132,14 @@ def test_auto_compiles_what_repays_it_and_goes_on_without_where_the_first_graph_
             raise RuntimeError("no kernels today")
 
         patch.setattr(compiled, "lookup_backend", lambda _name: fails)
-        loop.run(train_config(tmp_path / "failed", prepared, "backend=ddp", WIDE), StopRequest())
+        in_bf16 = ["backend=ddp", WIDE, "backend.precision=bf16"]
+        loop.run(train_config(tmp_path / "plain", prepared, *in_bf16, "backend.compile=none"), StopRequest())
+        with pytest.MonkeyPatch.context() as on_gpu:  # where compiled norms return another dtype
+            on_gpu.setattr(ddp, "norms_of", lambda *_args, **_options: torch.float32)
+            loop.run(train_config(tmp_path / "failed", prepared, *in_bf16), StopRequest())
         assert "nothing is compiled, as the first graph failed" in said("failed")
         assert "no kernels today" in said("failed")
-        assert losses(tmp_path / "failed") == losses(plain)
+        assert losses(tmp_path / "failed") == losses(tmp_path / "plain")
         loop_fails = partial(loop.run, train_config(tmp_path / "explicit", prepared, "backend.compile=model"))
         with pytest.raises(Exception, match="no kernels today"):
             loop_fails(StopRequest())

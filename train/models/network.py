@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertTransformer
@@ -119,14 +120,13 @@ class Network(nn.Module):
         for layer in self.known_layers():
             layer.forward = recomputed(layer.forward, checkpoint, layer)
 
-    def narrow_norms(self, dtype: torch.dtype) -> None:
-        """Make each norm, which autocast computes in fp32, return `dtype`.
+    def narrow_norms(self, dtype: torch.dtype) -> list[RemovableHandle]:
+        """Make each norm, which autocast computes in fp32, return `dtype`. Returns the hooks, which can be removed.
 
         The hidden states that pass from layer to layer then take half the memory. Weights and gradients remain fp32.
         """
-        for module in self.network.modules():
-            if is_norm(module):
-                module.register_forward_hook(partial(_returned_in, dtype))
+        norms = filter(is_norm, self.network.modules())
+        return [module.register_forward_hook(partial(_returned_in, dtype)) for module in norms]
 
     def join_projections(self) -> None:
         """Compute a layer's queries, keys and values by one matrix product, which uses a GPU better than three.

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from train.config import BackendConfig, S3Config, check
 from train.config.backend import DEFAULT_TIMEOUT_S
@@ -47,6 +48,7 @@ class DDP(Backend):
     adamw = {"fused": True}
     drops_masks = True  # whether batches without padding lose their mask
     norms: torch.dtype | None = None  # the dtype that norms return; None for autocast's
+    compiled_norms: Sequence[RemovableHandle] = ()  # the hooks of norms that only compiled code should have
     skips_on_device = False  # whether the device decides to skip a step, so that the host does not wait for the norm
     compiler: TorchCompiler | None = None
     deterministic = False  # whether kernels always add in the same order
@@ -86,10 +88,13 @@ class DDP(Backend):
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
             self.join_ranks("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or DEFAULT_TIMEOUT_S)
+        elif self.compiler is not None:
+            self.compilers = Compilers(self.compiler.is_busy)
         if chooses and not auto_compile.all_can(self.compiler is not None, world):
             self.compiler = None
         compiles_on_gpu = is_cuda and self.compiler is not None
         self.norms = norms_of(cfg.norms, self.precision, compiles_on_gpu=compiles_on_gpu)
+        self.chooses_norms = cfg.norms == "auto"
         self.drops_masks = self.compiler is None  # batches without a mask would need another graph
 
     def join_ranks(self, collectives: str, timeout_s: float) -> None:
@@ -127,7 +132,8 @@ class DDP(Backend):
         guards.tie(model, tied)
         self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
         if self.norms is not None:
-            model.narrow_norms(self.norms)
+            hooks = model.narrow_norms(self.norms)
+            self.compiled_norms = hooks if self.chooses_norms else ()
         if self.compiler is not None:
             widens = self.device.type == "cuda" and self.precision in AUTOCAST and self.norms is not torch.bfloat16
             if self.device.type == "cuda":
@@ -155,6 +161,10 @@ class DDP(Backend):
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
                 self.compiler.try_first(micro_batch, self.world)
+            if not self.compiler.is_on:  # continue as a run that never compiles
+                self.drops_masks = True
+                for hook in self.compiled_norms:
+                    hook.remove()
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:
